@@ -27,7 +27,4 @@ def random_adapters(config, lora=LORA, *, seed=0, dtype=np.float32):
                 qkv.b[:, :, some] = 0
                 if lora.dora:
                     qkv.magnitude[:, :, some] = 0
-    if not stacked:
-        layers = range(config.n_layers)
-        drawn = drawn.replace(blocks=tuple(jax.tree.map(lambda array, i=i: array[i], drawn.blocks) for i in layers))
     return jax.tree.map(lambda array: jax.device_put(np.asarray(array, dtype)), drawn)

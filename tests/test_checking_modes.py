@@ -38,12 +38,11 @@ class Subject:
 
     def __init__(self, folder):
         self.folder = folder
-        self.stacked = llama_jax.init(CONFIG, jax.random.key(0))
-        self.params = self.stacked
+        self.params = llama_jax.init(CONFIG, jax.random.key(0))
         self.lora = Lora(rank=2)
         self.adapters = llama_jax.init_adapters(CONFIG, self.lora, jax.random.key(1))
         self.optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)
-        self.state = llama_jax.init_state(self.optimizer, self.stacked)
+        self.state = llama_jax.init_state(self.optimizer, self.params)
         self.tokens = jax.device_put(np.arange(12).reshape(2, 6))
         ids = jax.device_put(np.ones((2, 6), np.int32))
         self.batch, self.packed = Batch(self.tokens), Batch(self.tokens, segment_ids=ids)
@@ -61,9 +60,9 @@ def forward(config, params, tokens):
 
 # Pure functions of arrays, which run under `jit` as they are meant to.
 PURE = {
-    "forward": lambda own: jax.jit(forward, static_argnums=0)(CONFIG, own.stacked, own.tokens),
+    "forward": lambda own: jax.jit(forward, static_argnums=0)(CONFIG, own.params, own.tokens),
     "logits": lambda own: jax.jit(llama_jax.logits, static_argnums=0)(CONFIG, own.params, own.tokens),
-    "loss": lambda own: jax.jit(llama_jax.next_token_loss, static_argnums=0)(CONFIG, own.stacked, own.packed),
+    "loss": lambda own: jax.jit(llama_jax.next_token_loss, static_argnums=0)(CONFIG, own.params, own.packed),
     "train_step": lambda own: jax.jit(llama_jax.train_step, static_argnums=(0, 1))(
         CONFIG, own.optimizer, own.state, own.batch
     ),
@@ -85,7 +84,7 @@ WHOLE = {
         llama_jax.save(own.folder / "again", CONFIG, own.params, format=format, overwrite=True)
         for format in ("safetensors", "orbax")
     ],
-    "adapters": lambda own: llama_jax.merge(own.stacked, own.adapters, own.lora),
+    "adapters": lambda own: llama_jax.merge(own.params, own.adapters, own.lora),
 }
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import random_adapters
-from conftest import jit_init, jit_logits
+from conftest import first_layers, jit_init, jit_logits
 from training_options import step_options
 
 import llama_jax
@@ -26,7 +26,8 @@ from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
-from llama_jax.model.trees import param_shapes, parameter_count, stack, unstack
+from llama_jax.model.trees import param_shapes, parameter_count
+from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import step_over
@@ -176,8 +177,7 @@ def test_each_differs_from_a_llama(models, kind):
         np.testing.assert_allclose(logits[:, :6], other[:, :6], atol=1e-4)
         assert np.abs(logits[:, 6:] - other[:, 6:]).max() > 0.1
         return
-    block = llama_jax.layers_of(params)[0]
-    attention, feed_forward = block.attention, block.feed_forward
+    attention, feed_forward = params.blocks.attention, params.blocks.feed_forward
     for leaf in (
         *(attention.qkv_bias, attention.query_norm, attention.key_norm),
         *(feed_forward.router, feed_forward.shared_gate, feed_forward.shared_up, feed_forward.shared_down),
@@ -189,26 +189,25 @@ def test_each_differs_from_a_llama(models, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stacked"),
+    ("kind", "unrolled"),
     [
         (MOST, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", False), ("qwen2", True), ("qwen3", False))),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("mistral", True), ("qwen2", False), ("qwen3", True))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", True), ("qwen2", False), ("qwen3", True))),
         pytest.param(MOST, True, marks=pytest.mark.slow),
         # Whose layers differ: an index chooses where they are scanned.
-        ("gemma3_text", True),
-        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3", "llama4_text")),
-        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("gemma3_text", "ministral3", "granite", "phi3")),
+        ("gemma3_text", False),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3", "llama4_text")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("gemma3_text", "ministral3", "granite", "phi3")),
     ],
 )
-def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
+def test_the_cache_and_pieces_give_the_same(models, kind, unrolled):
     config, params = models[kind]
-    params = stack(params) if stacked else params
     want = jit_logits(config, params, TOKENS)
-    cache = llama_jax.init_cache(config, 2, 24, stacked=stacked)
+    cache = llama_jax.init_cache(config, 2, 24)
     found = []
     for start, stop in ((0, 9), (9, 10), (10, 19), (19, 20)):
-        hidden, cache = jit_forward(config, params, TOKENS[:, start:stop], cache)
+        with planned_for("gpu" if unrolled else None):
+            hidden, cache = jit_forward(config, params, TOKENS[:, start:stop], cache)
         found.append(jit_unembed(config, params, hidden))
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
 
@@ -252,12 +251,11 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
             llama_jax.save(tmp_path / "model.gguf", config, params)
         return
     config = gguf_form(config) if format == "gguf" else config
-    for form in (params, stack(params)):
-        target = tmp_path / f"model-{type(form.blocks).__name__}{'.gguf' * (format == 'gguf')}"
-        llama_jax.save(target, config, form, format=format)
-        loaded = llama_jax.load(target)
-        assert loaded.config == config
-        same(loaded.params, params, ROUNDING if format == "gguf" and config.norm_offset else 0)
+    target = tmp_path / f"model{'.gguf' * (format == 'gguf')}"
+    llama_jax.save(target, config, params, format=format)
+    loaded = llama_jax.load(target)
+    assert loaded.config == config
+    same(loaded.params, params, ROUNDING if format == "gguf" and config.norm_offset else 0)
 
 
 @in_gguf
@@ -350,7 +348,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device(kind, sizes):
     optimizer = adamw(1e-3)
     found = []
     for each in (MeshSizes(), sizes):
-        state = init_state(optimizer, stack(random_params(config)))
+        state = init_state(optimizer, random_params(config))
         step = jax.jit(partial(step_over(config, make_mesh(each)), optimizer, options=step_options(remat="full")))
         state, metrics = step(state, Batch(TOKENS[:, :17]))
         found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
@@ -392,7 +390,7 @@ def test_experts_by_definition():
     np.testing.assert_allclose(ops.experts(*operands, routing=ops.Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["alone", "cached", pytest.param("stacked", marks=pytest.mark.slow), "packed"])
+@pytest.mark.parametrize("place", ["alone", "cached", "packed"])
 def test_chunks_by_definition(models, place):
     """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
     config, params = models["llama4_text"]
@@ -407,8 +405,7 @@ def test_chunks_by_definition(models, place):
     if place == "packed":
         places = Places(positions=positions[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
     elif place != "alone":
-        params = stack(params) if place == "stacked" else params
-        cache = llama_jax.init_cache(config, 1, 24, stacked=place == "stacked")
+        cache = llama_jax.init_cache(config, 1, 24)
     found = []
     for a, b in [(0, end)] if cache is None else [(0, 3), (3, 4), (4, 13), (13, end)]:
         hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, places=places)

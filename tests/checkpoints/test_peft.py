@@ -62,9 +62,7 @@ def test_what_is_written_is_read_again(lora, stacked, tmp_path):
     save_adapter(tmp_path / "a", CONFIG, adapters, lora, base="some/model")
     found = load_adapter(tmp_path / "a", CONFIG)
     assert (found.lora, found.base) == (lora, "some/model")
-    jax.tree.map(
-        np.testing.assert_array_equal, found.params, adapters if stacked else adapters
-    )
+    jax.tree.map(np.testing.assert_array_equal, found.params, adapters if stacked else adapters)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 

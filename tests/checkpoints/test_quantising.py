@@ -16,7 +16,7 @@ from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize, stack, unstack
+from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize, stack
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, order
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes

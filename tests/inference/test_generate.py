@@ -89,14 +89,6 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
     assert ServedModel.of(config, params, CacheOptions(), compute).layout.mesh == layout_of(params).mesh is not None
 
 
-@pytest.mark.slow
-def test_stacked_blocks_generate_the_same(model):
-    config, params = model
-    want = llama_jax.generate(config, params, PROMPTS[:2], max_new_tokens=NEW)
-    got = llama_jax.generate(config, params, PROMPTS[:2], max_new_tokens=NEW)
-    assert [r.tokens for r in got] == [r.tokens for r in want]
-
-
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=4, max_size=4), st.booleans())
 def test_a_row_is_token_for_token_what_it_is_alone(model, prompts, sampled):
     sampling = [Sampling(temperature=1.0 if sampled else 0.0, top_p=0.9, seed=i) for i in range(len(prompts))]

@@ -11,7 +11,6 @@ from adapters import LORA, random_adapters
 from conftest import jit_logits
 from training_options import loss_options
 
-import llama_jax
 from llama_jax.errors import ConfigError
 from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
 from llama_jax.model.adapters import adapted

@@ -123,14 +123,6 @@ class TestTheTokensAreThoseOfPlainGeneration:
         assert "_start _start unpack" in " ".join(events)
 
     @pytest.mark.slow
-    def test_with_stacked_blocks(self, model, force):
-        config, params = model
-        force(DRAFTED)
-        run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
-        plain = run()
-        same(run(draft=told(plain, 512, 0.2)), plain)
-
-    @pytest.mark.slow
     def test_where_the_rotary_frequencies_depend_on_the_length(self, model, force):
         """Each verified token is turned as when its row was as long as it then is, also across the original context."""
         config, params = model

@@ -64,13 +64,6 @@ def test_of_more_adapters_than_rows(table, alone):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-def test_of_stacked_blocks(table, alone):
-    config, base, adapters, _ = table
-    params = adapter_table(config, base, adapters)
-    found = jit_logits(config, choose_adapters(params, [1, -1, 0, 2]), TOKENS)
-    np.testing.assert_allclose(found, np.stack([alone[1][0], alone[3][1], alone[0][2], alone[2][3]]), atol=2e-5)
-
-
 @pytest.mark.slow
 def test_a_quantised_base_in_16_bits():
     config = llama_jax.LlamaConfig(
@@ -80,7 +73,7 @@ def test_a_quantised_base_in_16_bits():
     dense = jax.tree.map(lambda a: a.astype(jnp.bfloat16), jit_init(config, jax.random.key(1)))
     base, adapters = quantize(dense, "int8"), [(random_adapters(config, lora), lora) for lora in LORAS[:2]]
     params = adapter_table(config, base, adapters)
-    assert llama_jax.layers_of(params)[0].attention.out.low_rank.a.dtype == jnp.bfloat16
+    assert params.blocks.attention.out.low_rank.a.dtype == jnp.bfloat16
     later = quantize(adapter_table(config, dense, adapters), "int8")
     jax.tree.map(np.testing.assert_array_equal, later, params)
     found = jit_logits(config, choose_adapters(params, [1, 0]), TOKENS[:2] % 40)
@@ -109,7 +102,7 @@ def test_nothing_of_the_base_is_copied(table):
     assert bytes_in_memory(params) == bytes_in_memory(base) + 4 * numbers
     for path in ("embedding", "final_norm"):
         assert getattr(params, path) is getattr(base, path)
-    assert llama_jax.layers_of(params)[0].attention.out.base is llama_jax.layers_of(base)[0].attention.out
+    assert params.blocks.attention.out.base is base.blocks.attention.out
 
 
 def test_what_overflows_for_another_does_not_reach_a_row():

@@ -24,10 +24,10 @@ def test_published_sizes():
     assert cache_bytes(seventy, 1, 8192, jnp.bfloat16) == 2_684_354_560
 
 
-@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([jnp.float32, jnp.bfloat16]), st.booleans())
-def test_bytes_are_those_of_the_arrays(batch, length, dtype, stacked):
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_bytes_are_those_of_the_arrays(batch, length, dtype):
     config = preset("stories-260k")
-    cache = init_cache(config, batch, length, dtype, stacked=stacked)
+    cache = init_cache(config, batch, length, dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
     assert held == cache_bytes(config, batch, length, dtype)
     assert cache.capacity == length
@@ -36,8 +36,8 @@ def test_bytes_are_those_of_the_arrays(batch, length, dtype, stacked):
 jit_write = jax.jit(write)
 
 
-@given(st.sampled_from([1, 3]), st.sampled_from([1, 4]), st.booleans(), st.booleans(), st.integers(0, 1000))
-def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, stacked, each, seed):
+@given(st.sampled_from([1, 3]), st.sampled_from([1, 4]), st.booleans(), st.integers(0, 1000))
+def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, each, seed):
     rng = np.random.default_rng(seed)
     layers, heads, slots, width = 3, 2, 9, 4
     rows = rng.standard_normal((batch, heads, new, width)).astype(np.float32)
@@ -47,28 +47,24 @@ def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, stacked,
     for b in range(batch):
         want[1, b, :, start[b] : start[b] + new] = rows[b]
     places = jnp.asarray(start[:, None] + np.arange(new, dtype=np.int32) if each else start)
-    if stacked:
-        np.testing.assert_array_equal(jit_write(jnp.asarray(whole), rows, places, jnp.int32(1)), want)
-    else:
-        np.testing.assert_array_equal(jit_write(jnp.asarray(whole[1]), rows, places), want[1])
+    np.testing.assert_array_equal(jit_write(jnp.asarray(whole), rows, places, jnp.int32(1)), want)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2}])
 def test_accelerators_write_a_few_tokens_by_one_scatter(mesh, monkeypatch):
     """Which puts what slices of rows do."""
     rng = np.random.default_rng(0)
-    buffer, rows = (rng.standard_normal((3, 2, size, 4)).astype(np.float32) for size in (9, 4))
-    places = np.array([0, 3, 5], np.int32)
-    want = write(buffer, rows, places)
+    buffer = rng.standard_normal((2, 3, 2, 9, 4)).astype(np.float32)
+    rows, places, layer = rng.standard_normal((3, 2, 4, 4)).astype(np.float32), np.array([0, 3, 5], np.int32), jnp.int32(1)
+    want = write(buffer, rows, places, layer)
     monkeypatch.setattr(cache_file, "mesh_in_force", lambda: mesh)
     with planned_for("accelerator"):
-        found = jax.jit(lambda *args: write(*args))(buffer, rows, places)
+        found = jax.jit(lambda *args: write(*args))(buffer, rows, places, layer)
     np.testing.assert_array_equal(found, want)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_grow_keeps_what_is_there(stacked):
-    cache = jax.tree.map(lambda a: a + 1, init_cache(preset("stories-260k"), 2, 5, stacked=stacked))
+def test_grow_keeps_what_is_there():
+    cache = jax.tree.map(lambda a: a + 1, init_cache(preset("stories-260k"), 2, 5))
     larger = grow(cache, 8)
     assert larger.capacity == 8
     for a, b in zip(jax.tree.leaves(larger.k), jax.tree.leaves(cache.k), strict=True):
@@ -95,7 +91,7 @@ def test_buckets_are_few_and_large_enough(length):
     assert size & (size - 1) == 0
 
 
-def decode_program(batch: int, stacked: bool = False, dtype=jnp.float32, slots=8192, **ring):
+def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
     """The compiled decode loop of a model whose cache is far larger than anything else that it could copy."""
     config = LlamaConfig(
         vocab_size=64,
@@ -110,11 +106,9 @@ def decode_program(batch: int, stacked: bool = False, dtype=jnp.float32, slots=8
         tie_embeddings=True,
     )
     params = jax.eval_shape(lambda key: llama_jax.init(config, key), jax.random.key(0))
-    if not stacked:
-        params = jax.eval_shape(llama_jax.unstack, params)
     state = State(
         request=Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros((batch, 4), np.int32)),
-        cache=jax.eval_shape(lambda: init_cache(config, batch, slots, dtype, stacked=stacked, **ring)),
+        cache=jax.eval_shape(lambda: init_cache(config, batch, slots, dtype, **ring)),
         token=jax.ShapeDtypeStruct((batch,), jnp.int32),
         seen=jax.ShapeDtypeStruct((batch, 64), bool),
         count=jax.ShapeDtypeStruct((batch,), jnp.int32),

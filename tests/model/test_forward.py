@@ -17,6 +17,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.model.whole import logits
+from llama_jax.ops.platform import planned_for
 
 KINDS = list(make_goldens.KINDS)
 TOKENS = make_goldens.tokens(make_goldens.KINDS["gqa"])
@@ -25,12 +26,12 @@ jit_logits = jax.jit(logits, static_argnums=0)
 jit_unembed = jax.jit(unembed, static_argnums=0)
 
 
-def cached_logits(config, params, tokens, pieces, capacity=None):
+def cached_logits(config, params, tokens, pieces, capacity=None, forward=jit_forward):
     """Logits of the same tokens read in pieces of the given sizes."""
-    cache = llama_jax.init_cache(config, len(tokens), capacity or sum(pieces), stacked=stacked)
+    cache = llama_jax.init_cache(config, len(tokens), capacity or sum(pieces))
     out, start = [], 0
     for size in pieces:
-        hidden, cache = jit_forward(config, params, tokens[:, start : start + size], cache)
+        hidden, cache = forward(config, params, tokens[:, start : start + size], cache)
         out.append(hidden)
         start += size
     np.testing.assert_array_equal(cache.length, [start] * len(tokens))
@@ -61,13 +62,11 @@ def test_goldens_can_fail(models, goldens):
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
     config, params = models[kind]
-    stacked = params
     tokens = TOKENS[:batch]
     want = jit_logits(config, params, tokens)
-    np.testing.assert_allclose(jit_logits(config, stacked, tokens), want, atol=1e-5)
-    np.testing.assert_allclose(cached_logits(config, stacked, tokens, [30, 10]), want, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    with planned_for("gpu"):  # where layers are unrolled
+        found = cached_logits(config, params, tokens, [30, 10], forward=jax.jit(forward, static_argnums=0))
+    np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -81,17 +80,15 @@ def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
     np.testing.assert_allclose(cached_logits(config, params, tokens, pieces, capacity=32), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
+def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models):
     config, params = models["gqa"]
-    params = params if stacked else params
     lengths, more = np.array([3, 11, 7]), 4
     texts = [TOKENS.reshape(-1)[20 * i : 20 * i + n + more] for i, n in enumerate(lengths)]
     padded = np.zeros((3, 11), np.int32)
     for row, text, n in zip(padded, texts, lengths, strict=True):
         row[:n] = text[:n]
         row[n:] = 95  # whatever lies in the padding
-    cache = llama_jax.init_cache(config, 3, 16, stacked=stacked)
+    cache = llama_jax.init_cache(config, 3, 16)
     hidden, cache = jit_forward(config, params, padded, cache, places=Places(jnp.asarray(lengths)))
     np.testing.assert_array_equal(cache.length, lengths)
     logits_of = lambda hidden: np.asarray(jit_unembed(config, params, hidden))
@@ -192,14 +189,6 @@ def test_a_full_cache_is_an_error_before_anything_runs(models):
     np.testing.assert_array_equal(cache.length, [8, 8])
 
 
-def test_a_cache_of_the_other_form_is_refused(models):
-    config, params = models["gqa"]
-    with pytest.raises(GenerationError, match="blocks are a tuple, the cache is stacked"):
-        forward(config, params, TOKENS[:, :2], llama_jax.init_cache(config, 2, 8))
-    with pytest.raises(GenerationError, match="blocks are stacked, the cache is a tuple"):
-        forward(config, params, TOKENS[:, :2], llama_jax.init_cache(config, 2, 8))
-
-
 def test_parameters_that_do_not_fit_the_configuration_are_refused(models):
     config, params = models["tied"]
     with pytest.raises(ConfigError, match="tie_embeddings=False but the parameters have no lm_head"):
@@ -252,11 +241,9 @@ def test_published_sizes_trace_without_memory():
     assert cache.k.shape == (126, 1, 8, 256, 128)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_packed_documents_are_what_they_are_alone(models, stacked):
+def test_packed_documents_are_what_they_are_alone(models):
     """Positions restart and attention does not cross: three documents in a row of 24, and padding of segment 0."""
     config, params = models["llama3"]
-    params = params if stacked else params
     tokens = np.random.default_rng(3).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
     sizes = [7, 12, 3]
     segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)

@@ -11,9 +11,8 @@ from conftest import sharp
 
 import llama_jax
 from llama_jax.checkpoints.saving import Blocks
-from llama_jax.errors import ConfigError
 from llama_jax.model.mixtures import kind_of_part, kinds_of_parameter
-from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize, stack
+from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 
 CONFIG = llama_jax.LlamaConfig(300, 256, 9, 4, 2, 512, 128, 1e-5, 1e4, True)
@@ -80,15 +79,9 @@ def test_rows_that_are_no_whole_blocks(params):
     config = replace(CONFIG, dim=96, head_dim=64)
     found = quantize(param_shapes(config), "q4_k")
     assert found.embedding.kind == "q8_0"
-    assert llama_jax.layers_of(found)[1].feed_forward.gate.kind == "q5_0"
-    assert llama_jax.layers_of(found)[0].feed_forward.down.kind == "q6_k"
+    assert found.blocks.feed_forward.gate.kind == "q5_0"
+    assert found.blocks.feed_forward.down.stacks[0].kind == "q6_k"
     assert kinds_in_memory(found) == "q5_0 and q4_k and q6_k and q8_0"
-
-
-def test_stacked_layers_are_alike(params):
-    with pytest.raises(ConfigError, match="'q4_k' differs from layer to layer, and these layers are stacked; use 'q4_k-p"):
-        quantize(stack(params), "q4_k")
-    assert quantize(stack(params), "q4_k-pure").blocks.attention.qkv.kind == "q4_k"
 
 
 @pytest.mark.llama_cpp

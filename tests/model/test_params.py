@@ -45,4 +45,3 @@ def test_layers_of_and_stack_undo_each_other():
     assert len(layers) == 5
     assert count(params) == 260_032
     jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack(layers)), params)
-

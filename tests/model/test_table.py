@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import first_layers
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
@@ -16,7 +17,7 @@ from llama_jax.config import PRESETS, preset
 from llama_jax.errors import ConfigError
 from llama_jax.model.checks import check_params
 from llama_jax.model.params import TABLE, row_at, rows, shape_of
-from llama_jax.model.trees import build, count, init, param_shapes, parameter_count, stack, unstack
+from llama_jax.model.trees import build, count, init, param_shapes, parameter_count
 from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs

@@ -17,7 +17,6 @@ from llama_jax.errors import GenerationError
 from llama_jax.model.cache import cache_bytes, grow, init_cache, key_positions, slots_of
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
-from llama_jax.model.trees import stack
 from llama_jax.model.window import CacheOptions
 from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
@@ -93,10 +92,10 @@ def test_a_ring_of_slots_is_the_definition(model, tokens, sinks, pieces):
     assert list(cache.length) == [LENGTH] * 2
 
 
-def test_stacked_blocks_and_one_row(model, tokens):
+def test_one_row(model, tokens):
     config, params = model
     cache = init_cache(config, 1, SINKS + WINDOW + 4, window=WINDOW, sinks=SINKS)
-    found, _ = read_in_pieces(config, stack(params), tokens[:1], cache, [5] * 6)
+    found, _ = read_in_pieces(config, params, tokens[:1], cache, [5] * 6)
     expected = defined(config, params, tokens[:1], window=WINDOW, sinks=SINKS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -140,17 +139,14 @@ def test_every_slot_knows_its_position(sinks, ring, length, new):
     assert [written[slot] for slot in each] == list(range(length, length + new))
 
 
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_int8(model, tokens, stacked):
+def test_int8(model, tokens):
     """Near to float32 (each key and value within 1/254 of its head's largest), and the next tokens fit on."""
     config, params = model
-    if stacked:
-        params = stack(params)
     states = {}
     for dtype in (jnp.float32, jnp.int8):
-        cache = init_cache(config, 2, LENGTH, dtype, stacked=stacked)
+        cache = init_cache(config, 2, LENGTH, dtype)
         states[dtype], cache = read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14])
-    buffer = cache.k if stacked else cache.k[0]
+    buffer = cache.k
     assert buffer.values.dtype == jnp.int8
     assert buffer.scales.dtype == jnp.float32
     error = np.linalg.norm(states[jnp.int8] - states[jnp.float32]) / np.linalg.norm(states[jnp.float32])

@@ -9,7 +9,6 @@ from conftest import jit_init, jit_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama_jax
 from llama_jax import LlamaConfig, preset
 from llama_jax.config import PRESETS
 from llama_jax.errors import MeshError

@@ -20,7 +20,7 @@ from llama_jax.checkpoints import load_adapter, open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.errors import CheckpointError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
-from llama_jax.model.trees import kinds_in_memory, quantize, stack, unstack
+from llama_jax.model.trees import kinds_in_memory, quantize, stack
 from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes

@@ -25,7 +25,6 @@ import llama_jax
 from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
-from llama_jax.model.trees import unstack
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
 from llama_jax.runs import snapshots

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from commands import run_here
+from conftest import first_layers
 from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, some_request  # noqa: F401
 
 import llama_jax
@@ -120,11 +121,11 @@ class TestEveryRequestGetsWhatItGetsAlone:
         assert len(scored.updates[0].prompt) == 41
 
     @pytest.mark.slow
-    def test_with_a_stacked_draft_and_caches_of_int8(self, model, similar, force):  # noqa: F811
+    def test_with_caches_of_int8(self, model, similar, force):  # noqa: F811
         force(at_random(random.Random(2)))
-        options, stacked = CacheOptions(dtype="int8"), similar.replace(params=similar.params)
+        options = CacheOptions(dtype="int8")
         found = []
-        for draft in (stacked, None):  # a prompt read in pieces is rounded otherwise than one read whole, so not by `alone`
+        for draft in (similar, None):  # a prompt read in pieces is rounded otherwise than one read whole, so not by `alone`
             engine = Engine(*model, replace(TWO, draft=draft, cache=options))
             found.append([Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=30) for i in range(1, 4)])
             exhaust(engine)

@@ -155,15 +155,6 @@ class TestEveryRequestGetsWhatItGetsAlone:
             assert client.ids == alone((config, params), client.request, cache=CacheOptions(dtype="int8")).tokens
 
     @pytest.mark.slow
-    def test_with_stacked_blocks(self, model, bursts):
-        config, params = model
-        engine = Engine(config, params, SMALL)
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 20 * i)], max_new_tokens=20 * i) for i in range(1, 4)]
-        exhaust(engine)
-        for client in clients:
-            assert client.ids == alone(model, client.request).tokens
-
-    @pytest.mark.slow
     def test_on_a_mesh(self, model, tmp_path, bursts):
         llama_jax.save(tmp_path / "model", *model)
         engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)
