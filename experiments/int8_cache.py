@@ -67,7 +67,7 @@ def with_outliers(
     random, half, groups = np.random.default_rng(0), config.head_dim // 2, config.queries_per_kv_head
     _, seen = llama_jax.observe(config, params, ids[None], lambda layer: layer.keys)
     blocks = []
-    for block, found in zip(params.blocks, seen, strict=True):
+    for block, found in zip(llama_jax.layers_of(params), seen, strict=True):
         qkv, keys = np.array(block.attention.qkv), np.asarray(found)[0]  # [K, G + 2, H, D], [K, T, H]
         bias = np.zeros(qkv.shape[:-1], np.float32)
         factors = np.broadcast_to(mean / np.abs(keys).mean((1, 2))[:, None], keys[:, 0].shape).copy()  # [K, H]
@@ -82,7 +82,7 @@ def with_outliers(
         qkv[:, :groups] /= factors[:, None, :, None]
         attention = block.attention.replace(qkv=jnp.asarray(qkv), qkv_bias=jnp.asarray(bias) if kind == "bias" else None)
         blocks.append(block.replace(attention=attention))
-    return replace(config, qkv_bias=kind == "bias"), params.replace(blocks=tuple(blocks))
+    return replace(config, qkv_bias=kind == "bias"), params.replace(blocks=llama_jax.stack(blocks))
 
 
 def divergences(config: LlamaConfig, params: Llama, ids: np.ndarray, *, smoothed: bool = True) -> np.ndarray:

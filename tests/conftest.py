@@ -122,6 +122,12 @@ jit_dequantize = jax.jit(dequantize)
 jit_init = jax.jit(llama_jax.init, static_argnums=(0, 2))
 
 
+def louder(params, factor):
+    """The model with its matrices multiplied."""
+    outside = jax.tree.map(lambda a: a * factor if a.ndim > 1 else a, params.replace(blocks=None))
+    return outside.replace(blocks=jax.tree.map(lambda a: a * factor if a.ndim > 2 else a, params.blocks))
+
+
 def first_layers(params, count):
     """The model without its last layers."""
     return params.replace(blocks=jax.tree.map(lambda a: a[:count], params.blocks))
@@ -130,7 +136,7 @@ def first_layers(params, count):
 @partial(jax.jit, static_argnums=0)
 def sharp(config, key):
     """Random parameters, layer by layer, with logits so sharp that rounding turns no choice over."""
-    return jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, llama_jax.init(config, key))
+    return louder(llama_jax.init(config, key), 8)
 
 
 def shared_data(name: str) -> Path:

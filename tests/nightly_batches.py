@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import conftest  # noqa: F401  XLA's settings for tests
 import jax
 import numpy as np
+from conftest import louder
 
 import llama_jax
 from llama_jax import CacheOptions, Sampling
@@ -57,7 +58,7 @@ def make_model() -> Model:
     """Random, with logits so sharp that rounding, which differs with the number of rows, chooses no other token."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
     params = llama_jax.init(config, jax.random.key(1))
-    return config, jax.tree.map(lambda array: array * 8 if array.ndim > 1 else array, params)
+    return config, louder(params, 8)
 
 
 def generated(

@@ -217,7 +217,8 @@ def rows(config: LlamaConfig) -> tuple[Row, ...]:
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
     row = row_at((jax.tree_util.GetAttrKey("blocks"), *path))
-    return row.is_matrix and not any(getattr(key, "name", "") in ("low_rank", "factor", "rows") for key in path)
+    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][row.path.count(".") :]
+    return row.is_matrix and all(name in ("base", "parts") for name in inside)
 
 
 def row_at(path: tuple[Any, ...]) -> Row:

@@ -104,7 +104,7 @@ def test_a_row_that_does_not_fit_is_refused(model):
         ("cache has window=None does not fit into window=8", lambda: insert(state(2, window=8), np.int32(0), state(1))),
         ("cache has window=8 does not fit into window=None", lambda: insert(whole, np.int32(0), state(1, window=8))),
         ("sinks=2 does not fit into sinks=0", lambda: insert(state(2, window=8), np.int32(0), state(1, window=8, sinks=2))),
-        ("another form or dtype", lambda: insert(state(2, dtype="int8"), np.int32(0), state(1))),
+        ("another dtype", lambda: insert(state(2, dtype="int8"), np.int32(0), state(1))),
         ("128 slots does not fit into 64; `grow`", lambda: insert(whole, np.int32(0), state(1, 128))),
         ("with a window give both", lambda: insert(state(2, window=8), np.int32(0), state(1, 32, window=8))),
     ):

@@ -78,7 +78,7 @@ def check_by_trainer(config, params, prompts, answers, temperature, tolerance=2e
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_answers_are_those_of_a_plain_loop_and_log_probabilities_the_trainers(models, temperature):
     config, params = models["gqa"]
-    params = jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params)
+    params = louder(params, 3)
     prompts, options, answers = sampled(config, params, temperature)
     ended = 0
     for row, (ids, logprobs) in enumerate(plain(config, params, prompts, options)):

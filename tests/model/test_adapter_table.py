@@ -130,7 +130,7 @@ def test_what_cannot_be(table):
         adapter_table(config, base, [])
     wider = replace(config, hidden_dim=64)
     other = random_adapters(wider), LORA
-    with pytest.raises(ConfigError, match=r"adapter 1 of blocks.feed_forward.gate: A is \[3, 32\] and B is \[64, 3\]"):
+    with pytest.raises(ConfigError, match=r"adapter 1 of blocks.feed_forward.gate: A is \[2, 3, 32\] and B is \[2, 64, 3\]"):
         adapter_table(config, base, [adapters[0], other])
 
 

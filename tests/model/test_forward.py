@@ -138,9 +138,9 @@ def test_no_gradient_flows_into_the_cache(models):
         return jnp.sum(jnp.sin(hidden)), cache
 
     grads, _ = jax.jit(jax.grad(loss, has_aux=True))(params)
-    for block in grads.blocks:
-        np.testing.assert_array_equal(block.attention.qkv[:, -2:], 0)
-        assert np.abs(block.attention.qkv[:, :-2]).max() > 0
+    qkv = grads.blocks.attention.qkv
+    np.testing.assert_array_equal(qkv[:, :, -2:], 0)
+    assert np.abs(qkv[:, :, :-2]).max(axis=(1, 2, 3, 4)).min() > 0
     through = jax.jit(jax.grad(lambda params: jnp.sum(loss(params)[1].k[1])))(params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(through))
 
@@ -164,8 +164,9 @@ def test_bfloat16_follows_float32(models):
     high = jax.tree.map(lambda a: a.astype(jnp.float32), low)
     got, want = jit_logits(config, low, TOKENS), jit_logits(config, high, TOKENS)
     assert got.dtype == jnp.float32
-    # bfloat16 keeps 8 bits: the residual stream is rounded some 10 times, each time to 0.4 %.
-    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    # bfloat16 keeps 8 bits: the residual stream is rounded some 10 times, each time to 0.4 %; between scanned layers, too,
+    # where XLA keeps float32 within a layer.
+    assert np.abs(got - want).max() < 0.06 * np.abs(want).max()
 
 
 def test_a_token_outside_the_vocabulary_is_named(models):

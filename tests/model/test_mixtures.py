@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.checkpoints.saving import Blocks
 from llama_jax.model.mixtures import kind_of_part, kinds_of_parameter
 from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights import QuantizedWeight
 
 CONFIG = llama_jax.LlamaConfig(300, 256, 9, 4, 2, 512, 128, 1e-5, 1e4, True)
 MORE_BITS = [0, 3, 6, 7, 8]  # of nine layers: by llama.cpp's rule the first, the last two, and every third between
@@ -33,10 +33,9 @@ def floats(params, tmp_path_factory):
 
 def kinds(params):
     """By the path of each matrix."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
-    of = lambda leaf: leaf.kind if isinstance(leaf, QuantizedWeight) else tuple(part.kind for part in leaf.parts)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    return {jax.tree_util.keystr(path): of(leaf) for path, leaf in leaves if is_weight(leaf)}
+    return {jax.tree_util.keystr(path): leaf.kind for path, leaf in leaves if is_weight(leaf)}
 
 
 def test_layers_with_more_bits():

@@ -13,7 +13,7 @@ from flax import struct
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Llama
+from llama_jax.model.params import Llama, is_matrix_in_block
 from llama_jax.model.trees import quantize
 from llama_jax.training.objective import next_token_loss
 
@@ -38,18 +38,19 @@ class Adapted(struct.PyTreeNode):
         return ops.project(x, self.weight, out_dtype=out_dtype) + ops.project(thin, self.up, out_dtype=out_dtype)
 
     def merged(self) -> jax.Array:
-        return self.weight + jnp.tensordot(self.up, self.down, axes=1)
+        return self.weight + jnp.einsum("l...r,lrd->l...d", self.up, self.down)  # of all layers
 
 
 def adapt(params: Llama) -> Llama:
-    """An adapter of rank 2 for every matrix of every layer; `params` has one tuple of blocks."""
+    """An adapter of rank 2 for every matrix of every layer."""
 
     def of(path, weight):
-        if weight.ndim < 2:
+        if not is_matrix_in_block(path):
             return weight
         rng = np.random.default_rng(len(jax.tree_util.keystr(path)))
         up, down = (
-            rng.normal(0, 0.2, shape).astype(np.float32) for shape in ((*weight.shape[:-1], 2), (2, weight.shape[-1]))
+            rng.normal(0, 0.2, shape).astype(np.float32)
+            for shape in ((*weight.shape[:-1], 2), (len(weight), 2, weight.shape[-1]))
         )
         return Adapted(weight, jnp.asarray(up), jnp.asarray(down))
 
@@ -92,8 +93,8 @@ def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
     loss = lambda params: next_token_loss(config, params, batch)
     parts, whole = jax.jit(jax.grad(loss))(params), jax.jit(jax.grad(loss))(merge(params))
     for ours, total, leaf in (
-        (tree.blocks.attention.qkv for tree in (parts, whole, params)),
-        (tree.blocks.feed_forward.down for tree in (parts, whole, params)),
+        (llama_jax.layers_of(tree)[0].attention.qkv for tree in (parts, whole, params)),
+        (llama_jax.layers_of(tree)[1].feed_forward.down for tree in (parts, whole, params)),
     ):
         np.testing.assert_allclose(ours.weight, total, rtol=1e-4, atol=1e-6)
         total, up, down = map(np.asarray, (total, leaf.up, leaf.down))
