@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_logits
+from conftest import jit_logits, louder
 from training_options import loss_options
 
 from llama_jax.errors import ConfigError

@@ -187,7 +187,7 @@ def test_adapters_of_another_model_are_named(gqa):
         ConfigError, match=r"rank=4 of a matrix \[2, 2, 4, 8, 32\] needs \[2, 3, 4, 32\] and \[2, 2, 4, 8, 4\]"
     ):
         adapted(params, adapters, replace(LORA, rank=4))
-    with pytest.raises(ConfigError, match=r"adapter of blocks.attention.out: A is \[3, 3, 32\]"):
+    with pytest.raises(ConfigError, match=r"adapter of blocks.attention.qkv: A is \[3, 3, 3, 32\]"):
         adapted(params, random_adapters(replace(config, n_layers=3)), LORA)
 
 
