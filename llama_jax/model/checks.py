@@ -64,7 +64,8 @@ def _check_pages(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: P
     if places.starts is None or jnp.shape(places.starts) != (rows + 1,) or tokens.shape[1] != 1:
         said = None if places.starts is None else list(jnp.shape(places.starts))
         raise GenerationError(
-            f"tokens {list(tokens.shape)} and starts {said} for {rows} rows of pages; int[T, 1] and int[{rows + 1}] are needed"
+            f"tokens {list(tokens.shape)} and starts {said} for {rows} rows of pages; int[T, 1] and int[{rows + 1}] are"
+            " needed"
         )
 
 

@@ -41,8 +41,8 @@ def forward(
 
     Args:
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
-        a position beyond `config.max_seq_len`, which `generate` refuses. With a `PagedCache` int32[T, 1]: rows read different
-        numbers of tokens, and `places.starts` says which are whose.
+        a position beyond `config.max_seq_len`, which `generate` refuses. With a `PagedCache` int32[T, 1]: rows read
+        different numbers of tokens, and `places.starts` says which are whose.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Its form follows that of
         `params.blocks`: a tuple for a tuple, stacked or paged for stacked. No gradient flows through it, not even the new
         tokens' through their own keys and values unless it is fresh: leave it out to differentiate.

@@ -44,7 +44,7 @@ class PagedCache(struct.PyTreeNode):
 
 
 def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page: int = PAGE) -> Any:
-    """`count` empty pages: an array [L, P, page, 2K, H], or `Quantized` for int8, with a factor for each head and position."""
+    """`count` empty pages [L, P, page, 2K, H]; of int8 `Quantized`, with a factor for each head and position."""
     shape = (config.n_layers, count, page, 2 * config.n_kv_heads, config.head_dim)
     if jnp.dtype(dtype) == jnp.int8:
         return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
@@ -59,7 +59,7 @@ def page_bytes(config: LlamaConfig, dtype: jax.typing.DTypeLike, page: int = PAG
 
 
 def gathered(view: PagedView, count: int) -> View:
-    """The pages of each of `count` new tokens' rows as keys and values [T, K, S, H], for an attention that knows no pages."""
+    """The pages of each of `count` tokens' rows as keys and values [T, K, S, H], for an attention that knows no pages."""
     row, _ = view.tokens(count)
 
     def of(first: int) -> Any:

@@ -10,7 +10,7 @@ from flax import struct
 
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.view import NO_QUERY
-from llama_jax.ops.cpu import for_cpu, keep, restore
+from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows, quantize
 
 
@@ -56,13 +56,15 @@ def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView)
     row, position = view.tokens(len(keys))
     place = (view.layer * count + view.table[row, position // page]) * page + position % page
     place = jnp.where(position == NO_QUERY, layers * count * page, place)  # beyond the end
-
-    def put(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.reshape(-1, *pages.shape[3:]).at[place].set(new, mode="drop").reshape(pages.shape)
-
     both = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
     new = quantize(both) if isinstance(pages, Quantized) else both.astype(pages.dtype)
-    return restore(jax.tree.map(put, keep(pages), keep(new)))
+    return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
+
+
+@for_cpu(cpu.put_rows)
+def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """[L, P, page, ...] with rows [T, ...] at int32[T] places; those beyond the end are dropped."""
+    return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
 
 
 @for_cpu(cpu.attend_paged)

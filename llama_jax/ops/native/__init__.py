@@ -28,7 +28,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
-PAGED_ATTENTION = "llama_jax_attend_paged"
+PAGED_ATTENTION, PUT = "llama_jax_attend_paged", "llama_jax_put_rows"
 OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
 # Of quantised weights; blocks.cc uses the indices.
 KINDS = (
@@ -37,7 +37,13 @@ KINDS = (
 )
 # The functions of each library, which are registered by the names above.
 SYMBOLS = {
-    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend", "llama_jax_attend_paged"),
+    "floats": (
+        "llama_jax_floats",
+        "llama_jax_floats_of_group",
+        "llama_jax_attend",
+        "llama_jax_attend_paged",
+        "llama_jax_put_rows",
+    ),
     "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
 }
 FOLDER = Path(__file__).parent
@@ -91,12 +97,18 @@ def attend_paged(
 ) -> jax.Array:
     """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
-    call = jax.ffi.ffi_call(
-        PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential"
-    )
+    call = jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
     limits = {"window": np.int64(window or 0), "sinks": np.int64(sinks), "chunk": np.int64(chunk or 0)}
     where = (view.layer, view.table, view.lengths, view.starts)
     return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
+
+
+def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """Pages with rows [T, ...] at int32[T] places, counted in such rows; those beyond the end are dropped."""
+    call = jax.ffi.ffi_call(
+        PUT, jax.ShapeDtypeStruct(pages.shape, pages.dtype), input_output_aliases={0: 0}, vmap_method="sequential"
+    )
+    return call(pages, rows, places)
 
 
 def usable(library: str) -> bool:
@@ -109,7 +121,7 @@ def usable(library: str) -> bool:
 
 @cache
 def _register(library: str) -> bool:
-    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION, PAGED_ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
+    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION, PAGED_ATTENTION, PUT), "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
         loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
         for name, symbol in zip(names[library], SYMBOLS[library], strict=True):

@@ -111,3 +111,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_paged, AttendPaged,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+// Pages with rows of some bytes at their places, counted in rows; what lies beyond the end is dropped. In place, unless XLA
+// gives another buffer for the result.
+static ffi::Error PutRows(ffi::AnyBuffer pages, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> places,
+                          ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t count = places.element_count(), size = count ? rows.size_bytes() / count : 0;
+  char* const to = static_cast<char*>(out->untyped_data());
+  if (to != pages.untyped_data()) std::memcpy(to, pages.untyped_data(), pages.size_bytes());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t at = static_cast<int64_t>(places.typed_data()[i]) * size;
+    if (at >= 0 && at + size <= static_cast<int64_t>(pages.size_bytes()))
+      std::memcpy(to + at, static_cast<const char*>(rows.untyped_data()) + i * size, size);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_put_rows, PutRows,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
