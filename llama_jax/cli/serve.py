@@ -68,11 +68,10 @@ class Serve(AdapterOptions, DraftOptions):
     allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
     """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
     rows: int = 16
-    """Requests that are decoded in one batch."""
-    long_rows: int = 4
-    """The same for long requests, which have a batch of their own."""
-    short: int = 512
-    """Most tokens of a short request, prompt and continuation together."""
+    """Requests that are served at a time."""
+    cache_tokens: int | None = None
+    """Tokens for which the cache has room, of all requests together: by default 512 for each row, and one whole context at
+    least. Where it is full, requests wait, and the youngest are read again later."""
     context: int | None = None
     """Most tokens of prompt and continuation together; by default the model's context."""
     piece: int = 64
@@ -210,6 +209,7 @@ class Serve(AdapterOptions, DraftOptions):
         """The engine, warm; the model as clients see it; what is to be said of both, and of the seconds that they took."""
         import jax
 
+        from llama_jax.model.pages import PAGE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
@@ -233,7 +233,7 @@ class Serve(AdapterOptions, DraftOptions):
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {self.rows} + {self.long_rows} rows",
+            f" · context {engine.context} tokens · {self.rows} rows · a cache of {engine.pages.count * PAGE:,} tokens",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
@@ -267,8 +267,7 @@ class Serve(AdapterOptions, DraftOptions):
 
         return EngineOptions(
             rows=self.rows,
-            long_rows=self.long_rows,
-            short=self.short,
+            cache_tokens=self.cache_tokens,
             context=self.context,
             piece=self.piece,
             most_waiting=self.most_waiting,

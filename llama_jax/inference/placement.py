@@ -56,6 +56,8 @@ class Placement:
                 spec = P(self.rows, self.vocabulary)
             case "cache":  # [L, B, K, S, H]
                 spec = P(None, self.rows, self.heads)
+            case "pages":  # [L, P, page, 2K, H], or [L, P, page, 2K]: the key and the value of a head lie side by side
+                spec = P(None, None, None, self.heads)
             case "everywhere":  # what the host reads
                 spec = P()
             case _:

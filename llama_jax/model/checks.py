@@ -14,11 +14,14 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Attend, Compute, Places
+from llama_jax.model.pages import PagedCache
 from llama_jax.model.params import TABLE, Llama, Row, rows
 from llama_jax.ops.attention import Seen, View
 
 
-def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
+def check_arguments(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | PagedCache | None, places: Places
+) -> None:
     """Raise for arguments that `forward` does not accept; see there for the errors."""
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
@@ -42,8 +45,26 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
             raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
         if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
             raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
-    if cache is not None:
+    if isinstance(cache, PagedCache):
+        _check_pages(config, tokens, cache, places)
+    elif places.starts is not None:
+        raise GenerationError("starts are for a cache of pages; leave them out")
+    elif cache is not None:
         _check_cache(config, params, cache, batch, new)
+
+
+def _check_pages(config: LlamaConfig, tokens: jax.Array, cache: PagedCache, places: Places) -> None:
+    """Raise for a paged cache of another model, and for rows that are not said, or are not those of the table."""
+    wanted, found = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
+    if (found[0], *found[3:]) != wanted:
+        raise GenerationError(f"pages {list(found)} are not of this configuration: [layers, pages, page, 2 heads, width] is")
+    rows = cache.table.shape[0]
+    if places.starts is None or jnp.shape(places.starts) != (rows + 1,) or tokens.shape[1] != 1:
+        said = None if places.starts is None else list(jnp.shape(places.starts))
+        raise GenerationError(
+            f"tokens {list(tokens.shape)} and starts {said} for {rows} rows of pages; int[T, 1] and int[{rows + 1}] are"
+            " needed"
+        )
 
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:

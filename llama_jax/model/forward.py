@@ -13,14 +13,16 @@ from jax import lax
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, is_quantized, key_positions, slots_of, write
+from llama_jax.model.cache import KVCache, key_positions, slots_of, write
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
+from llama_jax.model.pages import PagedCache, gathered
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
-from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.attention import PagedView, Seen, View
 from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.quantized import Quantized
 from llama_jax.ops.weights.layers import is_held, split
 
 
@@ -28,7 +30,7 @@ def forward(
     config: LlamaConfig,
     params: Llama,
     tokens: jax.Array,
-    cache: KVCache | None = None,
+    cache: KVCache | PagedCache | None = None,
     *,
     places: Places = Places(),
     compute: Compute = Compute(),
@@ -41,7 +43,8 @@ def forward(
 
     Args:
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
-        a position beyond `config.max_seq_len`, which `generate` refuses.
+        a position beyond `config.max_seq_len`, which `generate` refuses. With a `PagedCache` int32[T, 1]: rows read
+        different numbers of tokens, and `places.starts` says which are whose.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. No gradient flows through
         it, not even through the new tokens' own keys and values unless it is fresh: leave it out to differentiate.
       places: the positions of the tokens, if they do not just follow those in the cache.
@@ -86,6 +89,7 @@ class _Step(NamedTuple):
       lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
       sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
       query_scale: what queries are multiplied by, float32[B, 1, T, 1, 1], or None.
+      paged: of a `PagedCache`, without the pages and the layer.
     """
 
     rope: tuple[Rope, ...]
@@ -94,13 +98,14 @@ class _Step(NamedTuple):
     lengths: jax.Array | None = None
     sink_rope: tuple[Rope, ...] | None = None
     query_scale: jax.Array | None = None
+    paged: PagedView | None = None
 
 
 def run(
     config: LlamaConfig,
     params: Llama,
     tokens: jax.Array,
-    cache: KVCache | None,
+    cache: KVCache | PagedCache | None,
     options: Options,
     tap: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, Any, Any]:
@@ -132,7 +137,7 @@ def run(
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
         normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, kind)
-        kept = heads if cache is None or not is_quantized(cache) else _smoothed(config, block, heads)
+        kept = _smoothed(config, block, heads) if buffers is not None and isinstance(buffers[0], Quantized) else heads
         buffers, view = _view_of(cache, buffers, kept, step, index)
         mixed = mix(kind, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
@@ -145,7 +150,10 @@ def run(
         one = partial(run_layer, layer=layer)
         return one if compute.remat == "none" else rematerialise(compute.remat, one)
 
-    carry: Any = hidden, None if cache is None else (cache.k, cache.v)
+    buffers: Any = None
+    if cache is not None:
+        buffers = (cache.pages,) if isinstance(cache, PagedCache) else (cache.k, cache.v)
+    carry: Any = hidden, buffers
     unrolled = cache is not None and lowering_platform() == "gpu"
     held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     sliced, layer_of = split(params.blocks, held)
@@ -169,6 +177,9 @@ def run(
     hidden = finish(config, params, hidden)
     if cache is None:
         return hidden, None, taken
+    if isinstance(cache, PagedCache):
+        assert step.paged is not None
+        return hidden, cache.replace(pages=buffers[0], length=step.paged.lengths), taken
     k, v = buffers
     new = tokens.shape[1] if places.lengths is None else places.lengths
     return hidden, cache.replace(k=k, v=v, length=cache.length + new, fresh=False), taken
@@ -187,8 +198,8 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _mixing_of(
-    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None, chunks: list[int | None]
-) -> Callable[[int | jax.Array, _Heads, View, tuple[Seen, ...]], jax.Array]:
+    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | PagedCache | None, chunks: list[int | None]
+) -> Callable[[int | jax.Array, _Heads, View | PagedView, tuple[Seen, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
@@ -208,15 +219,25 @@ def _mixing_of(
             raise ConfigError(f"attention={compute.attention!r}: a cache with sinks is read by blocks, in one way only")
         options["backend"] = compute.attention
 
-    def mix_within(mask: tuple[int | None, int], heads: _Heads, view: View, seen_by_chunk: tuple[Seen, ...]) -> jax.Array:
+    own_attention = compute.attend is not None or compute.attention != "auto"
+
+    def mix_within(
+        mask: tuple[int | None, int], heads: _Heads, view: View | PagedView, seen_by_chunk: tuple[Seen, ...]
+    ) -> jax.Array:
         window, seen = mask[0], seen_by_chunk[mask[1]]
+        if isinstance(view, PagedView):
+            if not own_attention:
+                queries = heads.queries.squeeze(2)
+                mixed = ops.attend_paged(queries, view, scale=config.score_scale, window=window, chunk=some[mask[1]])
+                return mixed[:, :, None]
+            view = gathered(view, len(heads.queries))
         if heads.sink_queries is None or cache is None:
             return attend(heads.queries, view, seen, window=window, **options)
         return ops.attend_with_sinks(
             heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, window=window, **options
         )
 
-    def mix(kind: int | jax.Array, heads: _Heads, view: View, seen: tuple[Seen, ...]) -> jax.Array:
+    def mix(kind: int | jax.Array, heads: _Heads, view: View | PagedView, seen: tuple[Seen, ...]) -> jax.Array:
         if isinstance(kind, int):
             return mix_within(masks[kind], heads, view, seen)
         # Attention is all that is compiled once for each mask. The branches share the loop over layers, so a program grows
@@ -227,7 +248,7 @@ def _mixing_of(
     return mix
 
 
-def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> list[int | None]:
+def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | PagedCache | None, places: Places) -> list[int | None]:
     """The chunk of each kind of layer, None where all that can be seen is in one."""
     end: int | None = tokens.shape[1]  # all positions are below it
     if cache is not None and not cache.fresh:
@@ -255,11 +276,21 @@ def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Place
 
 
 def _step_of(
-    config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places, chunks: list[int | None]
+    config: LlamaConfig,
+    tokens: jax.Array,
+    cache: KVCache | PagedCache | None,
+    places: Places,
+    chunks: list[int | None],
 ) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
-    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order[None]
+    paged = cache.view(places.starts) if isinstance(cache, PagedCache) else None
+    if paged is not None:
+        slots = jnp.maximum(paged.tokens(len(tokens))[1], 0)[:, None]
+        if places.rope_lengths is None:
+            places = places._replace(rope_lengths=slots + 1)
+    else:
+        slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order[None]
     kinds = config.layer_kinds
 
     def rope(positions: jax.Array) -> tuple[Rope, ...]:
@@ -282,6 +313,9 @@ def _step_of(
     def by_chunk(seen: Seen) -> tuple[Seen, ...]:
         return tuple(_in_chunks(config, seen, chunk, places) for chunk in dict.fromkeys(chunks))
 
+    if isinstance(cache, PagedCache):
+        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True))
+        return _Step(own, seen, query_scale=scale, paged=paged)
     if cache is None or cache.fresh:
         seen = by_chunk(Seen.whole(new, places.segment_ids))
         return _Step(own, seen, None if cache is None else slots_of(cache, new), query_scale=scale)
@@ -384,9 +418,13 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 
 
 def _view_of(
-    cache: KVCache | None, buffers: tuple[Any, Any] | None, heads: _Heads, step: _Step, layer: jax.Array | None
-) -> tuple[tuple[Any, Any] | None, View]:
+    cache: KVCache | PagedCache | None, buffers: tuple[Any, ...] | None, heads: _Heads, step: _Step, layer: jax.Array | None
+) -> tuple[tuple[Any, ...] | None, View | PagedView]:
     """The buffers of a layer with the new tokens, and what its queries may read."""
+    if step.paged is not None and buffers is not None:
+        view = step.paged.replace(layer=layer)
+        pages = ops.write_paged(buffers[0], heads.keys.squeeze(2), heads.values.squeeze(2), view)
+        return (pages,), view.replace(pages=pages)
     fresh = View.of(heads.keys, heads.values)
     if cache is None or buffers is None or step.slots is None:
         return None, fresh

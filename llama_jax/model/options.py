@@ -35,12 +35,15 @@ class Places(NamedTuple):
         length so far, for each document of a packed row by itself. Keys in the cache keep the rotation with which they were
         written: a prompt that is read in pieces needs its whole length from the first piece, and while a row grows in
         decoding its older keys keep the frequencies of the shorter length, as they do in transformers.
+      starts: int32[R + 1], with a `PagedCache` and only there: the tokens are int32[T, 1], and row r's next ones are
+        [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
     """
 
     lengths: Any = None
     positions: Any = None
     segment_ids: Any = None
     rope_lengths: Any = None
+    starts: Any = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L la
 K key/value heads, G queries per key/value head, H head dim, F feed-forward, E experts, V vocabulary.
 """
 
-from llama_jax.ops.attention import attend, attend_with_sinks
+from llama_jax.ops.attention import attend, attend_paged, attend_with_sinks, write_paged
 from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
@@ -20,6 +20,7 @@ __all__ = [
     "Routing",
     "apply_rotary",
     "attend",
+    "attend_paged",
     "attend_with_sinks",
     "compile_native",
     "cross_entropy",
@@ -36,4 +37,5 @@ __all__ = [
     "rotary_table",
     "smooth_keys",
     "token_logprobs",
+    "write_paged",
 ]

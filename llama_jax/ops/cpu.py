@@ -456,6 +456,21 @@ def attend_in_stack(plain: Callable[..., jax.Array], queries: jax.Array, view: A
     return found.astype(queries.dtype)
 
 
+def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """`attention.write_paged`'s write: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
+    if native_code.value and not is_divided():
+        return native.put_rows(pages, rows, places)
+    put = functools.partial(plain, places=places)
+    return restore(jax.tree.map(put, keep(pages), keep(rows)))
+
+
+def attend_paged(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, **options: Any) -> jax.Array:
+    """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
+    if not native_code.value or str(view.pages.dtype) not in ("float32", "bfloat16", "int8"):
+        return plain(queries, view, **options)
+    return native.attend_paged(queries, view, **options).astype(queries.dtype)
+
+
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
     """`attention.rows`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]

@@ -17,10 +17,9 @@ from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
 class Wishes(NamedTuple):
-    """What the host sets for every row in each turn.
+    """What the host sets for every row.
 
     Attributes:
-      live: bool[B]; a row that is not live gets no token in this turn, and is otherwise as before.
       least: int32[B], minimum number of tokens before a stop token may be chosen.
       alternatives: int32[B], how many alternatives are wanted for each token.
       constrained: bool[B], whether `allowed` applies to the row.
@@ -28,7 +27,6 @@ class Wishes(NamedTuple):
       adapter: int32[B], which of the model's adapters the row uses, -1 for none.
     """
 
-    live: Any
     least: Any
     alternatives: Any
     constrained: Any
@@ -37,10 +35,10 @@ class Wishes(NamedTuple):
 
     @classmethod
     def none(cls, rows: int, vocab: int) -> Wishes:
-        """For rows without settings that are not live."""
+        """For rows without settings."""
         numbers = np.zeros(rows, np.int32)
         allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
-        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
+        return cls(numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
 
 
 class ChosenTokens(NamedTuple):

@@ -1,8 +1,11 @@
 """The engine: many requests on one model; each gets the tokens that it would get alone.
 
-One thread runs it, turn by turn. A turn reads one piece of one prompt and gives every running row a token; the results are
-collected one turn later, so that the device never waits for the host. A row that is alone gets several tokens in a turn of a
-fast model, because starting a program for each token would take a good part of the time.
+One thread runs it, turn by turn. A turn is one step of the device: it reads a piece of one prompt and gives every other row
+a token; the results are collected one turn later, so that the device never waits for the host. A row that is alone gets
+several tokens in a turn of a fast model, because starting a program for each token would take a good part of the time.
+
+A row takes pages of the cache as it grows. Where there are none left, the youngest rows give up theirs: what they have is
+read again when there is room, and they go on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -16,16 +19,19 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from functools import partial
 
+import jax
+import numpy as np
+
 from llama_jax.config import LlamaConfig
+from llama_jax.model.pages import PAGE
 from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked, room_of
 from llama_jax.serving.choosing import ChosenTokens, unpack
-from llama_jax.serving.drafting import drafting_by
-from llama_jax.serving.model import ServedModel
+from llama_jax.serving.drafting import CATCHING_UP, drafting_by
+from llama_jax.serving.model import BURST, ServedModel
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.pool import BURST, DecodingRow, Pending, Pool
-from llama_jax.serving.prefix import PrefixCache
-from llama_jax.serving.reading import PromptProgress
+from llama_jax.serving.pages import PagePool, digests_of
+from llama_jax.serving.programs import Settings
 from llama_jax.serving.requests import (
     BusyError,
     ClosedError,
@@ -35,6 +41,7 @@ from llama_jax.serving.requests import (
     Ticket,
     Update,
 )
+from llama_jax.serving.rows import Part, Pending, Row, batch_of, pages_of, settings_of
 from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warming import warm
@@ -50,7 +57,7 @@ class Engine:
     """Continuous batching. `submit` may be called from any thread; call `run` in one, or `turn` repeatedly.
 
     Args:
-      config, params: the model, a tuple of blocks as `load` gives it; on a mesh that does not divide rows.
+      config, params: the model, as `load` gives it; on a mesh that does not divide rows.
       model: the same as a `ServedModel`, where it is not `ServedModel.of` them: as `group.leading` gives it.
 
     Raises:
@@ -69,19 +76,20 @@ class Engine:
         self.context = options.context_of(config)
         self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
         self.drafting = drafting_by(options.draft)
-        sizes = options.pools(config, self.model.reads_filled_slots)
-        self.pools = [Pool(self.model, pool, self.drafting) for pool in sizes]
-        self.prefixes = PrefixCache(options.prefix_bytes)
+        self.pages = PagePool(options.pages(config), self.model.page_bytes, options.prefix_bytes)
+        self.rows: list[Row] = []
+        self.state = self.model.empty(options.rows, self.pages.count)
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None
-        self._capacities = options.capacities(config)
+        self._width = pages_of(self.context)
+        self._seats = list(reversed(range(options.rows)))  # that are free
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
-        self._reading: list[Ticket] = []
-        self._pending: list[Pending] = []
+        self._pending: Pending | None = None
+        self._settings: tuple[list[object], Settings] | None = None  # on the device, and what they were made of
         self._cancelled: deque[Ticket] = deque()
         self._timed: list[Ticket] = []
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
-        self._accepting: list[DecodingRow] = []  # rows whose constraint took a token in since the last turn
+        self._accepting: list[Row] = []  # rows whose constraint took a token in since the last turn
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
@@ -99,7 +107,9 @@ class Engine:
           progress: called with the number of programs done and the total.
         """
         begun = time.monotonic()
-        warm(self.model, self.pools, self._capacities, self.options.piece, progress or (lambda done, of: None))
+        numbers = () if self.drafting is None else self.drafting.numbers
+        told = progress or (lambda done, of: None)
+        self.state = warm(self.model, self.state, self.options, self._width, numbers, told)
         self._compiled.begin()
         return time.monotonic() - begun
 
@@ -150,9 +160,7 @@ class Engine:
             with self._changed:
                 self._closing = "now"
                 waiting = self._queue.clear()
-            running = [row.ticket for pool in self.pools for row in pool.running]
-            pending = [row.ticket for pending in self._pending for row in pending.rows if row is not None]
-            for ticket in dict.fromkeys([*waiting, *self._reading, *running, *pending]):
+            for ticket in [*waiting, *(row.ticket for row in self.rows)]:
                 with suppress(Exception):  # an error in one callback must not keep the others from being told
                     self._finish(ticket, reason, self.failure)
             self._after_turn()
@@ -167,54 +175,50 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self._queue or self._reading or self._pending or self._cancelled) or any(
-            pool.running for pool in self.pools
-        )
+        return bool(self._queue or self.rows or self._pending or self._cancelled)
 
     def turn(self) -> bool:
-        """Read a piece of a prompt, and give every running row a token or more; False when there was nothing to do."""
+        """Read a piece of a prompt, and give every other row a token or more; False when there was nothing to do."""
         begun = time.monotonic()
         if not self.busy and not self._timed:
             return False
-        kinds = [one.kind for one in self._pending]
-        if any(pool.unsettled for pool in self.pools):  # nothing can be moved before that is known
-            self._collect(self._take_pending())
+        kinds = [] if self._pending is None else [self._pending.kind]
+        if self._pending is not None and self._pending.settle is not None:  # nothing can follow before that is known
+            self._collect()
         self._sweep(begun)
-        self._move()
-        before = self._take_pending()
-        first = self._read()
-        alone = not first and not self._reading
-        one_row = alone and sum(len(pool.running) for pool in self.pools) == 1
-        most = min(int(BURST_SECONDS / self._token_seconds), BURST) if one_row else 1
-        if any(pool.waits for pool in self.pools):
-            self._collect([*before, *first])
-            before, first = [], []
+        reader = self._next_prompt()
+        alone = reader is None and not any(row.reads for row in self.rows)
+        number = self._drafted() if alone else 0
+        if number or any(row.allowed is not None for row in self.rows):  # which must know the tokens so far
+            self._collect()
         self._take_constraints()
-        self._pending = [one for one in (pool.take_turn(most) for pool in self.pools) if one is not None]
-        self._collect([*before, *first])  # a first token does not wait a turn: the device has it before it starts this one
+        one_row = alone and len(self.rows) == 1
+        launched = self._launch(reader, number, min(int(BURST_SECONDS / self._token_seconds), BURST) if one_row else 1)
+        before = self._pending
+        self._collect()
+        self._pending = launched
         self._after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1
         self._turn_seconds += self._last_turn - begun
-        if one_row and len(before) == 1:
-            self._token_seconds = (self._last_turn - begun) / before[0].steps
+        if one_row and before is not None and before.kind[0] == self.options.steps[0]:
+            self._token_seconds = (self._last_turn - begun) / before.steps
         if self.drafting is not None:
-            steady = alone and kinds == [one.kind for one in self._pending]
+            steady = alone and launched is not None and kinds == [launched.kind]
             self.drafting.observe(kinds, self._last_turn - begun if steady else None)
         return True
 
     def stats(self) -> EngineStats:
         """The engine's current numbers. From any thread."""
-        pools, queue = self.pools, self._queue
-        running = [row for pool in pools for row in list(pool.rows) if row is not None]
+        rows, queue, pages = list(self.rows), self._queue, self.pages
+        running = sum(row.chosen > 0 for row in rows)
         return EngineStats(
-            rows=sum(pool.options.rows[-1] for pool in pools),
-            running=len(running),
-            reading=len(self._reading),
+            rows=self.options.rows,
+            running=running,
+            reading=len(rows) - running,
             waiting=len(queue),
             waiting_tokens=queue.tokens,
-            cache_fill=sum(row.slots for row in running)
-            / sum(pool.options.rows[-1] * pool.options.capacities[-1] for pool in pools),
+            cache_fill=1 - pages.available / pages.count,
             prompt_tokens=self._counts["prompt_tokens"],
             generated_tokens=self._counts["generated_tokens"],
             cached_tokens=self._counts["cached_tokens"],
@@ -227,98 +231,244 @@ class Engine:
             turn_seconds=self._turn_seconds,
             last_turn=self._last_turn,
             busy=self.busy,
-            prefix_entries=len(self.prefixes),
-            prefix_bytes=self.prefixes.held_bytes,
-            evicted=self.prefixes.evicted,
+            prefix_entries=len(pages),
+            prefix_bytes=pages.held_bytes,
+            evicted=pages.evicted,
+            preempted=self._counts["preempted"],
         )
 
-    def _read(self) -> list[Pending]:
-        """Read a piece of one prompt, and choose the first token if that completes the prompt."""
-        ticket = self._next_prompt()
-        if ticket is None:
-            return []
-        reading = ticket.reading
-        assert reading is not None
-        cached = reading.cached
-        reading.read(self.prefixes)
-        self._counts["cached_tokens"] += reading.cached - cached
-        if reading.left:
-            return []
-        self._reading.remove(ticket)
-        self._counts["prompt_tokens"] += len(reading.tokens)
-        request = ticket.request
-        constraint = request.constraint
-        row = DecodingRow(ticket, request, slots=len(reading.tokens), left=request.max_new_tokens - 1)
-        ticket.row = row
-        row.allowed = None if constraint is None else constraint.allowed()
-        row.followed = None if self.drafting is None else self.drafting.follow(request)
-        one, packed = reading.begin(ticket.arrays, row.allowed)
-        if row.left > 0:
-            self._pool_for(ticket).join(row, one)
-        return [Pending(packed, [row])]
+    def _next_prompt(self) -> Row | None:
+        """Of the rows that have more to read, and requests that wait, alternately the oldest and the one with the least.
 
-    def _next_prompt(self) -> Ticket | None:
-        """Among the prompts with a free row, alternately the oldest and the one with the least left to read.
-
-        So a short prompt does not wait for a long one, and a long one still advances at half the speed whatever arrives.
+        So a short prompt does not wait for a long one, and a long one still advances at half the speed whatever arrives. No
+        request begins for which there are no pages, nor one that came after it.
         """
-        free = [pool for pool in self.pools if self._free(pool) > 0]
-        with self._changed:  # callers that submit wait for this lock: nothing is searched where there is no free row
-            some = list(self._queue) if free else []
-            able = some if len(free) == len(self.pools) else [one for one in some if self._pool_for(one) in free]
-            candidates = [*self._reading, *able]
-            if not candidates:
+        oldest = min((row.ticket for row in self.rows), key=_age, default=None)
+        reading = [row.ticket for row in self.rows if row.reads]
+        there = [one for one in reading if one.row.pages or one is oldest or self._fits(one)]
+        with self._changed:  # callers that submit wait for this lock: nothing is searched where there is no seat
+            waiting = list(self._queue) if self._seats and len(there) == len(reading) else []
+            waiting = [one for one in waiting if self._fits(one)] if waiting and self._fits(waiting[0]) else []
+            if not there and not waiting:
                 return None
             oldest_first = self._turns % 2 == 0
-            ticket = min(candidates, key=lambda one: one.arrived if oldest_first else (one.left, one.arrived))
-            if ticket.reading is None:
+            ticket = min([*there, *waiting], key=lambda one: (0 if oldest_first else one.left, _age(one)))
+            if ticket.row is None:
                 self._queue.remove(ticket)
-        if ticket.reading is None:
-            ticket.reading = PromptProgress(self.model, ticket.request, self.options.piece, self._capacities)
-            self._reading.append(ticket)
-        return ticket
+        if ticket.row is None:
+            self._seat(ticket)
+        return ticket.row
 
-    def _pool_for(self, ticket: Ticket) -> Pool:
-        """The pool whose rows hold the prompt and one more token."""
-        return next(pool for pool in self.pools if pool.longest > len(ticket.request.prompt) or pool is self.pools[-1])
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether there are pages for all that a request and the older ones have to read, and for one more token of each."""
+        older = sum(row.lacks(row.unread + 1) for row in self.rows if _age(row.ticket) < _age(ticket))
+        return pages_of(ticket.left + 1) + older <= self.pages.available
 
-    def _free(self, pool: Pool) -> int:
-        """Rows of a pool that are neither taken nor reserved for a prompt that is being read."""
-        return pool.free - sum(self._pool_for(ticket) is pool for ticket in self._reading)
+    def _seat(self, ticket: Ticket) -> None:
+        """Give a request a seat; it has read nothing yet."""
+        request, model = ticket.request, self.model
+        prompt = np.asarray(request.prompt, np.int32)
+        # Scoring uses another program, so its pieces are neither kept nor taken from what was.
+        roots = *(each.rope_root(len(prompt)) for each in model.models), request.adapter
+        ticket.row = Row(
+            ticket,
+            self._seats.pop(),
+            prompt.tolist(),
+            [] if request.score_prompt else digests_of(prompt, self.options.piece, roots),
+            None if request.constraint is None else request.constraint.allowed(),
+            None if self.drafting is None else self.drafting.follow(request),
+            scoring=request.score_prompt,
+        )
+        self.rows.append(ticket.row)
+        if ticket.arrays.sampling.repetition_penalty[0] != 1:
+            seen = np.zeros(model.vocab, bool)
+            seen[prompt] = True
+            self.state = model.enter(self.state, ticket.row.seat, seen)
 
-    def _move(self) -> None:
-        """Move rows that have outgrown their pool to the next as soon as it has a free row."""
-        for pool, longer in zip(self.pools, self.pools[1:], strict=False):
-            free = self._free(longer)
-            if free and any(pool.outgrown()):
-                self._collect(self._take_pending())  # rows that have ended need not move
-                for row in list(pool.outgrown())[:free]:
-                    one = pool.take_row(row)
-                    pool.leave(row)
-                    longer.join(row, one)
+    def _find_prefix(self, row: Row) -> None:
+        """Take the pieces that come next from those that are kept."""
+        size = self.options.piece
+        while not row.read % size and row.read // size < len(row.digests):
+            pages = self.pages.find(row.digests[row.read // size])
+            if pages is None:
+                break
+            own = slice(row.read // PAGE, (row.read + size) // PAGE)
+            self.pages.give(row.pages[own])
+            row.pages[own] = pages
+            row.read += size
+            row.read_by_draft = row.read
+            row.cached += size
+            self._counts["cached_tokens"] += size
 
-    def _take_pending(self) -> list[Pending]:
-        pending, self._pending = self._pending, []
-        return pending
+    def _reserve(self, row: Row, count: int) -> None:
+        """Give a row pages for so many more tokens, if there are any that are not of older rows."""
+        while (lacks := row.lacks(count)) and not row.ended:
+            pages = self.pages.take(lacks)
+            if pages is not None:
+                row.pages += pages
+            elif self._pending is not None:  # what has ended meanwhile gives up its pages; and no row lacks tokens
+                self._collect()
+            else:
+                youngest = max((one for one in self.rows if one.pages), key=lambda one: _age(one.ticket), default=row)
+                if _age(youngest.ticket) <= _age(row.ticket):
+                    return
+                self._preempt(youngest)
 
-    def _collect(self, pending: list[Pending]) -> None:
+    def _preempt(self, row: Row) -> None:
+        """Take a row's pages, so that it must read its tokens again."""
+        self.pages.give(row.pages)
+        row.pages, row.scores, row.read, row.read_by_draft = [], [], 0, 0
+        row.scoring = row.request.score_prompt and not row.chosen
+        row.cached = row.cached if row.chosen else 0
+        self._counts["preempted"] += 1
+
+    def _launch(self, reader: Row | None, number: int, most: int) -> Pending | None:
+        """Start a step: a piece of the reader's, `number` drafts of each other row, or `most` tokens of a single one."""
+        able = [row for row in self.rows if row is not reader and not row.reads and row.left and row.accepting is None]
+        many = number + 1
+        if not number and len(able) == 1 and reader is None and self.drafting is None and able[0].allowed is None:
+            many = max(min(most, able[0].left), 1)
+        wanted = [(row, many) for row in able]
+        if reader is not None:
+            self._find_prefix(reader)
+            wanted.insert(0, (reader, min(reader.unread, self.options.piece)))
+        for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
+            self._reserve(row, count)
+        parts = [Part(row, row.read, count) for row, count in wanted if not row.ended and not row.lacks(count)]
+        if reader is not None and parts and parts[0].row is reader:
+            self._read_draft(parts[:1])
+            if reader.scoring:
+                self._score(parts.pop(0))
+        if not parts:
+            return None
+        if number:
+            if self._caught_up([part.row for part in parts]):
+                return self._verify([part._replace(count=1) for part in parts], number)
+            parts = [part._replace(count=1) for part in parts]
+        return self._step(parts, CATCHING_UP if number else 0)
+
+    def _step(self, parts: list[Part], number: int) -> Pending:
+        rows, tokens = len(parts), sum(part.count for part in parts)
+        whole = any(row.reads and count == self.options.piece for row, _, count in parts)
+        shapes = self.options.steps
+        if rows == 1 and parts[0].row.unread == 1:  # in a burst each token is read after it is chosen
+            shape, count = shapes[0], tokens
+            parts = [parts[0]._replace(count=1)]
+        else:
+            shape, count = next(one for one in shapes if one[0] >= rows and one[1] >= tokens), 0
+            shape = shapes[-1] if whole else shape
+        batch, settings = batch_of(parts, shape, self._width, self.options.rows), self._settings_of(parts, shape[0])
+        if count:
+            self.state, packed = self.model.burst(self.state, batch, settings, count)
+        else:
+            self.state, packed = self.model.step(self.state, batch, settings)
+        for row, begin, own in parts:
+            live = own == row.unread
+            if live and not row.chosen:
+                self._counts["prompt_tokens"] += len(row.request.prompt)
+                self.pages.used(row.digests)
+            row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
+            if own == self.options.piece and begin // own < len(row.digests):
+                self.pages.keep(row.digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
+        return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
+
+    def _score(self, part: Part) -> None:
+        """Read a piece of a prompt, and score its tokens."""
+        row, begin, count = part
+        size = self.options.piece
+        targets = np.zeros(size, np.int32)
+        following = row.tokens[begin + 1 : begin + 1 + count]
+        targets[: len(following)] = following
+        batch = batch_of([part], (1, size), self._width, self.options.rows)
+        self.state, packed = self.model.score(self.state, batch, self._settings_of([part], 1), targets)
+        row.scores.append(packed)
+        row.read += count
+        if not row.unread:  # the last token is read once more, to choose what follows it
+            row.read, row.scoring = row.read - 1, False
+
+    def _settings_of(self, parts: list[Part], rows: int) -> Settings:
+        made_of = [rows, *(x for part in parts for x in (part.row, part.row.allowed))]
+        old = self._settings
+        if old is None or len(old[0]) != len(made_of) or any(x is not y for x, y in zip(old[0], made_of, strict=True)):
+            vocab = self.model.config.vocab_size
+            old = made_of, jax.device_put(settings_of([part.row for part in parts], rows, vocab))
+            self._settings = old
+        return old[1]
+
+    def _drafted(self) -> int:
+        """How many tokens each row should draft in the next turn: 0 where some row has no room for them."""
+        if self.drafting is None or not self.rows:
+            return 0
+        number = self.drafting.choose(self._shape(len(self.rows)), [row.followed for row in self.rows])
+        capacity = self._width * PAGE
+        return 0 if any(not row.chosen or row.read + number >= capacity for row in self.rows) else number
+
+    def _shape(self, rows: int) -> tuple[int, int]:
+        """The step of one token of each row."""
+        return next(shape for shape in self.options.steps if shape[0] >= rows)
+
+    def _read_draft(self, parts: list[Part]) -> None:
+        """Let the draft model read the same tokens."""
+        if self.model.draft is None or not parts:
+            return
+        batch = batch_of(parts, self.options.steps[-1], self._width, self.options.rows)
+        self.state = self.model.read_draft(self.state, batch)
+        for row, begin, count in parts:
+            row.read_by_draft = begin + count
+
+    def _caught_up(self, rows: list[Row]) -> bool:
+        """Let a draft model read tokens that came without it; whether it now has all but the last two of each row."""
+        if self.model.draft is None:
+            return True
+        left, parts = self.options.steps[-1][1], []
+        behind = [row for row in rows if row.followed is not None and row.read - row.read_by_draft > 1]
+        for row in behind:
+            count = min(row.read - row.read_by_draft, left)
+            left -= count
+            if count:
+                parts.append(Part(row, row.read_by_draft, count))
+        self._read_draft(parts)
+        return all(row.read - row.read_by_draft <= 1 for row in behind)
+
+    def _verify(self, parts: list[Part], number: int) -> Pending:
+        assert self.drafting is not None
+        shape, rows = self._shape(len(parts)), [part.row for part in parts]
+        batch = batch_of(parts, shape, self._width, self.options.rows)
+        told = self.drafting.propose([*(row.followed for row in rows), *[None] * (shape[0] - len(rows))], number)
+        settings = self._settings_of(parts, shape[0])
+        self.state, packed = self.model.verify(self.state, batch, settings, told, number)
+        return Pending(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
+
+    def _settle(self, rows: list[Row], number: int, counts: list[int]) -> None:
+        """Record how many tokens a step with drafts has given each row."""
+        assert self.drafting is not None
+        counts = counts[: len(rows)]
+        self.drafting.settle([row.followed for row in rows], number, counts)
+        for row, count in zip(rows, counts, strict=True):
+            row.read_by_draft = row.read + min(count, number)
+            row.read += count
+            row.chosen += count
+
+    def _collect(self) -> None:
         """Deliver the tokens that the device has generated."""
-        for one in pending:
-            choice = unpack(one.packed)
-            if one.settle is not None:
-                one.settle(choice.valid.sum(axis=1).tolist())
-            for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
-                row = one.rows[at[0]]
-                if row is not None and not row.ended:
-                    self._take_token(row, choice, at)
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        choice = unpack(pending.packed)
+        if pending.settle is not None:
+            pending.settle(choice.valid.sum(axis=1).tolist())
+        for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
+            row = pending.rows[at[0]]
+            if not row.ended:
+                self._take_token(row, choice, at)
 
-    def _take_token(self, row: DecodingRow, choice: ChosenTokens, at: tuple[int, ...]) -> None:
+    def _take_token(self, row: Row, choice: ChosenTokens, at: tuple[int, ...]) -> None:
         request, ticket = row.request, row.ticket
         update = Update()
         if row.count == 0:
-            update.cached = ticket.reading.cached
-            update.prompt = _scores(ticket.reading) if request.score_prompt else None
-            ticket.reading = None
+            update.cached = row.cached
+            update.prompt = _scores(row) if request.score_prompt else None
+            row.scores = []
         token = scored(choice, at, request.alternatives)
         if token.logprob != token.logprob:  # NaN
             update.finish, update.error = "failed", "the model's logits are not numbers: its weights overflow; try float32"
@@ -328,7 +478,7 @@ class Engine:
             update.finish, update.ended_by = "stop", token
         else:
             update.tokens.append(token)
-            row.count += 1
+            row.tokens.append(token.id)
             if row.followed is not None:
                 row.followed.learn(token.id)
             self._counts["generated_tokens"] += 1
@@ -347,17 +497,13 @@ class Engine:
         new, self._accepting = [row.accepting for row in self._accepting if row.accepting is not None], []
         if new:
             wait(new, CONSTRAINT_SECONDS)
-            for pool in self.pools:
-                pool.constraints_changed()
-        accepting = {row.accepting: row for pool in self.pools for row in pool.running if row.accepting is not None}
-        if accepting and len(accepting) == sum(len(pool.running) for pool in self.pools):  # nothing else can go on
+        accepting = {row.accepting: row for row in self.rows if row.accepting is not None}
+        if accepting and len(accepting) == len(self.rows):  # nothing else can go on
             wait(accepting, CONSTRAINT_SECONDS, FIRST_COMPLETED)
         for future, row in accepting.items():
             if future.done():
                 future.result()
                 row.accepting, row.allowed = None, row.request.constraint.allowed()  # type: ignore[union-attr]
-                for pool in self.pools:
-                    pool.constraints_changed()
 
     def _end(self, ticket: Ticket, update: Update) -> None:
         """Deliver the last update of a request, and free its row."""
@@ -366,20 +512,20 @@ class Engine:
         ticket.ended = True
         assert update.finish is not None
         self._finished[update.finish] += 1
-        if ticket.row is not None:
-            ticket.row.ended = True
-            if ticket.row.accepting is not None:
-                ticket.row.accepting.cancel()
-            for pool in self.pools:
-                pool.leave(ticket.row)
+        row = ticket.row
+        if row is not None:
+            row.ended = True
+            if row.accepting is not None:
+                row.accepting.cancel()
+            self.rows.remove(row)
+            self._seats.append(row.seat)
+            self.pages.give(row.pages)
+            row.pages = []
         ticket.deliver(update)
 
     def _finish(self, ticket: Ticket, reason: FinishReason, error: str | None = None) -> None:
         with self._changed:
             self._queue.discard(ticket)
-        if ticket in self._reading:
-            self._reading.remove(ticket)
-        ticket.reading = None
         self._end(ticket, Update(finish=reason, error=error))
 
     def _check_room(self, tokens: int, requests: int = 1) -> None:
@@ -420,6 +566,11 @@ class Engine:
             self.after_turn()
 
 
+def _age(ticket: Ticket) -> float:
+    """By which rows are ordered: the older one has the smaller."""
+    return ticket.arrived
+
+
 def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
     """One token of a choice."""
     beside: Iterator[tuple[int, float]] = zip(
@@ -428,13 +579,13 @@ def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> Scor
     return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
 
 
-def _scores(reading: PromptProgress) -> list[ScoredToken]:
+def _scores(row: Row) -> list[ScoredToken]:
     """The tokens of a prompt, each with its log-probability given those before it."""
-    found = [ScoredToken(int(reading.tokens[0]), None)]
-    for packed in reading.scores:  # by whole columns: rows of all requests wait for this
+    found = [ScoredToken(row.tokens[0], None)]
+    for packed in row.scores:  # by whole columns: rows of all requests wait for this
         choice = unpack(packed)
-        ids, logprobs = (x[:, : reading.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
+        ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
         beside = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
         rows = zip(choice.token.tolist(), choice.logprob.tolist(), beside, strict=True)
         found += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
-    return found[: len(reading.tokens)]  # what follows the last token is not part of the prompt
+    return found[: len(row.request.prompt)]  # what follows the last token is not part of the prompt

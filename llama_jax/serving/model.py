@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,33 +11,18 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.drafting import Drafter
 from llama_jax.inference.placement import check_rows, layout_of
-from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.speculation import DraftModel
-from llama_jax.inference.state import Reading, Request, State
 from llama_jax.model.adapter_table import adapters_in
-from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import head_of
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.options import Compute, Layout
+from llama_jax.model.pages import page_bytes
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
-from llama_jax.ops.platform import native_code
 from llama_jax.ops.rope_scaling import BY_LENGTH
-from llama_jax.serving.choosing import Wishes
-from llama_jax.serving.programs import Programs, programs_for
+from llama_jax.serving.programs import Batch, Programs, ServingState, Settings, programs_for
 
 STOPS = 16  # places for stop tokens in each row
-
-
-class Slots(NamedTuple):
-    """Rows that are decoded, an immutable pytree.
-
-    Attributes:
-      state: of the model.
-      memory: the draft model's cache of the same rows, with as many slots; None without one.
-    """
-
-    state: State
-    memory: KVCache | None = None
+BURST = 8  # most tokens of a row in a turn without drafts
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class ServedModel:
 
         Raises:
           GenerationError: a draft model with another vocabulary.
-          MeshError: a mesh that divides rows, because prompts are read one by one; a draft model on other devices.
+          MeshError: a mesh that divides rows, because a step has all rows' tokens in one; a draft model on other devices.
         """
         beside = None
         if isinstance(draft, DraftModel):
@@ -90,103 +74,59 @@ class ServedModel:
         return int(head_of(self.config, self.params).shape[0])
 
     @property
-    def reads_filled_slots(self) -> bool:
-        """Whether empty slots do not change the time of a turn, because it attends by the native kernel of `ops.cpu`."""
-        own = self.compute.attention == "auto" and self.compute.attend is None and self.layout.attend is None
-        of_model = np.dtype(self.params.embedding.dtype)
-        floats = all(dtype is None or np.dtype(dtype) == of_model for dtype in (self.compute.dtype, self.cache.dtype))
-        with ops.native_anyway(self.native):
-            whole = all(layer.window is None and layer.chunk is None for layer in self.config.layer_kinds)
-            return native_code.value and own and floats and whole
+    def cache_dtype(self) -> str:
+        """Of keys and values."""
+        return str(np.dtype(self.cache.dtype or self.params.embedding.dtype))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, with the draft model's."""
+        return sum(page_bytes(model.config, model.cache_dtype) for model in self.models)
 
     def rope_root(self, length: int) -> int:
         """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""
         scaling = self.config.rope_scaling
         return length if scaling is not None and scaling.kind in BY_LENGTH else 0
 
-    def empty_state(self, rows: int, capacity: int) -> State:
-        reading = self.programs.empty_reading(self.config, self.params, rows, capacity, self.cache, self.layout)
-        stop = np.full((rows, STOPS), -1, np.int32)
-        request = Request(Sampling().per_row(rows), np.ones(rows, np.int32), stop)
-        return self.programs.empty_state(self.config, self.params, reading, request, self.layout)
+    def empty(self, seats: int, count: int) -> ServingState:
+        """The state before the first step, of so many seats and pages."""
+        draft = None if self.draft is None else self.draft.config
+        return self.programs.empty(self.config, self.params, draft, seats, count, self.cache_dtype, self.layout)
 
-    def empty_slots(self, rows: int, capacity: int) -> Slots:
-        if self.draft is None:
-            return Slots(self.empty_state(rows, capacity))
-        return Slots(self.empty_state(rows, capacity), self.draft.empty_reading(capacity, rows).cache)
+    def enter(self, state: ServingState, seat: int, seen: np.ndarray) -> ServingState:
+        return self.programs.enter(state, np.int32(seat), seen, self.layout)
 
-    def empty_reading(self, capacity: int, rows: int = 1) -> Reading:
-        reading = self.programs.empty_reading(self.config, self.params, rows, capacity, self.cache, self.layout)
-        return reading._replace(cache=reading.cache.replace(fresh=False))  # one program for first and later pieces
+    def step(self, state: ServingState, batch: Batch, settings: Settings) -> tuple[ServingState, jax.Array]:
+        """A token of each live row, after what the rows read."""
+        with ops.native_anyway(self.native):
+            return self.programs.step(self.config, self.params, state, batch, settings, self.compute, self.layout)
 
-    def enlarge(self, reading: Reading, capacity: int) -> Reading:
-        if capacity <= reading.cache.capacity:
-            return reading
-        return reading._replace(cache=self.programs.enlarge(reading.cache, capacity, self.layout))
-
-    def read(self, reading: Reading, tokens: np.ndarray, places: Places, adapter: int) -> Reading:
-        args = reading, tokens, places, np.array([adapter], np.int32), self.compute, self.layout
-        return self.programs.read(self.config, self.params, *args)
+    def burst(self, state: ServingState, batch: Batch, settings: Settings, count: int) -> tuple[ServingState, jax.Array]:
+        """`count` tokens, at most `BURST`, of a single row."""
+        args = state, batch, settings, np.int32(count), BURST, self.compute, self.layout
+        with ops.native_anyway(self.native):
+            return self.programs.burst(self.config, self.params, *args)
 
     def score(
-        self, reading: Reading, tokens: np.ndarray, targets: np.ndarray, places: Places, adapter: int, wanted: bool
-    ) -> tuple[Reading, jax.Array]:
-        args = tokens, targets, places, np.array([adapter], np.int32), np.bool_(wanted), self.compute, self.layout
-        return self.programs.score(self.config, self.params, *reading, *args)
+        self, state: ServingState, batch: Batch, settings: Settings, targets: np.ndarray
+    ) -> tuple[ServingState, jax.Array]:
+        args = state, batch, settings, targets, self.compute, self.layout
+        return self.programs.score(self.config, self.params, *args)
 
-    def begin(self, reading: Reading, seen: np.ndarray, request: Request, wishes: Wishes) -> tuple[State, jax.Array]:
-        return self.programs.begin(self.config, self.params, *reading, seen, request, wishes, self.layout)
-
-    def take_turn(self, slots: Slots, wishes: Wishes) -> tuple[Slots, jax.Array]:
-        with ops.native_anyway(self.native):
-            args = self.config, self.params, slots.state, wishes, self.compute, self.layout
-            state, packed = self.programs.take_turn(*args)
-        return slots._replace(state=state), packed
-
-    def take_burst(self, slots: Slots, wishes: Wishes, count: int, most: int) -> tuple[Slots, jax.Array]:
-        """Turns for `count` tokens, at most `most`, in one program."""
-        with ops.native_anyway(self.native):
-            args = self.config, self.params, slots.state, wishes, np.int32(count), most, self.compute, self.layout
-            state, packed = self.programs.take_burst(*args)
-        return slots._replace(state=state), packed
-
-    def take_drafts(self, slots: Slots, wishes: Wishes, told: np.ndarray, count: int) -> tuple[Slots, jax.Array]:
-        """A turn with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
-        draft, here = self.draft, (self.compute, self.layout)
+    def verify(
+        self, state: ServingState, batch: Batch, settings: Settings, told: np.ndarray, count: int
+    ) -> tuple[ServingState, jax.Array]:
+        """A step with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
+        draft, rest = self.draft, (state, batch, settings, told)
         with ops.native_anyway(self.native):
             if draft is None:
-                args = self.config, self.params, slots.state, wishes, told
-                state, packed = self.programs.take_drafts(*args, *here)
-                return slots._replace(state=state), packed
-            both = self.config, self.params, draft.config, draft.params, *slots
-            state, memory, packed = self.programs.take_own_drafts(*both, wishes, told, count, *here, draft.layout)
-            return Slots(state, memory), packed
+                return self.programs.verify_drafts(self.config, self.params, *rest, self.compute, self.layout)
+            both = self.config, self.params, draft.config, draft.params
+            return self.programs.verify_own_drafts(*both, *rest, count, self.compute, self.layout, draft.layout)
 
-    def catch_up(self, slots: Slots, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Slots:
-        """Let the draft model read these tokens of each row, from slot `starts` on."""
+    def read_draft(self, state: ServingState, batch: Batch) -> ServingState:
+        """Let the draft model read the tokens of a batch, none of which is the device's own."""
         draft = self.draft
         assert draft is not None
-        args = draft.config, draft.params, slots.memory, tokens, starts, lengths, draft.layout
-        return slots._replace(memory=self.programs.catch_up(*args))
-
-    def arrange(self, slots: Slots, order: list[int], capacity: int) -> Slots:
-        rows, memory = np.array(order, np.int32), slots.memory
-        if self.draft is not None:
-            memory = self.programs.arrange_cache(memory, rows, capacity, self.draft.layout)
-        return Slots(self.programs.arrange(slots.state, rows, capacity, self.layout), memory)
-
-    def take_row(self, slots: Slots, row: int) -> Slots:
-        memory = slots.memory
-        if memory is not None and self.draft is not None:
-            memory = self.programs.arrange_cache(memory, np.array([row], np.int32), memory.capacity, self.draft.layout)
-        return Slots(self.programs.take_row(slots.state, np.int32(row), self.layout), memory)
-
-    def insert(self, slots: Slots, row: int, one: Slots) -> Slots:
-        memory = None if slots.memory is None else self.programs.insert_cache(slots.memory, np.int32(row), one.memory)
-        return Slots(self.programs.insert(slots.state, np.int32(row), one.state), memory)
-
-    def cut(self, cache: KVCache, start: int, size: int) -> Any:
-        return self.programs.cut(cache, np.int32(start), size)
-
-    def paste(self, reading: Reading, piece: Any, start: int) -> Reading:
-        return reading._replace(cache=self.programs.paste(reading.cache, piece, np.int32(start)))
+        args = draft.config, draft.params, state.draft_pages, batch, draft.layout
+        return state.replace(draft_pages=self.programs.read_draft(*args))

@@ -70,7 +70,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
     coming, open_jobs, more = iter(jobs), list[Job](), True
     while more or open_jobs:
         # Twice as many as there are rows: no row is ever empty, and a generator of jobs is not consumed at once.
-        while more and len(open_jobs) < 2 * sum(pool.options.rows[-1] for pool in engine.pools):
+        while more and len(open_jobs) < 2 * engine.options.rows:
             job = next(coming, None)
             more = job is not None
             if job is not None:

@@ -1,8 +1,7 @@
-"""The device side of the engine: pure functions from one state of rows to the next, and their compilation.
+"""The device side of the engine: pure functions from one state to the next, and their compilation.
 
-Prompts are read one by one into caches of their own, in pieces; a prompt that has been read becomes a row of a pool's state;
-and all rows of a pool get one token at a time. Shapes are static: there are few numbers of rows and slots, so that every
-program is known before the first request.
+One function reads pieces of prompts and decodes rows in the same pass. Its shapes are a number of rows and a number of
+tokens, of which the engine has a few, so that every program is known before the first request.
 """
 
 from __future__ import annotations
@@ -14,28 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.batching import empty_state, insert, insert_cache
-from llama_jax.inference.speculation.draft_model import DraftModel, read_more
-from llama_jax.inference.speculation.verify import Model, verify
-from llama_jax.inference.state import (
-    Reading,
-    Request,
-    State,
-    advance,
-    empty_reading,
-    enlarge,
-    lay_out,
-    logits_of,
-    read,
-)
+from llama_jax.inference.sampling import sample
+from llama_jax.inference.speculation.verify import choose_each
+from llama_jax.inference.state import Request, State, logits_of
 from llama_jax.model.adapter_table import choose_adapters
-from llama_jax.model.cache import KVCache, over_buffers
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.pages import PagedCache, init_pages
 from llama_jax.model.params import Llama
 from llama_jax.serving.choosing import (
     ChosenTokens,
@@ -48,256 +37,293 @@ from llama_jax.serving.choosing import (
 )
 
 
-def take_turn(
-    config: LlamaConfig, params: Llama, state: State, wishes: Wishes, compute: Compute, layout: Layout
-) -> tuple[State, jax.Array]:
-    """One more token of every live row; and the packed `ChosenTokens` [B, 1, any]."""
-    params = choose_adapters(params, wishes.adapter)
-    found, (_, packed, _) = advance(config, params, _live(state, wishes), compute, layout, partial(choose_packed, wishes))
-    return _seen_by_host(found, state, wishes, layout), packed[:, None]
+class ServingState(struct.PyTreeNode):
+    """What the device holds between steps; a request has a seat in it for as long as it is served.
+
+    Attributes:
+      pages: keys and values, see `PagedCache`.
+      draft_pages: the draft model's, of the same tokens in the same pages; None without one.
+      token: int32[S], the last token that was chosen in each seat.
+      seen: bool[S, rows of the output projection], tokens of prompt and continuation, for the repetition penalty.
+    """
+
+    pages: Any
+    draft_pages: Any
+    token: jax.Array
+    seen: jax.Array
 
 
-def take_burst(
+class Batch(NamedTuple):
+    """The rows of a step, of which each reads some tokens and may then get one.
+
+    Attributes:
+      tokens: int32[T], those of each row after each other; -1 for the last that was chosen in the row's seat.
+      starts: int32[R + 1], row r's are [starts[r], starts[r + 1]).
+      seats: int32[R]; S for none.
+      table: int32[R, n], the pages of each row in order.
+      lengths: int32[R], tokens that each row has read before.
+      prompts: int32[R], tokens of its prompt.
+      counts: int32[R], tokens that it has generated: the position in its random stream.
+      live: bool[R], the row gets a token.
+    """
+
+    tokens: Any
+    starts: Any
+    seats: Any
+    table: Any
+    lengths: Any
+    prompts: Any
+    counts: Any
+    live: Any
+
+
+class Settings(NamedTuple):
+    """What each row of a batch is asked for; as it changes seldom, it stays on the device."""
+
+    request: Request
+    wishes: Wishes
+
+
+def empty(
+    config: LlamaConfig, params: Llama, draft: LlamaConfig | None, seats: int, count: int, dtype: str, layout: Layout
+) -> ServingState:
+    """The state before the first step, with `count` pages."""
+    drafts = None if draft is None else init_pages(draft, count, dtype)
+    seen = jnp.zeros((seats, head_of(config, params).shape[0]), bool)
+    state = ServingState(init_pages(config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
+    return _laid_out(state, layout)
+
+
+def enter(state: ServingState, seat: jax.Array, seen: jax.Array, layout: Layout) -> ServingState:
+    """The state in which the request of a seat, int32[], holds these tokens, bool[rows of the output projection]."""
+    return state.replace(seen=layout.constrain(state.seen.at[seat].set(seen), "logits"))
+
+
+def step(
     config: LlamaConfig,
     params: Llama,
-    state: State,
-    wishes: Wishes,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
+    compute: Compute,
+    layout: Layout,
+) -> tuple[ServingState, jax.Array]:
+    """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
+    state, hidden = _read(config, params, state, batch, settings, compute, layout)
+    with layout.context():
+        logits = logits_of(config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], layout)
+        rows, packed = choose_packed(settings.wishes, _rows_of(state, batch, settings, layout), logits, layout)
+    return _with_chosen(state, batch, rows, layout), packed[:, None]
+
+
+def burst(
+    config: LlamaConfig,
+    params: Llama,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
     count: jax.Array,
     most: int,
     compute: Compute,
     layout: Layout,
-) -> tuple[State, jax.Array]:
-    """`take_turn` for `count` tokens, int32[], of at most `most`: [B, most, any], of which the others are not valid."""
-    params = choose_adapters(params, wishes.adapter)
+) -> tuple[ServingState, jax.Array]:
+    """`step` for `count` tokens of each row, int32[], of at most `most`: [R, most, any]; the others are not valid."""
 
-    def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        state, (_, packed, _) = advance(config, params, carry[0], compute, layout, partial(choose_packed, wishes))
-        return state, lax.dynamic_update_slice_in_dim(carry[1], packed[:, None], i, 1)
+    def once(i: jax.Array, carry: tuple[ServingState, Batch, jax.Array]) -> tuple[ServingState, Batch, jax.Array]:
+        state, batch, found = carry
+        state, packed = step(config, params, state, batch, settings, compute, layout)
+        following = batch._replace(
+            tokens=jnp.full_like(batch.tokens, -1), lengths=batch.lengths + 1, counts=batch.counts + 1
+        )
+        return state, following, lax.dynamic_update_slice_in_dim(found, packed, i, 1)
 
-    width = packed_width(head_of(config, params).shape[0])
-    nothing = layout.constrain(jnp.zeros((len(state.done), most, width), jnp.int32), "everywhere")
-    found, packed = lax.fori_loop(0, count, step, (_live(state, wishes), nothing))
-    return _seen_by_host(found, state, wishes, layout), packed
+    shape = len(batch.seats), most, packed_width(head_of(config, params).shape[0])
+    nothing = layout.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    state, _, found = lax.fori_loop(0, count, once, (state, Batch(*map(jnp.asarray, batch)), nothing))
+    return state, found
 
 
-def take_drafts(
+def verify_drafts(
     config: LlamaConfig,
     params: Llama,
-    state: State,
-    wishes: Wishes,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
     drafts: jax.Array,
     compute: Compute,
     layout: Layout,
-) -> tuple[State, jax.Array]:
-    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that the model chooses too, and one; packed.
+) -> tuple[ServingState, jax.Array]:
+    """Up to K + 1 more tokens of every live row: those of int32[R, K] drafts that the model chooses too, and one; packed.
 
-    Each row must have K + 1 free slots, even if it is not live, because keys and values are written there.
+    Args:
+      batch: of one token of each row, the live ones first; they have pages for K + 1.
+      drafts: -1 for none.
     """
-    params = choose_adapters(params, wishes.adapter)
-    model = Model(params, config, compute, layout)
-    after, found = verify(model, _live(state, wishes), drafts, partial(choose_packed, wishes))
-    return _seen_by_host(after, state, wishes, layout), layout.constrain(found.logprobs, "everywhere")
+    width = drafts.shape[1] + 1
+    tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
+    whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
+    state, hidden = _read(config, params, state, whole, settings, compute, layout)
+    with layout.context():
+        logits = unembed(config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
+        choose = partial(choose_packed, settings.wishes)
+        rows, found = choose_each(_rows_of(state, batch, settings, layout), logits, drafts, layout, choose)
+    seats = jnp.where(batch.live, batch.seats, len(state.token))
+    seen = layout.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
+    packed = layout.constrain(found.logprobs, "everywhere")
+    return _with_chosen(state, batch, rows, layout).replace(seen=seen), packed
 
 
-def take_own_drafts(
+def verify_own_drafts(
     config: LlamaConfig,
     params: Llama,
     draft_config: LlamaConfig,
     draft_params: Llama,
-    state: State,
-    memory: KVCache,
-    wishes: Wishes,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
     two: jax.Array,
     count: int,
     compute: Compute,
     layout: Layout,
     draft_layout: Layout,
-) -> tuple[State, KVCache, jax.Array]:
-    """`take_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
+) -> tuple[ServingState, jax.Array]:
+    """`verify_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
+
+    It chooses with the model's own random numbers, so that the two agree where their probabilities do. Where it has read the
+    first of the two tokens, it writes the same keys and values again.
 
     Args:
-      memory: the draft model's cache of the same rows and slots.
-      two: int32[B, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
+      two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
     """
-    draft = DraftModel(draft_config, draft_params, count, draft_layout)
-    drafts, memory = draft.propose_after(memory, _live(state, wishes), jnp.maximum(two, 0), count)
-    drafts = jnp.where(two[:, :1] < 0, -1, drafts)
-    state, packed = take_drafts(config, params, state, wishes, drafts, compute, layout)
-    return state, draft.roll_back(memory, state.cache.length), packed
+    vocab = min(state.seen.shape[-1], head_of(draft_config, draft_params).shape[0])
+    sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
+
+    def draw(pages: Any, seen: jax.Array, i: jax.Array, tokens: jax.Array) -> Any:
+        """Read [R, any] tokens, of which the first is at position `lengths + i`, and choose what follows them."""
+        many = tokens.shape[1]
+        read = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * many, lengths=batch.lengths + i)
+        pages, hidden = read_by(draft_config, draft_params, pages, read, Compute(), draft_layout)
+        with draft_layout.context():
+            last = hidden.reshape(*tokens.shape, -1)[:, -1]
+            logits = unembed(draft_config, draft_params, last).astype(jnp.float32)[:, :vocab]
+            token = sample(logits, sampling, seen, batch.counts + i + many - 1)
+        seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
+        return pages, seen, token
+
+    def next_one(carry: Any, i: jax.Array) -> Any:
+        pages, seen, token = draw(*carry[:2], i, carry[2][:, None])
+        return (pages, seen, token), token
+
+    first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(two, 0))
+    (pages, _, _), rest = lax.scan(next_one, first, jnp.arange(1, count, dtype=jnp.int32))
+    drafts = jnp.where(two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
+    return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, layout)
 
 
-def catch_up(
-    config: LlamaConfig,
-    params: Llama,
-    memory: KVCache,
-    tokens: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-    layout: Layout,
-) -> KVCache:
-    """The draft model's cache with `lengths`, int32[B], of each row's tokens, int32[B, any], in the slots from `starts`."""
-    return read_more(DraftModel(config, params, layout=layout), memory, tokens, starts, lengths, starts + lengths)
-
-
-def begin(
-    config: LlamaConfig,
-    params: Llama,
-    cache: KVCache,
-    hidden: jax.Array,
-    seen: jax.Array,
-    request: Request,
-    wishes: Wishes,
-    layout: Layout,
-) -> tuple[State, jax.Array]:
-    """The state of a prompt that has been read, with its first token; and the packed `ChosenTokens` [1, 1, any].
-
-    Args:
-      seen: bool[1, rows of the output projection], the prompt's tokens.
-    """
-    state = empty_state(config, params, Reading(cache, hidden), request, layout)
-    state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
-    with layout.context():
-        state, packed = choose_packed(wishes, state, logits_of(config, params, hidden, layout), layout)
-    return state.replace(done=layout.constrain(state.done, "everywhere")), packed[:, None]
-
-
-def _live(state: State, wishes: Wishes) -> State:
-    """The state in which rows that are not live are done."""
-    return state.replace(done=state.done | ~wishes.live)
-
-
-def _seen_by_host(state: State, before: State, wishes: Wishes, layout: Layout) -> State:
-    """The state after a turn, in which rows that were not live are no more done than `before` it."""
-    return state.replace(done=layout.constrain(jnp.where(wishes.live, state.done, before.done), "everywhere"))
-
-
-def read_piece(
-    config: LlamaConfig,
-    params: Llama,
-    reading: Reading,
-    tokens: jax.Array,
-    places: Places,
-    adapter: jax.Array,
-    compute: Compute,
-    layout: Layout,
-) -> Reading:
-    """`read` a piece of a prompt by the model with an adapter, int32[1]."""
-    return read(config, choose_adapters(params, adapter), reading, tokens, places, compute, layout)
+def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: Batch, layout: Layout) -> Any:
+    """The draft model's pages after it has read the tokens of a batch."""
+    return read_by(config, params, pages, batch, Compute(), layout)[0]
 
 
 def score(
     config: LlamaConfig,
     params: Llama,
-    cache: KVCache,
-    hidden: jax.Array,
-    tokens: jax.Array,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
     targets: jax.Array,
-    places: Places,
-    adapter: jax.Array,
-    wanted: jax.Array,
     compute: Compute,
     layout: Layout,
-) -> tuple[Reading, jax.Array]:
-    """`read` a piece int32[1, C], and score the token after each of its tokens: C rows of packed `ChosenTokens`.
+) -> tuple[ServingState, jax.Array]:
+    """Read a piece of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
 
     Args:
-      targets: int32[C], the tokens that follow.
-      wanted: bool[], whether alternatives are wanted.
+      targets: int32[T], the tokens that follow.
     """
-    params = choose_adapters(params, adapter)
-    new, cache = forward(config, params, tokens, cache, places=places, compute=compute, layout=layout)
-    last = jnp.take_along_axis(new, (places.lengths - 1)[:, None, None], axis=1)[:, 0]
+    state, hidden = _read(config, params, state, batch, settings, compute, layout)
     with layout.context():
-        logits = unembed(config, params, new[0]).astype(jnp.float32)  # [C, V]
+        logits = unembed(config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
             logprob_of(logits, targets),
-            jnp.arange(len(targets)) < places.lengths[0],
-            *most_probable(logits, wanted),
+            jnp.arange(len(targets)) < batch.starts[1],
+            *most_probable(logits, settings.wishes.alternatives[0] > 0),
         )
-        packed = layout.constrain(pack(choice), "everywhere")
-    return Reading(lay_out(cache, layout), layout.constrain(last, "row")), packed
+        return state, layout.constrain(pack(choice), "everywhere")
 
 
-def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:
-    """A state with other rows and slots: row i is row order[i] of `state`, or empty where that is negative.
+def read_by(
+    config: LlamaConfig, params: Llama, pages: Any, batch: Batch, compute: Compute, layout: Layout, adapter: Any = None
+) -> tuple[Any, jax.Array]:
+    """The pages after the tokens of a batch, int32[T] of which none is negative, and their hidden states [T, D].
 
     Args:
-      order: int32[any].
-      capacity: slots of each row; slots that are cut off must not hold a token of a row that is kept.
+      adapter: int32[R], of each row.
     """
-    kept = order >= 0
-    rows = jnp.maximum(order, 0)
-    cache = _cache_of(state.cache, rows, capacity)
-    rest = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), state.replace(cache=None))
-    done = layout.constrain(rest.done | ~kept, "everywhere")
-    return rest.replace(cache=lay_out(cache, layout), seen=layout.constrain(rest.seen, "logits"), done=done)
+    cache = PagedCache(pages, batch.table, batch.lengths)
+    row, position = cache.view(batch.starts).tokens(len(batch.tokens))
+    if adapter is not None:
+        params = choose_adapters(params, adapter[row])
+    places = Places(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
+    hidden, cache = forward(config, params, batch.tokens[:, None], cache, places=places, compute=compute, layout=layout)
+    return _constrained(cache.pages, layout), hidden[:, 0]
 
 
-def arrange_cache(cache: KVCache, order: jax.Array, capacity: int, layout: Layout) -> KVCache:
-    """The same for a cache alone."""
-    return lay_out(_cache_of(cache, jnp.maximum(order, 0), capacity), layout)
+def _read(
+    config: LlamaConfig,
+    params: Llama,
+    state: ServingState,
+    batch: Batch,
+    settings: Settings,
+    compute: Compute,
+    layout: Layout,
+) -> tuple[ServingState, jax.Array]:
+    row, _ = PagedCache(state.pages, batch.table, batch.lengths).view(batch.starts).tokens(len(batch.tokens))
+    chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
+    batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
+    pages, hidden = read_by(config, params, state.pages, batch, compute, layout, settings.wishes.adapter)
+    return state.replace(pages=pages), hidden
 
 
-def _cache_of(cache: KVCache, rows: jax.Array, capacity: int) -> KVCache:
-    arranged = over_buffers(lambda buffer: _arranged(buffer, rows, capacity), cache)
-    return arranged.replace(length=jnp.take(cache.length, rows, axis=0, mode="clip"))
+def _rows_of(state: ServingState, batch: Batch, settings: Settings, layout: Layout) -> State:
+    """The rows of a batch as a generation's, of which those that are not live are done."""
+    seen = layout.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
+    token = jnp.zeros(len(batch.seats), jnp.int32)
+    return State(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
-def _arranged(buffer: jax.Array, rows: jax.Array, capacity: int) -> jax.Array:
-    """Some rows of a cache buffer, with this many slots each."""
-    buffer = jnp.take(buffer, rows, axis=1, mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
-    missing = capacity - buffer.shape[-2]
-    return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
+def _with_chosen(state: ServingState, batch: Batch, rows: State, layout: Layout) -> ServingState:
+    """The state after the last chosen token of each live row."""
+    seats = jnp.where(batch.live, batch.seats, len(state.token))
+    token = layout.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
+    seen = layout.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
+    return state.replace(token=token, seen=seen)
 
 
-def take_row(state: State, row: jax.Array, layout: Layout) -> State:
-    """The state of the single row `row`, int32[], which continues."""
-    return arrange(state, row[None], state.cache.capacity, layout).replace(done=jnp.zeros(1, bool))
+def _laid_out(state: ServingState, layout: Layout) -> ServingState:
+    return ServingState(
+        _constrained(state.pages, layout),
+        _constrained(state.draft_pages, layout),
+        layout.constrain(state.token, "everywhere"),
+        layout.constrain(state.seen, "logits"),
+    )
 
 
-def cut(cache: KVCache, start: jax.Array, size: int) -> tuple[Any, Any]:
-    """A copy of `size` slots of a cache of one row: keys and values [layers, K, size, ...]."""
-
-    def of(x: jax.Array) -> jax.Array:  # [L, 1, K, S, ...]
-        return jnp.squeeze(lax.dynamic_slice_in_dim(x, start, size, 3), 1)
-
-    k, v = jax.tree.map(of, (cache.k, cache.v))
-    return k, v
-
-
-def paste(cache: KVCache, piece: tuple[Any, Any], start: jax.Array) -> KVCache:
-    """The cache of one row with the result of `cut` in the slots from `start` on; its length is then their end."""
-
-    def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(x, jnp.expand_dims(new, 1), start, 3)
-
-    k, v = jax.tree.map(put, (cache.k, cache.v), piece)
-    size = jax.tree.leaves(piece)[0].shape[2]
-    return cache.replace(k=k, v=v, length=jnp.full_like(cache.length, start + size))
+def _constrained(pages: Any, layout: Layout) -> Any:
+    return jax.tree.map(lambda x: layout.constrain(x, "pages"), pages)
 
 
 class Programs(NamedTuple):
-    """The functions of this file, compiled when they are first called with new shapes; states and caches are donated."""
+    """The functions of this file, compiled when they are first called with new shapes; states are donated."""
 
-    take_turn: Callable[..., Any]
-    take_burst: Callable[..., Any]
-    take_drafts: Callable[..., Any]
-    take_own_drafts: Callable[..., Any]
-    catch_up: Callable[..., Any]
-    begin: Callable[..., Any]
-    read: Callable[..., Any]
+    empty: Callable[..., Any]
+    enter: Callable[..., Any]
+    step: Callable[..., Any]
+    burst: Callable[..., Any]
     score: Callable[..., Any]
-    empty_reading: Callable[..., Any]
-    empty_state: Callable[..., Any]
-    enlarge: Callable[..., Any]
-    arrange: Callable[..., Any]
-    arrange_cache: Callable[..., Any]
-    take_row: Callable[..., Any]
-    insert: Callable[..., Any]
-    insert_cache: Callable[..., Any]
-    cut: Callable[..., Any]
-    paste: Callable[..., Any]
+    verify_drafts: Callable[..., Any]
+    verify_own_drafts: Callable[..., Any]
+    read_draft: Callable[..., Any]
 
 
 @functools.cache
@@ -305,24 +331,14 @@ def programs_for(platform: str) -> Programs:
     """The programs for "cpu", "gpu" or "tpu"."""
     options = decoding_on_tpu() if platform == "tpu" else None
     return Programs(
-        take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
-        take_burst=jax.jit(take_burst, static_argnums=(0, 5, 6, 7), donate_argnums=2, compiler_options=options),
-        take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
-        take_own_drafts=jax.jit(
-            take_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=(4, 5), compiler_options=options
+        empty=jax.jit(empty, static_argnums=(0, 2, 3, 4, 5, 6)),
+        enter=jax.jit(enter, static_argnums=3, donate_argnums=0),
+        step=jax.jit(step, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
+        burst=jax.jit(burst, static_argnums=(0, 6, 7, 8), donate_argnums=2, compiler_options=options),
+        score=jax.jit(score, static_argnums=(0, 6, 7), donate_argnums=2),
+        verify_drafts=jax.jit(verify_drafts, static_argnums=(0, 6, 7), donate_argnums=2, compiler_options=options),
+        verify_own_drafts=jax.jit(
+            verify_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=4, compiler_options=options
         ),
-        catch_up=jax.jit(catch_up, static_argnums=(0, 6), donate_argnums=2),
-        begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
-        read=jax.jit(read_piece, static_argnums=(0, 6, 7), donate_argnums=2),
-        score=jax.jit(score, static_argnums=(0, 9, 10), donate_argnums=2),
-        empty_reading=jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
-        empty_state=jax.jit(empty_state, static_argnums=(0, 4)),
-        enlarge=jax.jit(enlarge, static_argnums=(1, 2)),
-        arrange=jax.jit(arrange, static_argnums=(2, 3)),
-        arrange_cache=jax.jit(arrange_cache, static_argnums=(2, 3)),
-        take_row=jax.jit(take_row, static_argnums=2),
-        insert=jax.jit(insert, donate_argnums=0),
-        insert_cache=jax.jit(insert_cache, donate_argnums=0),
-        cut=jax.jit(cut, static_argnums=2),
-        paste=jax.jit(paste, donate_argnums=0),
+        read_draft=jax.jit(read_draft, static_argnums=(0, 4), donate_argnums=2),
     )

@@ -117,8 +117,7 @@ class Ticket:
       arrays: the request of a state of one row.
       deliver: called on the engine's thread with what is new.
       arrived: by `time.monotonic`.
-      reading: how far its prompt has been read, while it is; the engine's own, as are the following.
-      row: while it is decoded.
+      row: while it is served; the engine's own, as is the following.
       ended: it has had its last update.
     """
 
@@ -127,7 +126,6 @@ class Ticket:
     deliver: Callable[[Update], None]
     _cancel: Callable[[Ticket], None]
     arrived: float = field(default_factory=time.monotonic)
-    reading: Any = None
     row: Any = None
     ended: bool = False
 
@@ -139,4 +137,4 @@ class Ticket:
     @property
     def left(self) -> int:
         """Tokens of the prompt left to read."""
-        return len(self.request.prompt) if self.reading is None else self.reading.left
+        return len(self.request.prompt) if self.row is None else self.row.unread

@@ -15,7 +15,7 @@ class EngineStats(NamedTuple):
       rows: requests that can be decoded at once.
       running, reading, waiting: requests that are decoded, whose prompts are being read, and that wait.
       waiting_tokens: of the prompts that wait.
-      cache_fill: share of all slots of all pools that hold a token, 0 to 1.
+      cache_fill: share of the cache's pages that requests use, 0 to 1.
       prompt_tokens: tokens of prompts that have been read, including those found in the prefix cache.
       generated_tokens: tokens that were delivered.
       cached_tokens: tokens of prompts found in the prefix cache.
@@ -28,6 +28,7 @@ class EngineStats(NamedTuple):
       last_turn: when the last one ended, by `time.monotonic`.
       busy: whether there is something to do.
       prefix_entries, prefix_bytes, evicted: of the prefix cache.
+      preempted: how often a request has given up its pages for an older one.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class EngineStats(NamedTuple):
     prefix_entries: int
     prefix_bytes: int
     evicted: int
+    preempted: int = 0
 
 
 class CompileCount:

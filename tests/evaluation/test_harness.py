@@ -22,7 +22,7 @@ from llama_jax.errors import GenerationError
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
-SMALL = EngineOptions(rows=4, long_rows=2, short=128, piece=16, smallest_capacity=32)
+SMALL = EngineOptions(rows=4, piece=16)
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

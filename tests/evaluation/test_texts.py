@@ -13,7 +13,7 @@ from llama_jax.evaluation.scoring import Continuation
 from llama_jax.evaluation.texts import TextModel, Wish, wish_of
 from llama_jax.tokenizers import load_tokenizer
 
-SMALL = EngineOptions(rows=2, long_rows=1, short=64, piece=16, smallest_capacity=32, prefix_bytes=0)
+SMALL = EngineOptions(rows=2, piece=16, prefix_bytes=0)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
     "{{ message['content'] }}<|eot_id|>{% endfor %}"

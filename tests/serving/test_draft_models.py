@@ -22,8 +22,8 @@ from llama_jax.serving.drafting import CATCHING_UP, ModelDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 
-TINY = EngineOptions(rows=1, long_rows=1, context=32, piece=16, smallest_capacity=32)
-TWO = EngineOptions(rows=2, long_rows=1, context=64, piece=16, smallest_capacity=64)
+TINY = EngineOptions(rows=1, context=32, piece=16)
+TWO = EngineOptions(rows=2, context=64, piece=16)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
 
-SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32, prefix_bytes=30_000)
+SMALL = EngineOptions(rows=4, context=128, piece=16, prefix_bytes=30_000)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ class First:
 def test_followers_make_the_same_calls_and_keep_no_more(model):
     first = First(model)
     answers = first.serve(0, 12)
-    assert first.engine.prefixes.evicted
+    assert first.engine.pages.evicted
     assert first.engine.stats().cached_tokens
     for request, updates, _ in answers:
         if updates[-1].finish == "length":
@@ -112,9 +112,8 @@ def test_followers_make_the_same_calls_and_keep_no_more(model):
         for told in first.told:
             follower.take(told)
         sizes.append(len(follower.arrays))
-    state = len(jax.tree.leaves([pool.state for pool in first.engine.pools]))
-    kept = 2 * len(first.engine.prefixes)
-    assert max(sizes) < 3 * state + kept + 20
+    settings = len(jax.tree.leaves(first.engine._settings[1]))
+    assert max(sizes) < len(jax.tree.leaves(first.engine.state)) + 2 * settings + 10
 
 
 @pytest.mark.slow
@@ -147,7 +146,7 @@ def group():
     """Two processes that serve together: both, and the address of the first."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    options = "--dtype float32 --mesh tensor=2 --port 0 --rows 2 --long-rows 1 --context 128 --processes 2"
+    options = "--dtype float32 --mesh tensor=2 --port 0 --rows 2 --context 128 --processes 2"
     command = [sys.executable, "-m", "llama_jax", "serve", *options.split(), "--coordinator", f"127.0.0.1:{port}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     running = [

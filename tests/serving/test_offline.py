@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.cli import batch
 from llama_jax.errors import GenerationError
 
-SMALL = llama_jax.EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32)
+SMALL = llama_jax.EngineOptions(rows=4, context=128, piece=16)
 
 
 @pytest.fixture(scope="module")

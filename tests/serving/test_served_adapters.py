@@ -25,14 +25,13 @@ from llama_jax.model.adapter_table import adapter_table, choose_adapters
 from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
-from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.metrics import PREFIX
 from llama_jax.serving.model import ServedModel
-from llama_jax.serving.programs import take_turn
+from llama_jax.serving.rows import batch_of, settings_of
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
-TINY = llama_jax.EngineOptions(rows=2, long_rows=1, short=32, context=32, piece=16, smallest_capacity=32)
+TINY = llama_jax.EngineOptions(rows=2, context=32, piece=16)
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +136,9 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
     config, params = tabled
     model = ServedModel.of(config, params, TINY.cache, TINY.compute)
-    state, wishes = model.empty_state(rows, 32), Wishes.none(rows, config.vocab_size)
-    turn = jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2)
-    text = turn.lower(config, params, state, wishes, model.compute, model.layout).compile().as_text()
+    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of([], rows, config.vocab_size)
+    args = model.empty(rows, 2 * rows), batch, settings, model.compute, model.layout
+    text = model.programs.step.lower(config, model.params, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
     assert not held & {copy.bytes for copy in find_copies(ProgramText(text), 1024)}
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 from conftest import jit_init
 
@@ -14,12 +13,12 @@ from llama_jax.model.window import CacheOptions
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
 from llama_jax.serving import warming
-from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.options import EngineOptions, PoolOptions
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.stats import CompileCount
 
-SMALL = EngineOptions(rows=1, context=16, piece=16, smallest_capacity=16)
+SMALL = EngineOptions(rows=1, context=16, piece=16)
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +46,52 @@ def test_what_is_compiled_ahead_is_what_is_run(model, monkeypatch):
     engine.close()
     assert running.count == 0
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
-    assert 0 < ahead.count <= len(told)  # the two that make the first state were compiled when the engine was made
-    assert not any(row for pool in engine.pools for row in pool.rows)
-    assert [pool.shape for pool in engine.pools] == [(1, 16)]
+    assert ahead.count == len(told) == 4  # one token or several, a piece, a piece that is scored, tokens that are seen
+    assert not engine.rows
 
 
-def test_rows_whose_empty_slots_cost_nothing_have_one_size(model, monkeypatch):
-    config, _ = model
-    plain = EngineOptions(rows=4)
-    assert plain.capacities(config) == (128, 256, 512)
-    assert plain.pools(config) == (PoolOptions(rows=(1, 2, 4), capacities=(128, 256, 512)),)
-    assert plain.pools(config, reads_filled_slots=True) == (PoolOptions(rows=(1, 2, 4), capacities=(512,)),)
-    assert replace(plain, context=200).pools(config, True) == (PoolOptions(rows=(1, 2, 4), capacities=(256,)),)
-    long = replace(plain, short=128).pools(config, True)
-    assert [pool.capacities for pool in long] == [(128,), (256, 512)]  # of long ones empty slots would be much memory
-    assert replace(plain, smallest_capacity=128).pools(config, True) == plain.pools(config)
-    monkeypatch.setattr(native, "usable", lambda library: False)
-    assert Engine(*model, plain).pools[0].options.capacities == (128, 256, 512)
+def test_a_server_has_eight_programs_at_most(model):
+    for rows in (1, 4, 16, 64):
+        steps = EngineOptions(rows=rows).steps
+        assert len(steps) + 2 <= 8  # scores and seen tokens
+        assert steps[-1] == (rows, rows + 64)
+        assert list(steps) == sorted(set(steps))
 
 
 @pytest.mark.skipif(not native.usable("floats"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("change", "cache", "compute"),
+    ("change", "cache", "compute", "by_kernel"),
     [
-        ({}, None, {}),
-        ({}, None, {"attention": "reference"}),
-        ({}, "int8", {}),
-        ({}, None, {"dtype": "bfloat16"}),
-        ({"window": 8}, None, {}),
+        ({}, None, {}, True),
+        ({}, "int8", {}, True),
+        ({"window": 8}, None, {}, True),
+        ({}, None, {"attention": "reference"}, False),
     ],
 )
-def test_a_turn_that_reads_filled_slots_alone_is_one_with_the_kernel(model, change, cache, compute):
+def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_kernel):
     config, params = replace(model[0], **change), model[1]
-    engine = Engine(config, params, EngineOptions(rows=1, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
+    engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
     model = engine.model
-    args = engine.pools[0].state, Wishes.none(1, config.vocab_size), model.compute, model.layout
+    batch, settings = batch_of([], (1, 1), 1, 1), settings_of([], 1, config.vocab_size)
     with ops.native_anyway(model.native):
         assert native_code.value
-        text = model.programs.take_turn.lower(model.config, model.params, *args).as_text()
-    assert (native.ATTENTION in text) == model.reads_filled_slots == (not change and not cache and not compute)
-    assert np.all(engine.pools[0].state.done)
+        text = model.programs.step.lower(
+            model.config, model.params, engine.state, batch, settings, model.compute, model.layout
+        ).as_text()
+    assert (native.PAGED_ATTENTION in text) == by_kernel
+
+
+@pytest.mark.skipif(not native.usable("floats"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_copies_no_pages(model, dtype):
+    """Whatever the size of the cache is."""
+    config, params = model[0], jax.tree.map(lambda x: x.astype(dtype), model[1])
+    options = replace(SMALL, cache_tokens=2**16)
+    engine = Engine(config, params, options)
+    model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
+    with ops.native_anyway(model.native):
+        program = model.programs.step.lower(
+            model.config, model.params, engine.state, batch, settings, model.compute, model.layout
+        ).compile()
+    found = program.memory_analysis()
+    assert found.alias_size_in_bytes >= engine.state.pages.nbytes > 4 * found.temp_size_in_bytes

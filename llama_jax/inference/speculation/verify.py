@@ -74,12 +74,12 @@ def verify(model: Model, state: State, drafts: jax.Array, choose: Any = choose) 
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
     with layout.context():
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
-        state, piece = _choose_each(state.replace(cache=None), logits, drafts, layout, choose)
+        state, piece = choose_each(state.replace(cache=None), logits, drafts, layout, choose)
     length = before + jnp.sum(piece.valid, axis=1, dtype=jnp.int32)
     return state.replace(cache=lay_out(cache.replace(length=length), layout)), piece
 
 
-def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout, choose: Any) -> tuple[State, Piece]:
+def choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout, choose: Any) -> tuple[State, Piece]:
     """Sample position by position until no row has a correct draft; the rest is not sampled."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)

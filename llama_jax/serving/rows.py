@@ -1,0 +1,156 @@
+"""Requests that are being served, and the arrays of a step of some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Request
+from llama_jax.model.pages import PAGE
+from llama_jax.serving.choosing import Wishes
+from llama_jax.serving.drafting import Kind, KnownRow
+from llama_jax.serving.model import STOPS
+from llama_jax.serving.programs import Batch, Settings
+from llama_jax.serving.requests import GenerationRequest, Ticket
+
+
+@dataclass(eq=False)
+class Row:
+    """A request with a seat in the device's state. It reads what it lacks of its tokens, and gets one when it has read all.
+
+    Attributes:
+      seat: its number.
+      tokens: of prompt and continuation, as far as the host knows them.
+      digests: of its prompt's pieces, see `pages.digests_of`.
+      allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
+      followed: its tokens as those see it that draft; None where nothing is drafted.
+      pages: of its tokens in order, and of some more.
+      read: tokens in these pages once all steps so far have run.
+      read_by_draft: the same of the draft model.
+      chosen: tokens that it has got after those steps.
+      cached: tokens of the prompt that were found in kept prefixes.
+      scoring: its prompt is to be scored, and is not yet.
+      scores: packed `ChosenTokens` of the pieces of a prompt that is scored.
+      accepting: while its constraint takes in the last token, during which it gets no other; None otherwise.
+      ended: nobody wants its tokens any more.
+    """
+
+    ticket: Ticket
+    seat: int
+    tokens: list[int]
+    digests: list[bytes]
+    allowed: np.ndarray | None
+    followed: KnownRow | None
+    pages: list[int] = field(default_factory=list)
+    read: int = 0
+    read_by_draft: int = 0
+    chosen: int = 0
+    cached: int = 0
+    scoring: bool = False
+    scores: list[jax.Array] = field(default_factory=list)
+    accepting: Future[None] | None = None
+    ended: bool = False
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.ticket.request
+
+    @property
+    def count(self) -> int:
+        """Generated tokens that the host knows."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def unread(self) -> int:
+        """Tokens that it must read before it gets the next: one while it is decoded."""
+        return len(self.request.prompt) + self.chosen - self.read
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has more than one token to read, or a prompt to score."""
+        return self.unread > 1 or self.scoring
+
+    @property
+    def left(self) -> int:
+        """Most tokens that it can still get."""
+        return max(self.request.max_new_tokens, 1) - self.chosen
+
+    def lacks(self, count: int) -> int:
+        """Pages that it needs in addition for `count` more tokens."""
+        return max(pages_of(self.read + count) - len(self.pages), 0)
+
+
+def pages_of(tokens: int) -> int:
+    """The number of pages that so many tokens take."""
+    return -(-tokens // PAGE)
+
+
+class Pending(NamedTuple):
+    """Tokens that the device is computing, and their rows.
+
+    Attributes:
+      packed: `ChosenTokens` [R, any, any], packed; those after the end of a row or after a wrong draft are not valid.
+      kind: of the step.
+      steps: passes of the model.
+      settle: called with how many tokens each row has got, after a step with drafts.
+    """
+
+    packed: jax.Array
+    rows: Sequence[Row]
+    kind: Kind
+    steps: int = 1
+    settle: Callable[[list[int]], None] | None = None
+
+
+class Part(NamedTuple):
+    """Tokens that a row reads in a step: `count` from position `begin` on."""
+
+    row: Row
+    begin: int
+    count: int
+
+
+def batch_of(parts: Sequence[Part], shape: tuple[int, int], width: int, seats: int) -> Batch:
+    """The arrays of a step.
+
+    Args:
+      shape: rows and tokens of the step.
+      width: pages that a row can have.
+      seats: of the state.
+    """
+    rows, most = shape
+    tokens, starts = np.zeros(most, np.int32), np.zeros(rows + 1, np.int32)
+    table, at = np.zeros((rows, width), np.int32), 0
+    of_row, live = np.zeros((4, rows), np.int32), np.zeros(rows, bool)
+    of_row[0] = seats
+    for r, (row, begin, count) in enumerate(parts):
+        known = row.tokens[begin : begin + count]
+        tokens[at : at + count] = known or -1
+        at += count
+        starts[r + 1 :] = at
+        table[r, : len(row.pages)] = row.pages
+        of_row[:, r] = row.seat, begin, len(row.request.prompt), row.chosen
+        live[r] = count == row.unread
+    return Batch(tokens, starts, of_row[0], table, *of_row[1:], live)
+
+
+def settings_of(rows: Sequence[Row], count: int, vocab: int) -> Settings:
+    """What `count` rows are asked for, of which these are the first."""
+    wishes = Wishes.none(count, vocab)
+    stop = np.full((count, STOPS), -1, np.int32)
+    request = Request(Sampling().per_row(count), np.ones(count, np.int32), stop)
+    for r, row in enumerate(rows):
+        jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
+        wishes.least[r] = row.request.min_new_tokens
+        wishes.alternatives[r] = row.request.alternatives
+        wishes.adapter[r] = row.request.adapter
+        if row.allowed is not None:
+            wishes.constrained[r] = True
+            wishes.allowed[r] = row.allowed
+    return Settings(request, wishes)

@@ -1,0 +1,128 @@
+"""The paged cache: rows read in ragged passes have the hidden states that each has alone."""
+
+import random
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit_init
+
+from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
+from llama_jax.errors import GenerationError
+from llama_jax.model.cache import init_cache
+from llama_jax.model.forward import forward
+from llama_jax.model.options import Compute, Places
+from llama_jax.model.pages import PagedCache, gathered, init_pages, page_bytes
+from llama_jax.ops.attention import attend
+
+PLAIN = LlamaConfig(
+    vocab_size=64, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=64, norm_eps=1e-5,
+    rope_theta=1e4, tie_embeddings=True,
+)  # fmt: skip
+DYNAMIC = RopeScaling("dynamic", 2.0, original_max_seq_len=16)
+KINDS = {
+    "plain": PLAIN,
+    "windows and chunks": replace(PLAIN, layers=(LayerConfig(window=5), LayerConfig(chunk=7, rope="none"), LayerConfig())),
+    "scaled": replace(PLAIN, rope_scaling=DYNAMIC, query_scaling=QueryScaling(0.1, 8)),
+    "experts": replace(PLAIN, experts=4, experts_per_token=2),
+}
+PAGE, COUNT, WIDTH, TOKENS = 4, 40, 8, 12
+read = jax.jit(forward, static_argnums=0, static_argnames="compute")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    config = KINDS[request.param]
+    return config, jit_init(config, jax.random.key(0))
+
+
+def own_attention(queries, view, seen, **options):
+    return attend(queries, view, seen, **options)
+
+
+def in_passes(config, params, texts, dtype=jnp.float32, compute=Compute(), seed=0):
+    """The hidden states of rows of these tokens, of which each pass reads some more of some rows, and some padding."""
+    rng, rows = random.Random(seed), len(texts)
+    free = rng.sample(range(COUNT), COUNT)
+    table, done, found = np.zeros((rows, WIDTH), np.int32), [0] * rows, [[] for _ in texts]
+    pages = init_pages(config, COUNT, dtype, PAGE)
+    while any(at < len(text) for at, text in zip(done, texts, strict=True)):
+        room, new = TOKENS - 1, []
+        for r, text in enumerate(texts):
+            new.append(min(rng.choice([0, 1, 1, 5, 9]), len(text) - done[r], room))
+            room -= new[-1]
+            for at in range(-(-done[r] // PAGE), -(-(done[r] + new[-1]) // PAGE)):
+                table[r, at] = free.pop()
+        starts = np.cumsum([0, *new]).astype(np.int32)
+        tokens, whole = np.zeros((TOKENS, 1), np.int32), np.ones((TOKENS, 1), np.int32)
+        for r, text in enumerate(texts):
+            part = slice(starts[r], starts[r + 1])
+            tokens[part, 0], whole[part] = text[done[r] : done[r] + new[r]], len(text)
+        cache = PagedCache(pages, table, np.asarray(done, np.int32))
+        places = Places(starts=starts, rope_lengths=whole)
+        hidden, after = read(config, params, tokens, cache, places=places, compute=compute)
+        pages = after.pages
+        done = [at + n for at, n in zip(done, new, strict=True)]
+        assert after.length.tolist() == done
+        for r in range(rows):
+            found[r].extend(hidden[starts[r] : starts[r + 1], 0])
+    return [np.array(row) for row in found]
+
+
+def some_texts(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, PLAIN.vocab_size, n) for n in (1, 13, 22, 4, 30)]
+
+
+@pytest.mark.parametrize("compute", [Compute(), Compute(attend=own_attention)], ids=["pages", "own attention"])
+def test_rows_of_ragged_passes_are_what_each_is_alone(model, compute):
+    config, params = model
+    for text, hidden in zip(some_texts(), in_passes(config, params, some_texts(), compute=compute), strict=True):
+        alone, _ = read(config, params, text[None], places=Places(rope_lengths=np.array([len(text)], np.int32)))
+        np.testing.assert_allclose(hidden, alone[0], atol=2e-5)
+
+
+def test_in_int8_they_are_as_near_as_without_pages():
+    params = jit_init(PLAIN, jax.random.key(0))
+    for text, hidden in zip(some_texts(), in_passes(PLAIN, params, some_texts(), jnp.int8), strict=True):
+        cache, alone = init_cache(PLAIN, 1, 32, jnp.int8), []
+        for token in text:  # one by one: what is read at once sees its own keys as they are
+            one, cache = read(PLAIN, params, token[None, None], cache)
+            alone.append(one[0, 0])
+        np.testing.assert_allclose(hidden, alone, atol=1e-3)
+
+
+def test_rows_share_pages_of_what_they_begin_with():
+    params = jit_init(PLAIN, jax.random.key(0))
+    texts = [[*range(8), 9, 9, 9], [*range(8), 5, 3]]
+    pages = init_pages(PLAIN, COUNT, page=PAGE)
+    cache = PagedCache(pages, np.array([[3, 1, 0]], np.int32), np.zeros(1, np.int32))
+    _, cache = read(PLAIN, params, np.array([texts[0]], np.int32).T, cache, places=Places(starts=np.array([0, 11])))
+    shared = PagedCache(cache.pages, np.array([[3, 1, 7]], np.int32), np.array([8], np.int32))
+    hidden, _ = read(PLAIN, params, np.array([[5], [3]], np.int32), shared, places=Places(starts=np.array([0, 2])))
+    alone, _ = read(PLAIN, params, np.array([texts[1]], np.int32))
+    np.testing.assert_allclose(hidden[:, 0], alone[0, -2:], atol=2e-5)
+
+
+def test_bytes_of_a_page():
+    for dtype in (jnp.float32, jnp.int8):
+        pages = jax.eval_shape(lambda dtype=dtype: init_pages(PLAIN, 3, dtype))
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages)) == 3 * page_bytes(PLAIN, dtype)
+
+
+def test_what_cannot_be():
+    params = jit_init(PLAIN, jax.random.key(0))
+    cache = PagedCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
+    tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2])
+    for said, tokens_, cache_, params_, places in (
+        ("starts None for 2 rows of pages", tokens, cache, params, Places()),
+        (r"starts \[2\] for 2 rows", tokens, cache, params, Places(starts=starts[:2])),
+        (r"tokens \[1, 2\]", tokens.T, cache, params, Places(starts=starts)),
+        ("not of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Places(starts=starts)),
+        ("starts are for a cache of pages", tokens, None, params, Places(starts=starts)),
+    ):
+        with pytest.raises(GenerationError, match=said):
+            forward(PLAIN, params_, tokens_, cache_, places=places)
+    assert gathered(cache.view(starts).replace(pages=cache.pages, layer=0), 2).keys.shape == (2, 2, 16, 8)
