@@ -303,7 +303,7 @@ def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
     config, params, _ = llama_jax.load(path)
     if config.max_seq_len <= 512:
         return {}
-    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, long_rows=1, context=640))
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=640))
     engine.warm()
     chosen = random.Random(0)
     tokens = lambda count: [chosen.randrange(3, config.vocab_size) for _ in range(count)]
@@ -333,7 +333,7 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
     config, params, _ = llama_jax.load(path)
     if config.max_seq_len <= 512:
         return {}
-    engine = Engine(config, params, llama_jax.EngineOptions(rows=16, long_rows=16, context=640, prefix_bytes=0))
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=16, cache_tokens=16 * 640, context=640, prefix_bytes=0))
     engine.warm()
     chosen = random.Random(0)
     tokens = lambda count: [chosen.randrange(3, config.vocab_size) for _ in range(count)]

@@ -78,7 +78,7 @@ class ServerMetrics(Collector):
                 "Requests in the queue, or waiting for grammars.",
             ),
             "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
-            "kv_cache_usage_perc": (now.cache_fill, "Share of the slots for keys and values in use, 0 to 1."),
+            "kv_cache_usage_perc": (now.cache_fill, "Share of the pages for keys and values in use, 0 to 1."),
             "max_num_seqs": (now.rows, "Requests that can be decoded at once."),
             "prefix_cache_entries": (now.prefix_entries, "Pieces of prompts in the prefix cache."),
             "prefix_cache_bytes": (now.prefix_bytes, "Bytes that they take."),
