@@ -279,13 +279,27 @@ def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax
 
 
 def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
-    """`model.cache`'s write of new tokens.
+    """`model.cache`'s write of new tokens: a slice of each row after the other, or of each token where slots are a ring.
 
-    Several rows are a scatter, which XLA does on 16-bit floats by way of float32, the whole buffer there and back; on
-    integers of the same bits it does not.
+    XLA copies the whole buffer for a scatter into it, and does one on 16-bit floats by way of float32; so the bits are
+    written as integers.
     """
-    put_bits = jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new))
-    return restore(put_bits)
+    rows, tokens = new.shape[0], new.shape[2]
+    each, zero = slots.reshape(rows, -1), jnp.zeros((), slots.dtype)
+    count, layer, rest = each.shape[1], layer.astype(slots.dtype), (zero,) * (new.ndim - 3)
+
+    def put_one(i: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
+        row, token = i // count, i % count
+        size = (1, new.shape[1], tokens // count, *new.shape[3:])
+        some = lax.dynamic_slice(new, (row, zero, token, *rest), size)
+        return lax.dynamic_update_slice(buffer, some[None], (layer, row, zero, each[row, token], *rest))
+
+    def put_all(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        if rows * count == 1:
+            return put_one(zero, buffer, new)
+        return lax.fori_loop(zero, zero + rows * count, lambda i, buffer: put_one(i, buffer, new), buffer)
+
+    return restore(jax.tree.map(put_all, keep(buffer), keep(new)))
 
 
 # --- several processes ---------------------------------------------------------------------------------------------------
