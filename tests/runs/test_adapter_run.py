@@ -291,7 +291,7 @@ def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_pat
     assert adapter.lora == dora.lora
     same(adapter.params, whole.state.params)
     one = llama_jax.load(base, adapter=tmp_path / "whole").params
-    assert llama_jax.layers_of(one)[0].attention.out.low_rank.magnitude is None  # settled for inference
+    assert one.blocks.attention.out.low_rank.magnitude is None  # settled for inference
     merged = merge(params, adapter.params, adapter.lora)
     tokens = np.arange(1, 9)[None]
     np.testing.assert_allclose(jit_logits(config, one, tokens), jit_logits(config, merged, tokens), atol=1e-4)
