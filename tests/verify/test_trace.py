@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_logits
+from conftest import first_layers, jit_logits
 
 import llama_jax
 from llama_jax import ops
