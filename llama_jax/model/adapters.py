@@ -255,7 +255,9 @@ def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, Low
             )
         return joined(leaf, pair)
 
-    found = jax.tree_util.tree_map_with_path(join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight))
+    found = jax.tree_util.tree_map_with_path(
+        join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight)
+    )
     if pairs:
         raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
     return found

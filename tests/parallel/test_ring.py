@@ -279,5 +279,3 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     started = started.replace(cache=llama_jax.grow(started.cache, 128))
     _, _, found = jax.jit(partial(state.decode, config, most=1))(spread, started, 1)
     assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens
-
-
