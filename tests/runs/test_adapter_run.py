@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_dequantize, jit_init, jit_logits
+from conftest import jit_init, jit_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from mortal_run import recipe, write_words

@@ -13,7 +13,6 @@ from conftest import as_float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llama_jax
 from llama_jax.config import RopeScaling
 from llama_jax.data import Corpus, DataError
 from llama_jax.model.whole import logits

@@ -1,6 +1,5 @@
 """What quantising did to each matrix, beside the two matrices themselves."""
 
-import jax
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
