@@ -32,7 +32,7 @@ def assemble(
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Llama:
-    """Parameters with stacked layers. All names and shapes are checked before the first tensor is read.
+    """The parameters. All names and shapes are checked before the first tensor is read.
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.

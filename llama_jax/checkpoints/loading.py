@@ -105,13 +105,12 @@ def load(
       mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
         for orbax alone the padding and copying is done on the devices, one array at a time.
-      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block`
-        for all layers. Without mesh and shardings everything is put on the default device.
-      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
-        layers of a training run into the host's memory first).
+      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
+        everything is put on the default device.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
-      The configuration, the parameters with one block per layer, and the tokenizer, read when it is asked for.
+      The configuration, the parameters, and the tokenizer, read when it is asked for.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.

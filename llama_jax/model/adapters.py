@@ -91,13 +91,13 @@ def init_adapters(
     dtype: jax.typing.DTypeLike = jnp.float32,
     base: Llama | None = None,
 ) -> Llama:
-    """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
+    """Adapters that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
 
     If only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a nonzero
     gradient, and both stay zero. Their magnitudes stay constant likewise.
 
     Args:
-      base: with stacked blocks, for DoRA: the base model, the norms of whose rows are the initial magnitudes.
+      base: for DoRA: the base model, the norms of whose rows are the initial magnitudes.
 
     Raises:
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
