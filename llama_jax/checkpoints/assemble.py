@@ -55,6 +55,8 @@ def assemble(
         return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
     wanted = quantize if quantize in (None, "keep") else kinds
+    parameters: list[Any]
+    structure: Any
     parameters, structure = jax.tree.flatten(made_of)
     places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
     fillings = [filling_of(parts, target, wanted, place, memory) for parts, place in zip(parameters, places, strict=True)]
