@@ -33,7 +33,7 @@ def assemble(
     layers_apart: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
-    """Parameters with stacked layers. All names and shapes are checked before the first tensor is read.
+    """The parameters. All names and shapes are checked before the first tensor is read.
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
@@ -57,6 +57,8 @@ def assemble(
         return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
     wanted = quantize if quantize in (None, "keep") else kinds
+    parameters: list[Any]
+    structure: Any
     parameters, structure = jax.tree.flatten(made_of)
     places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
     fillings = [

@@ -108,8 +108,7 @@ def load(
         for orbax alone the padding and copying is done on the devices, one array at a time.
       shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
         everything is put on the default device.
-      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
-        layers of a training run into the host's memory first).
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
       The configuration, the parameters, and the tokenizer, read when it is asked for. On a GPU each layer's matrices are

@@ -1,7 +1,7 @@
 """The orbax format: the parameters as they are in memory; nothing is renamed or reordered.
 
-There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``, its blocks one by one; and a step of
-a training run (`steps`), from which the moving average is read if the run keeps one.
+There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``; and a step of a training
+run (`steps`), from which the moving average is read if the run keeps one.
 """
 
 from __future__ import annotations

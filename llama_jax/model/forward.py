@@ -384,7 +384,7 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 
 
 def _view_of(
-    cache: KVCache | None, buffers: tuple[Any, Any] | None, heads: _Heads, step: _Step, layer: jax.Array | None
+    cache: KVCache | None, buffers: tuple[Any, Any] | None, heads: _Heads, step: _Step, layer: jax.Array
 ) -> tuple[tuple[Any, Any] | None, View]:
     """The buffers of a layer with the new tokens, and what its queries may read."""
     fresh = View.of(heads.keys, heads.values)

@@ -39,7 +39,7 @@ from llama_jax.ops.weights.weight import columns_on_each
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """Random parameters with stacked blocks, as modern Llamas start training.
+    """Random parameters, as modern Llamas start training.
 
     Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
     1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).

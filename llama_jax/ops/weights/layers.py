@@ -105,13 +105,26 @@ class LayerWeight(struct.PyTreeNode):
         found = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
         return checkpoint_name(found.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
 
-    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
+    def decoded(self) -> jax.Array:
+        """The matrix itself; of a magnitude's rows, never for a matmul."""
 
+        def of_kind(stack: Any, at: jax.Array) -> jax.Array:
+            weight = expert_of(stack, at)
+            weight = weight if self.number is None else expert_of(weight, self.number)
+            return weight.decoded() if hasattr(weight, "decoded") else weight
+
+        return self._by_kind(of_kind) if isinstance(self.stack, MixedStack) else of_kind(self.stack, self.layer)
+
+    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         def of_kind(stack: Any, at: jax.Array) -> jax.Array:
             weight = matrix_of(stack, at)
             return project(x, weight if self.number is None else expert_of(weight, self.number), out_dtype=out_dtype)
 
+        return self._by_kind(of_kind)
+
+    def _by_kind(self, of_kind: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """What a function gives for the stack that has the layer, and its place there."""
+        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
         return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
 
 
