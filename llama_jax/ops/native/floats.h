@@ -59,11 +59,101 @@ static void multiply_floats_from(const Product<T>& job, int64_t t, int64_t n) {
 }
 
 template <typename T>
-static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
+static void multiply_few_floats(ffi::ThreadPool& threads, const Product<T>& job) {
   const int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / (job.columns * std::max<int64_t>(job.tokens, 1)));
   const int64_t at_once = std::max<int64_t>(TOGETHER, fitting / TOGETHER * TOGETHER);
   share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
     const int64_t end = std::min(job.rows, (part + 1) * at_once);
     for (int64_t n = part * at_once; n < end; n += TOGETHER) multiply_floats_from<TOKENS_TOGETHER>(job, 0, n);
+  });
+}
+
+// --- many tokens -----------------------------------------------------------------------------------------------------------
+//
+// LANES of them are a panel: a vector for each number of theirs, or for two of bfloat16 where there is an instruction for it.
+
+#ifndef FEWT
+#define FEWT 6
+#endif
+constexpr int FEW_TOKENS = FEWT;
+constexpr int TILE_ROWS = VNNI ? 12 : 6, TILE_PANELS = 2;
+
+template <typename T>
+constexpr int NUMBERS = PAIRS && std::is_same_v<T, brain> ? 2 : 1;  // of a token in a lane
+
+template <bool whole>
+static inline floats plus_product(floats total, const float* w, floats x) {
+  return total + *w * x;
+}
+
+template <typename T>
+static void put_panel(const Product<T>& job, int64_t first, floats* panel) {
+  constexpr int each = NUMBERS<T>;
+  for (int64_t i = 0; i < job.columns; i += each * LANES) {
+    floats* to = panel + i / each;
+    for (int t = 0; t < LANES; ++t) {
+      const float* from = job.x + std::min(first + t, job.tokens - 1) * job.columns + i;
+      to[t] = some<false>(from, job.columns - i);
+      if constexpr (each == 2) {
+        const int64_t more = job.columns - i - LANES;
+        to[t] = as_brains(to[t], more > 0 ? some<false>(from + LANES, more) : floats{});
+      }
+    }
+    transpose(to);
+  }
+}
+
+// R rows of a weight from `w` on by C panels.
+template <int R, int C, typename T>
+static inline void multiply_tile(const T* w, const floats* x, int64_t length, int64_t columns, floats (*total)[LANES]) {
+  constexpr int each = NUMBERS<T>;
+  floats sums[C][R] = {};
+  const T* next = w + R * columns;
+  const auto add = [&](auto whole, int64_t i) {
+    __builtin_prefetch(next + i * R * each);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sums[c][r] = plus_product<whole()>(sums[c][r], w + r * columns + i * each, x[c * length + i]);
+    }
+  };
+  int64_t i = 0;
+  for (; (i + 1) * each <= columns; ++i) add(std::true_type{}, i);
+  if (i * each < columns) add(std::false_type{}, i);
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < R; ++r) total[c][r] = sums[c][r];
+}
+
+template <typename T>
+static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
+  constexpr int R = TILE_ROWS, C = TILE_PANELS;
+  if (job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
+  const int64_t columns = job.columns, length = (columns + NUMBERS<T> * LANES - 1) / (NUMBERS<T> * LANES) * LANES;
+  const int64_t count = (job.tokens + LANES - 1) / LANES, tiles = (job.rows + R - 1) / R;
+  const std::unique_ptr<floats[]> panels(new floats[count * length]);
+  share(threads, count, [&](int64_t p) { put_panel(job, p * LANES, &panels[p * length]); });
+  // The rows of a part stay in the L2 cache of a core while panels pass by.
+  const int64_t fitting = std::min<int64_t>((1 << 19) / (R * columns * sizeof(T)), tiles / (4 * threads.num_threads()));
+  const int64_t at_once = std::max<int64_t>(1, fitting);
+  share(threads, (tiles + at_once - 1) / at_once, [&](int64_t part) {
+    const int64_t begin = part * at_once * R, end = std::min(job.rows, begin + at_once * R);
+    for (int64_t p = 0; p < count; p += C)
+      for (int64_t n = begin; n < end; n += R) {
+        const int64_t from = std::min(n, job.rows - R), known = n - from;  // the last rows once more
+        floats total[C][LANES];
+        const auto multiply = [&](auto c) {
+          multiply_tile<R, c()>(job.weight + from * columns, &panels[p * length], length, columns, total);
+        };
+        p + C <= count ? multiply(std::integral_constant<int, C>{}) : multiply(std::integral_constant<int, 1>{});
+        for (int c = 0; c < C && p + c < count; ++c) {
+          transpose(total[c]);
+          const int64_t t = (p + c) * LANES;
+          float* to = job.out + t * job.rows + n;
+          for (int64_t i = 0; i < std::min<int64_t>(LANES, job.tokens - t); ++i, to += job.rows) {
+            const float* found = reinterpret_cast<const float*>(&total[c][i]);
+            known ? std::memcpy(to, found + known, 4 * (R - known)) : std::memcpy(to, found, 4 * R);
+          }
+        }
+      }
   });
 }

@@ -20,6 +20,11 @@ constexpr int W = 64;  // bytes of a vector
 constexpr int W = 32;
 #endif
 constexpr int LANES = W / 4;
+#if VNNI && defined(__AVX512BF16__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
 
 typedef uint8_t u8s __attribute__((vector_size(W)));
 typedef int8_t i8s __attribute__((vector_size(W)));
@@ -90,6 +95,40 @@ static inline void sums_of_four(const floats* v, float* to) {
   const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 }
+
+// LANES vectors, of each of which the i-th lane becomes the i-th vector.
+static inline void transpose(floats* v) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 4
+  for (int h = LANES / 2; h > 0; h /= 2) {
+    const __m512i side = _mm512_set1_epi32(h), other = _mm512_set1_epi32(LANES - h);
+    const __mmask16 upper = _mm512_test_epi32_mask(lanes, side);
+    const __m512i low = _mm512_mask_add_epi32(lanes, upper, lanes, other);
+    const __m512i high = _mm512_add_epi32(_mm512_mask_add_epi32(lanes, upper, lanes, other), side);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) {
+      if (i & h) continue;
+      const __m512 a = (__m512)v[i], b = (__m512)v[i + h];
+      v[i] = (floats)_mm512_permutex2var_ps(a, low, b);
+      v[i + h] = (floats)_mm512_permutex2var_ps(a, high, b);
+    }
+  }
+}
+
+#if PAIRS
+// Two vectors of floats as one of bfloat16.
+static inline floats as_brains(floats first, floats second) {
+  return (floats)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+// Adds to each lane the product of two numbers of bfloat16 with those in it, or with the first.
+template <bool whole>
+static inline floats plus_product(floats total, const brain* w, floats x) {
+  uint32_t two = 0;
+  std::memcpy(&two, w, whole ? 4 : 2);
+  return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)(words{} + two), (__m512bh)x);
+}
+#endif
 
 // Adds to each lane the sum of four neighbouring products.
 static inline ints dot(ints total, u8s w, i8s x) {
