@@ -68,24 +68,44 @@ static void multiply_few_floats(ffi::ThreadPool& threads, const Product<T>& job)
   });
 }
 
-// --- many tokens -----------------------------------------------------------------------------------------------------------
-//
-// LANES of them are a panel: a vector for each number of theirs, or for two of bfloat16 where there is an instruction for it.
+// --- many tokens: a vector has a number of each of LANES of them, a panel, or two of bfloat16 where PAIRS are multiplied ------
 
 #ifndef FEWT
-#define FEWT 6
+#define FEWT TOKENS_TOGETHER
+#endif
+#ifndef FIT
+#define FIT 19
+#endif
+#ifndef TR
+#define TR 12
+#endif
+#ifndef TC
+#define TC 2
 #endif
 constexpr int FEW_TOKENS = FEWT;
-constexpr int TILE_ROWS = VNNI ? 12 : 6, TILE_PANELS = 2;
+constexpr int TILE_ROWS = VNNI ? TR : 6, TILE_PANELS = TC;  // sums stay in registers
 
 template <typename T>
-constexpr int NUMBERS = PAIRS && std::is_same_v<T, brain> ? 2 : 1;  // of a token in a lane
+constexpr int NUMBERS = PAIRS && std::is_same_v<T, brain> ? 2 : 1;  // of each token in a vector
 
 template <bool whole>
 static inline floats plus_product(floats total, const float* w, floats x) {
   return total + *w * x;
 }
 
+// Numbers of a weight as they are multiplied.
+static const float* as_multiplied(const float* from, int64_t, std::vector<float>*) { return from; }
+#if PAIRS
+static const brain* as_multiplied(const brain* from, int64_t, std::vector<float>*) { return from; }
+#else
+static const float* as_multiplied(const brain* from, int64_t count, std::vector<float>* room) {
+  room->resize(count + LANES);
+  for (int64_t i = 0; i < count; i += LANES) store(room->data() + i, some<false>(from + i, count - i));
+  return room->data();
+}
+#endif
+
+// The tokens from `first` on; after the last come others that are not used.
 template <typename T>
 static void put_panel(const Product<T>& job, int64_t first, floats* panel) {
   constexpr int each = NUMBERS<T>;
@@ -93,35 +113,34 @@ static void put_panel(const Product<T>& job, int64_t first, floats* panel) {
     floats* to = panel + i / each;
     for (int t = 0; t < LANES; ++t) {
       const float* from = job.x + std::min(first + t, job.tokens - 1) * job.columns + i;
-      to[t] = some<false>(from, job.columns - i);
-      if constexpr (each == 2) {
-        const int64_t more = job.columns - i - LANES;
-        to[t] = as_brains(to[t], more > 0 ? some<false>(from + LANES, more) : floats{});
-      }
+      const int64_t count = job.columns - i, more = std::max<int64_t>(0, count - LANES);
+      to[t] = some<false>(from, count);
+#if PAIRS
+      if (each == 2) to[t] = as_pairs(to[t], some<false>(more ? from + LANES : from, more));
+#endif
     }
     transpose(to);
   }
 }
 
-// R rows of a weight from `w` on by C panels.
+// R rows of a weight by C panels: every sum in the order of the columns.
 template <int R, int C, typename T>
-static inline void multiply_tile(const T* w, const floats* x, int64_t length, int64_t columns, floats (*total)[LANES]) {
+static inline void multiply_tile(const T* w, const floats* panels, int64_t length, int64_t columns, floats (*total)[LANES]) {
   constexpr int each = NUMBERS<T>;
-  floats sums[C][R] = {};
-  const T* next = w + R * columns;
+  floats sums[R][C] = {};
   const auto add = [&](auto whole, int64_t i) {
-    __builtin_prefetch(next + i * R * each);
+    __builtin_prefetch(w + R * (columns + i * each));  // the next rows
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sums[c][r] = plus_product<whole()>(sums[c][r], w + r * columns + i * each, x[c * length + i]);
-    }
+      for (int c = 0; c < C; ++c)
+        sums[r][c] = plus_product<whole()>(sums[r][c], w + r * columns + i * each, panels[c * length + i]);
   };
   int64_t i = 0;
   for (; (i + 1) * each <= columns; ++i) add(std::true_type{}, i);
   if (i * each < columns) add(std::false_type{}, i);
   for (int c = 0; c < C; ++c)
-    for (int r = 0; r < R; ++r) total[c][r] = sums[c][r];
+    for (int r = 0; r < R; ++r) total[c][r] = sums[r][c];
 }
 
 template <typename T>
@@ -132,27 +151,28 @@ static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
   const int64_t count = (job.tokens + LANES - 1) / LANES, tiles = (job.rows + R - 1) / R;
   const std::unique_ptr<floats[]> panels(new floats[count * length]);
   share(threads, count, [&](int64_t p) { put_panel(job, p * LANES, &panels[p * length]); });
-  // The rows of a part stay in the L2 cache of a core while panels pass by.
-  const int64_t fitting = std::min<int64_t>((1 << 19) / (R * columns * sizeof(T)), tiles / (4 * threads.num_threads()));
-  const int64_t at_once = std::max<int64_t>(1, fitting);
+  // The rows of a part stay in the L2 cache of a core, while all panels pass by.
+  const int64_t fitting = (int64_t{1} << FIT) / (R * columns * sizeof(T));
+  const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(fitting, tiles / (4 * threads.num_threads())));
   share(threads, (tiles + at_once - 1) / at_once, [&](int64_t part) {
-    const int64_t begin = part * at_once * R, end = std::min(job.rows, begin + at_once * R);
+    const int64_t end = std::min(job.rows, (part + 1) * at_once * R), begin = part * at_once * R;
+    const int64_t first = std::min(begin, job.rows - R);
+    std::vector<float> room;
+    const auto* weight = as_multiplied(job.weight + first * columns, (end - first) * columns, &room);
+    floats total[C][LANES] = {};
     for (int64_t p = 0; p < count; p += C)
       for (int64_t n = begin; n < end; n += R) {
-        const int64_t from = std::min(n, job.rows - R), known = n - from;  // the last rows once more
-        floats total[C][LANES];
+        const int64_t from = std::min(n, job.rows - R), known = n - from;  // rows of the last tile that are in another too
         const auto multiply = [&](auto c) {
-          multiply_tile<R, c()>(job.weight + from * columns, &panels[p * length], length, columns, total);
+          multiply_tile<R, c()>(weight + (from - first) * columns, &panels[p * length], length, columns, total);
         };
         p + C <= count ? multiply(std::integral_constant<int, C>{}) : multiply(std::integral_constant<int, 1>{});
-        for (int c = 0; c < C && p + c < count; ++c) {
-          transpose(total[c]);
-          const int64_t t = (p + c) * LANES;
+        for (int64_t t = p * LANES; t < std::min(job.tokens, (p + C) * LANES); ++t) {
+          floats* tokens = total[t / LANES - p];
+          if (t % LANES == 0) transpose(tokens);
+          const float* found = reinterpret_cast<const float*>(&tokens[t % LANES]);
           float* to = job.out + t * job.rows + n;
-          for (int64_t i = 0; i < std::min<int64_t>(LANES, job.tokens - t); ++i, to += job.rows) {
-            const float* found = reinterpret_cast<const float*>(&total[c][i]);
-            known ? std::memcpy(to, found + known, 4 * (R - known)) : std::memcpy(to, found, 4 * R);
-          }
+          known ? std::memcpy(to, found + known, 4 * (R - known)) : std::memcpy(to, found, 4 * R);
         }
       }
   });
