@@ -1,8 +1,10 @@
-// Matmuls of some tokens with a weight of float32 or bfloat16: each number of it is read from memory once.
+// Matmuls of tokens with a weight of float32 or bfloat16: each number of it is read from memory once, whatever their number.
 
 #pragma once
 
+#include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "sharing.h"
 #include "vectors.h"
@@ -70,20 +72,12 @@ static void multiply_few_floats(ffi::ThreadPool& threads, const Product<T>& job)
 
 // --- many tokens: a vector has a number of each of LANES of them, a panel, or two of bfloat16 where PAIRS are multiplied ------
 
-#ifndef FEWT
-#define FEWT TOKENS_TOGETHER
+#if defined(__AVX2__)
+constexpr int64_t FEW_TOKENS = 6;
+#else
+constexpr int64_t FEW_TOKENS = INT64_MAX;  // a tile would not stay in registers
 #endif
-#ifndef FIT
-#define FIT 19
-#endif
-#ifndef TR
-#define TR 12
-#endif
-#ifndef TC
-#define TC 2
-#endif
-constexpr int FEW_TOKENS = FEWT;
-constexpr int TILE_ROWS = VNNI ? TR : 6, TILE_PANELS = TC;  // sums stay in registers
+constexpr int TILE_ROWS = VNNI ? 12 : 6, TILE_PANELS = 2;  // of so many rows by so many panels all sums stay in registers
 
 template <typename T>
 constexpr int NUMBERS = PAIRS && std::is_same_v<T, brain> ? 2 : 1;  // of each token in a vector
@@ -152,7 +146,7 @@ static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
   const std::unique_ptr<floats[]> panels(new floats[count * length]);
   share(threads, count, [&](int64_t p) { put_panel(job, p * LANES, &panels[p * length]); });
   // The rows of a part stay in the L2 cache of a core, while all panels pass by.
-  const int64_t fitting = (int64_t{1} << FIT) / (R * columns * sizeof(T));
+  const int64_t fitting = (int64_t{1} << 19) / (R * columns * sizeof(T));
   const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(fitting, tiles / (4 * threads.num_threads())));
   share(threads, (tiles + at_once - 1) / at_once, [&](int64_t part) {
     const int64_t end = std::min(job.rows, (part + 1) * at_once * R), begin = part * at_once * R;
@@ -172,7 +166,11 @@ static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
           if (t % LANES == 0) transpose(tokens);
           const float* found = reinterpret_cast<const float*>(&tokens[t % LANES]);
           float* to = job.out + t * job.rows + n;
-          known ? std::memcpy(to, found + known, 4 * (R - known)) : std::memcpy(to, found, 4 * R);
+          if (__builtin_expect(known == 0, true)) {
+            std::memcpy(to, found, 4 * R);
+          } else {
+            std::memcpy(to, found + known, 4 * (R - known));
+          }
         }
       }
   });
