@@ -46,10 +46,8 @@ from llama_jax import (
     init_state,
     make_optimizer,
     preset,
-    stack,
     stream,
     train_step,
-    unstack,
 )
 from llama_jax.inference import batching
 from llama_jax.inference import state as states
@@ -146,7 +144,7 @@ def long_config(shape: str, length: int) -> Any:
 def step(shape: str, length: int) -> dict[str, Any]:
     config = long_config(shape, length)
     optimizer = make_optimizer(OptimizerSettings(), steps=10)
-    state = init_state(optimizer, stack(init(config, jax.random.key(0))))
+    state = init_state(optimizer, init(config, jax.random.key(0)))
     batch = Batch(jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)), jnp.int32))
     options = StepOptions(LossOptions(Compute(remat="full")))
     jitted = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)

@@ -412,7 +412,6 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
         trained = train(config, llama_jax.init(config, jax.random.key(arguments.seed)), size, settings, steps, source, say)
         llama_jax.save(base, config, trained, None)
         params = llama_jax.load(base, "float32").params
-    stacked = params
 
     print(
         f"{'way':<10}{'length':>7} {'stage':<11}{'loss':>8}{'end':>8}{'within L':>10}{'keys':>7}{'margin':>8}{'seconds':>9}"
@@ -421,7 +420,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
     for way, factor, stage in plan:
         found = notes.of(way, factor, stage)
         if found is None:
-            longer, measured = extended(config, way, factor), stacked
+            longer, measured = extended(config, way, factor), params
             if stage == "continued":
                 first = size.repetition_steps + size.steps  # other batches than those of the training
                 source = make(
@@ -435,7 +434,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
                     warmup_steps=min(WARM_UP, size.continued_steps // 2),
                     b2=0.99,
                 )
-                measured = train(longer, stacked, size, settings, size.continued_steps, source)
+                measured = train(longer, params, size, settings, size.continued_steps, source)
             found = measure(longer, measured, size, held, tokenizer, arguments.seed, way, factor, stage)
             notes.add(found)
         print(

@@ -155,7 +155,7 @@ def main(arguments: Arguments) -> int:
 def goals(run: Run) -> Row:
     """What was wanted of decoding and training, and what was found, as far as it was measured."""
     found: Row = {}
-    share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, layers="unrolled", batch=1)
+    share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, batch=1)
     if share is not None:
         found["goal"] = {"shape": GOAL_SHAPE, "batch": 1, "share_of_copy": share, "goal": GOAL_SHARE}
         reached = "reached" if share >= GOAL_SHARE else "missed"

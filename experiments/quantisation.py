@@ -184,8 +184,8 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
 
     @partial(jax.jit, static_argnums=0)
     def streams(config: LlamaConfig, params: Llama) -> Any:
-        _, seen = llama_jax.observe(config, params, tokens[None], lambda layer: (layer.before, layer.after))
-        return [seen[0][0], *(after for _, after in seen)]
+        _, (before, after) = llama_jax.observe(config, params, tokens[None], lambda layer: (layer.before, layer.after))
+        return [before[0], *after]
 
     pairs = zip(streams(config, params), streams(config, reference), strict=True)
     return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]

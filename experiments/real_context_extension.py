@@ -130,7 +130,7 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     config, params, tokenizer = llama_jax.load(arguments.model, "float32")
     assert tokenizer is not None
     limit = config.max_seq_len
-    reach, stacked = FACTOR * limit, params
+    reach = FACTOR * limit
     size = Size(config.dim, config.n_layers, limit, (FACTOR,), measured_tokens=reach, dtype="bfloat16")
     pages, held = read_book(arguments.text, size, tokenizer)
     plan = [(WITHIN, "zero-shot"), *((way, "zero-shot") for way in WAYS)]
@@ -138,14 +138,14 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     for way, stage in plan:
         if (way, stage) not in done and time.perf_counter() - began < arguments.most:
             start = time.perf_counter()
-            longer, measured = extended(config, "none" if way == WITHIN else way, FACTOR), stacked
+            longer, measured = extended(config, "none" if way == WITHIN else way, FACTOR), params
             if stage == "continued":
                 steps = arguments.steps
                 source = skipping_rows(pages, arguments.rows, arguments.length, reach, steps, arguments.seed)
                 optimizer = OptimizerSettings(
                     learning_rate=arguments.learning_rate, warmup_steps=steps // 4, weight_decay=0.0
                 )
-                measured = train(longer, stacked, size, optimizer, steps, source)
+                measured = train(longer, params, size, optimizer, steps, source)
             measured = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), measured)
             losses = measure(longer, measured, held, reach, FACTOR if way == WITHIN else 1)
             seconds = time.perf_counter() - start

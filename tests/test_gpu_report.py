@@ -49,10 +49,10 @@ def test_every_section_measures(report, tmp_path, capsys):
     sections = found["sections"]
     assert list(sections) == list(report.SECTIONS)
     assert all(row["value"] > 0 for row in sections["yardsticks"])
-    assert len(sections["correctness"]) == 6
+    assert len(sections["correctness"]) == 3
     assert all(row["ok"] for row in sections["correctness"])
     for name in ("decode", "prefill"):
-        assert len(sections[name]) == 2 * 2 * 2  # shapes, ways to run the layers, cases
+        assert len(sections[name]) == 2 * 2  # shapes, cases
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
@@ -157,7 +157,7 @@ def test_no_time_left_skips_everything(report, tmp_path):
     assert code == 0
     assert list(found["sections"]) == list(report.SECTIONS)
     assert all("skipped" in row for rows in found["sections"].values() for row in rows)
-    assert len(found["sections"]["decode"]) == 8
+    assert len(found["sections"]["decode"]) == 4
 
 
 def test_measurement_that_may_not_fit_is_not_started():
@@ -166,11 +166,8 @@ def test_measurement_that_may_not_fit_is_not_started():
     assert run.attempt({"a": 1}, lambda: pytest.fail("started")) == {"a": 1, "skipped": "time limit"}
 
 
-def test_goal_is_judged_by_unrolled_batch_1(report, monkeypatch, tmp_path, capsys):
-    rows = [
-        {"shape": GOAL_SHAPE, "layers": layers, "batch": 1, "share_of_copy": share}
-        for layers, share in (("scanned", 0.5), ("unrolled", 0.9))
-    ]
+def test_goal_is_judged_by_batch_1(report, monkeypatch, tmp_path, capsys):
+    rows = [{"shape": GOAL_SHAPE, "batch": batch, "share_of_copy": share} for batch, share in ((8, 0.5), (1, 0.9))]
     monkeypatch.setattr(report, "SECTIONS", {"decode": lambda run: rows})
     assert run_main(report, tmp_path)[1]["goal"]["share_of_copy"] == 0.9
     assert "goal reached" in capsys.readouterr().out
@@ -182,7 +179,7 @@ def test_refused_compiler_option_is_a_finding(monkeypatch):
 
     monkeypatch.setattr(options, "COMPILER_OPTIONS", ({}, {"xla_no_such_option": True}))
     monkeypatch.setattr(options, "measure_decode", compile_something)
-    monkeypatch.setattr(weights.Weights, "for_layers", lambda self, driver: None)
+    monkeypatch.setattr(weights.Weights, "made", lambda self: None)
     run = Run(SimpleNamespace(platform="gpu"), SMALL, time_limit=100)
     usual, refused = options.compiler_options(run)
     assert "compiled" in usual

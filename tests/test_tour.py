@@ -66,8 +66,8 @@ def test_one_token_through_generate(params):
     run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 16
-    assert lines(files) < 2700  # "some 2,650"
+    assert len(files) <= 18
+    assert lines(files) < 3350  # "some 3,300"
 
 
 def test_one_batch_through_train_step(params):
@@ -77,5 +77,5 @@ def test_one_batch_through_train_step(params):
     step = jax.jit(partial(llama_jax.train_step, CONFIG, optimizer))
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
-    assert len(files) <= 16
-    assert lines(files) < 2450  # "some 2,400"
+    assert len(files) <= 17
+    assert lines(files) < 2750  # "some 2,700"

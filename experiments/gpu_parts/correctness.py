@@ -21,9 +21,9 @@ BFLOAT16_AGREEMENT = 0.9  # of the positions; random weights have many near ties
 
 
 def correctness(run: Run) -> Iterator[Row]:
-    """Both ways to run the layers on this device against scanned layers on the CPU, and `generate` against `logits`.
+    """`logits` on this device against the CPU, and `generate` against `logits`.
 
-    Where the device is the CPU this still compares unrolled with scanned layers and bfloat16 with float32.
+    Where the device is the CPU this still compares bfloat16 with float32.
     """
     cpu, config = jax.devices("cpu")[0], SMALL_GQA
 
@@ -38,33 +38,27 @@ def correctness(run: Run) -> Iterator[Row]:
     def on(device: jax.Device, params: llama_jax.Llama) -> np.ndarray:
         return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
 
-    def float32(driver: str) -> Row:
+    def float32() -> Row:
         # A GPU would otherwise multiply float32 matrices in TensorFloat-32.
         with jax.default_matmul_precision("highest"):
-            expected, got = on(cpu, params(jnp.float32)), on(run.device, arranged(params(jnp.float32), driver))
+            expected, got = on(cpu, params(jnp.float32)), on(run.device, params(jnp.float32))
         return compared(got, expected, FLOAT32_TOLERANCE)
 
-    def bfloat16(driver: str) -> Row:
+    def bfloat16() -> Row:
         with jax.default_matmul_precision("highest"):
             expected = on(cpu, jax.tree.map(lambda x: x.astype(jnp.float32), params(jnp.bfloat16)))
-        row = compared(on(run.device, arranged(params(jnp.bfloat16), driver)), expected, BFLOAT16_TOLERANCE)
+        row = compared(on(run.device, params(jnp.bfloat16)), expected, BFLOAT16_TOLERANCE)
         row["ok"] = row["ok"] and row["top1_agreement"] >= BFLOAT16_AGREEMENT
         theirs = compared(on(cpu, params(jnp.bfloat16)), expected, BFLOAT16_TOLERANCE)
         return row | {"cpu_max_abs_diff": theirs["max_abs_diff"]}
 
-    def greedy(driver: str) -> Row:
+    def greedy() -> Row:
         with jax.default_matmul_precision("highest"):
-            here = jax.device_put(arranged(params(jnp.float32), driver), run.device)
+            here = jax.device_put(params(jnp.float32), run.device)
             return greedy_agreement(config, here, [tokens[0, :5].tolist(), tokens[1, :11].tolist()])
 
     for check, name in ((float32, "float32 logits"), (bfloat16, "bfloat16 logits"), (greedy, "float32 greedy tokens")):
-        for driver in ("scanned", "unrolled"):
-            yield run.attempt({"check": name, "layers": driver}, lambda check=check, driver=driver: check(driver))
-
-
-def arranged(params: llama_jax.Llama, driver: str) -> llama_jax.Llama:
-    """The parameters in the form that makes `forward` scan over the layers, or unroll them."""
-    return params if driver == "unrolled" else params
+        yield run.attempt({"check": name}, check)
 
 
 def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:

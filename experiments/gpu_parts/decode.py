@@ -70,8 +70,7 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
 
     The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
     """
-    stacked = not isinstance(params.blocks, tuple)
-    cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype, stacked=stacked)
+    cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype)
     noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))
     k, v = jax.tree.map(lambda buffer: noise(jax.random.key(0), buffer), (cache.k, cache.v))
     limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work

@@ -24,7 +24,7 @@ COMPILER_OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def compiler_options(run: Run) -> Iterator[Row]:
-    """Unrolled decode with batch 1, compiled with other options. They differ between versions: a refusal is a finding."""
+    """Decode with batch 1, compiled with other options. They differ between versions: a refusal is a finding."""
     if run.device.platform != "gpu":
         yield {"skipped": "only on a GPU"}
         return
@@ -32,10 +32,8 @@ def compiler_options(run: Run) -> Iterator[Row]:
     weights = Weights(config)
     for options in COMPILER_OPTIONS:
         row = {"shape": run.plan.options_shape, "batch": 1, "options": " ".join(f"{k}={v}" for k, v in options.items())}
-        row = run.attempt(
-            row,
-            lambda options=options: measure_decode(run, config, weights.for_layers("unrolled"), 1, compiler_options=options),
-        )
+        measure = lambda options=options: measure_decode(run, config, weights.made(), 1, compiler_options=options)
+        row = run.attempt(row, measure)
         if options and "INVALID_ARGUMENT" in row.get("error", ""):
             row["refused"] = row.pop("error")
         yield row

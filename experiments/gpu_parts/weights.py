@@ -1,4 +1,4 @@
-"""Random weights of every shape of the plan, and a row for each way to run their layers."""
+"""Random weights of every shape of the plan."""
 
 from __future__ import annotations
 
@@ -12,42 +12,31 @@ from gpu_parts.run import Row, Run, memory_limit
 
 
 class Weights:
-    """Random bfloat16 weights of one shape, made on the device when first asked for, scanned before unrolled.
-
-    Unstacking copies, and the stack is freed after it: at most two copies of the weights exist, and later only one.
-    """
+    """Random bfloat16 weights of one shape, made on the device when first asked for."""
 
     def __init__(self, config: llama_jax.LlamaConfig):
         self.config = config
         self.params: llama_jax.Llama | None = None
 
-    def for_layers(self, driver: str) -> llama_jax.Llama:
+    def made(self) -> llama_jax.Llama:
         if self.params is None:
             make = jax.jit(llama_jax.init, static_argnums=(0, 2))
             self.params = jax.block_until_ready(make(self.config, jax.random.key(0), jnp.bfloat16))
-        if driver == "unrolled":
-            self.params = jax.block_until_ready(self.params)
         return self.params
 
 
 def for_every_shape(run: Run, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:
-    """A row for every shape, way to run the layers, and case."""
+    """A row for every shape and case."""
     for shape, config in run.plan.shapes.items():
         weights = Weights(config)
-        for driver in ("scanned", "unrolled"):
-            for case in cases:
-                row = {"shape": shape, "layers": driver, **case}
-                if not fits(run.device, config):
-                    yield row | {"skipped": "two copies of the weights do not fit into the device's memory"}
-                    continue
-                yield run.attempt(
-                    row,
-                    lambda weights=weights, driver=driver, case=case: measure(
-                        run, weights.config, weights.for_layers(driver), **case
-                    ),
-                )
+        for case in cases:
+            row = {"shape": shape, **case}
+            if not fits(run.device, config):
+                yield row | {"skipped": "the weights do not fit into the device's memory"}
+                continue
+            yield run.attempt(row, lambda weights=weights, case=case: measure(run, weights.config, weights.made(), **case))
 
 
 def fits(device: jax.Device, config: llama_jax.LlamaConfig) -> bool:
     limit = memory_limit(device)
-    return limit is None or 2 * 2 * llama_jax.parameter_count(config) < limit
+    return limit is None or 2 * llama_jax.parameter_count(config) < limit

@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
 
     Attributes:
       lora: its settings.
-      params: the adapters, for a tuple of blocks.
+      params: the adapters.
       base: the model that it names as its base, a path or a name on a hub; None if it names none.
     """
 

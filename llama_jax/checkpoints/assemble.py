@@ -30,15 +30,17 @@ def assemble(
     *,
     quantize: Quantization | None = None,
     shardings: Llama | None = None,
+    layers_apart: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
-    """Parameters with stacked layers. All names and shapes are checked before the first tensor is read.
+    """The parameters. All names and shapes are checked before the first tensor is read.
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
       quantize: the kind that the matrices are kept in, see `quantising.filling_of`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
+      layers_apart: each layer's matrices in arrays of their own, see `ops.weights.apart`.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:
@@ -55,9 +57,14 @@ def assemble(
         return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
     wanted = quantize if quantize in (None, "keep") else kinds
+    parameters: list[Any]
+    structure: Any
     parameters, structure = jax.tree.flatten(made_of)
     places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
-    fillings = [filling_of(parts, target, wanted, place, memory) for parts, place in zip(parameters, places, strict=True)]
+    fillings = [
+        filling_of(parts, target, wanted, place, memory, layers_apart=layers_apart)
+        for parts, place in zip(parameters, places, strict=True)
+    ]
     stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]
     alone = [one for one, parts in zip(fillings, parameters, strict=True) if not isinstance(parts, StackParts)]
 

@@ -26,8 +26,9 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import dequantize
+from llama_jax.model.trees import dequantize, layers_apart
 from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import Location, StoredPath, locate
@@ -105,13 +106,13 @@ def load(
       mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
         for orbax alone the padding and copying is done on the devices, one array at a time.
-      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block`
-        for all layers. Without mesh and shardings everything is put on the default device.
-      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
-        layers of a training run into the host's memory first).
+      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
+        everything is put on the default device.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
-      The configuration, the parameters with one block per layer, and the tokenizer, read when it is asked for.
+      The configuration, the parameters, and the tokenizer, read when it is asked for. On a GPU each layer's matrices are
+      arrays of their own (`ops.weights.apart`) unless `shardings` says where they lie; elsewhere all layers are one array.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
@@ -132,6 +133,8 @@ def load(
         raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
+    # Shardings of one's own are for training, whose layers are scanned.
+    to_decode = shardings is None and lowering_platform() == "gpu"
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
     if quantize == "keep":
@@ -161,9 +164,10 @@ def load(
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
             params = fit_on_mesh(opened.config, mesh, params)
+        params = layers_apart(params) if to_decode else params
     else:
         wanted = opened if mesh is None else fit_opened(opened, mesh)
-        params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
+        params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=to_decode, progress=progress)
     if beside is not None:
         params = attached(opened.config, params, beside, mesh)
     if table:

@@ -113,6 +113,8 @@ def filling_of(
     quantize: Callable[[ArrayParts], tuple[str, ...]] | Literal["keep"] | None,
     sharding: Any,
     memory: ArrayMemory,
+    *,
+    layers_apart: bool = False,
 ) -> WeightFilling:
     """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
 
@@ -122,6 +124,7 @@ def filling_of(
         as they are in the files, floats for other tensors. In several parts if queries, keys and values are of different
         kinds, and in a stack for each kind if layers are.
       sharding: with the axis of layers where there is one.
+      layers_apart: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
 
     Raises:
       CheckpointError: rows that are not made of whole blocks; of `fill` what `ArrayParts.rows` raises.
@@ -150,6 +153,9 @@ def filling_of(
         return _Planes(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
 
     def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> WeightFilling:
+        if layers_apart and stacked and arrays[0].is_matrix:
+            alone = [of_kind([one], kind) for one, kind in zip(arrays, own, strict=True)]
+            return _Mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
         different = list(dict.fromkeys(own))
         if len(different) == 1:
             return of_kind(arrays, own[0])

@@ -1,6 +1,6 @@
 """The checkpoints of a training run on the disk: a folder with a self-contained folder for each step.
 
-    checkpoints/40/params   the parameters, blocks stacked (orbax)
+    checkpoints/40/params   the parameters (orbax)
                    ema      their moving average, if the run keeps one (orbax)
                    rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step

@@ -1,7 +1,7 @@
 """The orbax format: the parameters as they are in memory; nothing is renamed or reordered.
 
-There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``, its blocks one by one; and a step of
-a training run (`steps`), from which the moving average is read if the run keeps one.
+There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``; and a step of a training
+run (`steps`), from which the moving average is read if the run keeps one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.files import read_object
 from llama_jax.model.params import Llama, Row
-from llama_jax.model.trees import build, is_weight, param_shapes
+from llama_jax.model.trees import build, is_weight, layers_together, param_shapes
 from llama_jax.ops.weights import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -282,6 +282,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
+    params = layers_together(params)
     stored_weights.write_kinds(folder, stored_weights.kinds_of(params, name_of), str(params.embedding.dtype))
     with quiet():
         try:

@@ -102,7 +102,7 @@ def score_pairs(
     the lm-evaluation-harness.
 
     Args:
-      params: blocks as a tuple or stacked; on one device, or on a mesh that divides no rows or a multiple of `batch`.
+      params: on one device, or on a mesh that divides no rows or a multiple of `batch`.
       context: tokens that are read at most; None takes the model's context.
       batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `runs.evaluate.evaluate`.
       compute: dtype and attention.

@@ -21,7 +21,7 @@ from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama, Row
-from llama_jax.model.trees import build
+from llama_jax.model.trees import build, is_weight
 from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, TabledWeight, row_lengths
 
 
@@ -91,13 +91,13 @@ def init_adapters(
     dtype: jax.typing.DTypeLike = jnp.float32,
     base: Llama | None = None,
 ) -> Llama:
-    """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
+    """Adapters that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
 
     If only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a nonzero
     gradient, and both stay zero. Their magnitudes stay constant likewise.
 
     Args:
-      base: with stacked blocks, for DoRA: the base model, the norms of whose rows are the initial magnitudes.
+      base: for DoRA: the base model, the norms of whose rows are the initial magnitudes.
 
     Raises:
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
@@ -106,7 +106,7 @@ def init_adapters(
         raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
 
     def magnitude_of(row: Row) -> jax.Array:
-        lengths = jax.vmap(row_lengths)(attrgetter(row.path)(base)).astype(dtype)
+        lengths = row_lengths(attrgetter(row.path)(base)).astype(dtype)
         own = [name in lora.targets for name in _names_at(row.path)]
         if len(own) == 1:
             return lengths
@@ -225,11 +225,17 @@ def settled(params: Llama) -> Llama:
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, ChangedWeight))
 
 
-def _settled_factor(leaf: AdaptedWeight | TabledWeight) -> Any:
-    return leaf.settled().factor
+def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of the changed matrix of a layer for those of all layers, whose kinds may differ."""
+
+    def of_all(leaf: AdaptedWeight | TabledWeight) -> Any:
+        return jax.vmap(of_one)(leaf.replace(base=leaf.base.decoded()) if is_weight(leaf.base) else leaf)
+
+    return jax.jit(of_all)
 
 
-_factors_of = jax.jit(jax.vmap(_settled_factor))
+_factors_of = _over_layers(lambda leaf: leaf.settled().factor)
+_merged = _over_layers(AdaptedWeight.decoded)
 
 
 def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
@@ -249,7 +255,9 @@ def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, Low
             )
         return joined(leaf, pair)
 
-    found = jax.tree_util.tree_map_with_path(join, params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+    found = jax.tree_util.tree_map_with_path(
+        join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight)
+    )
     if pairs:
         raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
     return found
@@ -283,11 +291,9 @@ def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     Raises:
       ConfigError: as `adapted`.
     """
-    one = AdaptedWeight.decoded
-    run = jax.jit(jax.vmap(one))
     is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)
     joined = adapted(params, adapters, lora)
-    return jax.tree.map(lambda leaf: run(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
+    return jax.tree.map(lambda leaf: _merged(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
 
 
 def _names_at(path: str) -> list[str]:

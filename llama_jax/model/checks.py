@@ -71,7 +71,7 @@ def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int,
     """Raise if `new` tokens do not fit: XLA would shift the write and overwrite earlier tokens."""
     if cache.length.shape[0] != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
-    layers, heads, width = cache.k.shape[0], *cache.k.shape[-3::2]
+    layers, (heads, _, width) = cache.k.shape[0], cache.k.shape[-3:]
     if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
         raise GenerationError(
             f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"

@@ -418,7 +418,7 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 
 
 def _view_of(
-    cache: KVCache | PagedCache | None, buffers: tuple[Any, ...] | None, heads: _Heads, step: _Step, layer: jax.Array | None
+    cache: KVCache | PagedCache | None, buffers: tuple[Any, ...] | None, heads: _Heads, step: _Step, layer: jax.Array
 ) -> tuple[tuple[Any, ...] | None, View | PagedView]:
     """The buffers of a layer with the new tokens, and what its queries may read."""
     if step.paged is not None and buffers is not None:

@@ -75,7 +75,8 @@ class Llama(struct.PyTreeNode):
 
     Attributes:
       embedding: [V, D].
-      blocks: one `Block` whose arrays have a leading axis L, the layers; see `trees.layer_of` for one of them.
+      blocks: one `Block` whose arrays have a leading axis L, the layers; see `trees.layers_of` for each of them. To decode
+        on a GPU a matrix may be a `MixedStack` of one array a layer (`trees.layers_apart`).
       final_norm: [D].
       lm_head: [V, D], or None if the output projection is the embedding.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
-from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
+from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, is_matrix_in_block, row_at, rows
 from llama_jax.ops.weights import (
     ChangedWeight,
     JoinedWeight,
@@ -26,6 +26,7 @@ from llama_jax.ops.weights import (
     Name,
     Pure,
     QuantizedWeight,
+    apart,
     fitting,
     layer_of,
     quantized,
@@ -38,7 +39,7 @@ from llama_jax.ops.weights.weight import columns_on_each
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """Random parameters with stacked blocks, as modern Llamas start training.
+    """Random parameters, as modern Llamas start training.
 
     Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
     1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
@@ -227,6 +228,20 @@ def layers_of(params: Llama) -> tuple[Block, ...]:
     """Each layer's block, of arrays of its own."""
     layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # of adapters most places hold None
     return tuple(layer_of(params.blocks, layer) for layer in range(layers))
+
+
+def layers_apart(params: Llama) -> Llama:
+    """The model with each layer's matrices in arrays of their own, see `ops.weights.apart`."""
+    is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
+    of_leaf = lambda path, leaf: apart(leaf) if is_matrix_in_block(path) else leaf
+    return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
+
+
+def layers_together(params: Llama) -> Llama:
+    """The model with as few stacks of layers as there are kinds: what `layers_apart` undoes."""
+    is_mixed = lambda leaf: isinstance(leaf, MixedStack)
+    join = lambda leaf: _join([layer_of(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
+    return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))
 
 
 def stack(blocks: Sequence[Block]) -> Block:

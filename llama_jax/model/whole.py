@@ -48,8 +48,7 @@ def observe(
       tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
 
     Returns:
-      hidden [B, T, D], and the trees of all layers: a tuple of them for a tuple of blocks; for stacked blocks one, with an
-      axis L before those of every array.
+      hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.
     """
     with layout.context():
         options = Options(places, compute, layout)

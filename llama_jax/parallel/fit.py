@@ -121,8 +121,8 @@ def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of an array, or of all planes of a quantised weight: it moves whole rows."""
-    return leaf.replace(planes=tuple(map(change, leaf.planes))) if isinstance(leaf, QuantizedWeight) else change(leaf)
+    """`change` of an array, or of all planes of a quantised weight, of one kind or several: it moves whole rows."""
+    return jax.tree.map(change, leaf)
 
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:

@@ -54,8 +54,8 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
         def keep(layer: Layer) -> tuple[jax.Array, jax.Array]:
             return gather(layer.keys), gather(layer.values)
 
-        hidden, kept = observe(config, params, rows.tokens, keep, places=places, layout=layout)
-        return KVCache(*kept, lengths), _last_of_rows(mesh, hidden, lengths)
+        hidden, (keys, values) = observe(config, params, rows.tokens, keep, places=places, layout=layout)
+        return KVCache(k=keys, v=values, length=lengths), _last_of_rows(mesh, hidden, lengths)
 
     return read
 

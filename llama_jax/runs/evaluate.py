@@ -88,7 +88,6 @@ def evaluate(
     few long documents the true error is larger.
 
     Args:
-      params: blocks as a tuple or stacked.
       length: T, tokens of a window; by default the model's context, 4096 at most. Windows are packed into rows of T tokens
         and do not see each other, so short documents cost no more than their tokens.
       stride: tokens from the start of a window to that of the next one in the document, and the tokens that each window but

@@ -94,7 +94,6 @@ def evaluate_lengths(
     one piece.
 
     Args:
-      params: blocks as a tuple or stacked.
       lengths: tokens of the windows, in any order. They may exceed `config.max_seq_len`, to measure what happens there. A
         changed `rope_scaling` in the configuration tries an extension without training.
       max_tokens: most tokens to predict at each length: as many whole spans as that allows, evenly over the text. By

@@ -100,7 +100,6 @@ def needle(
     answers alone.
 
     Args:
-      params: blocks as a tuple or stacked.
       haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.
       lengths: tokens of a prompt with its answer. They may exceed `config.max_seq_len`, to measure what happens there.
       depths: where the needle stands in the haystack, from 0 to 1.

@@ -43,8 +43,8 @@ class TrainingProgram:
       step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
       place: puts the rows that this process reads onto its devices.
       share: which part of a batch these rows are, and of how many.
-      start: the state before the first step, from random parameters or from given ones: stacked, placed as `param_specs`
-        says, and not to be used again.
+      start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
+        not to be used again.
       shapes: of the state, with shardings, for `Snapshots.restore`.
       adopt: turns a restored state into one that `step` accepts.
       model: the model of trained parameters: they themselves, or adapters joined with their base.
@@ -82,7 +82,7 @@ def make_program(
 
     Args:
       objective: the loss, and the models that it reads; pmap accepts only one without `prepare` and `frozen`.
-      base: for a recipe that trains adapters, the model under them, stacked, placed as `param_specs` says.
+      base: for a recipe that trains adapters, the model under them, placed as `param_specs` says.
 
     Raises:
       MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.

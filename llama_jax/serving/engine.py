@@ -57,7 +57,7 @@ class Engine:
     """Continuous batching. `submit` may be called from any thread; call `run` in one, or `turn` repeatedly.
 
     Args:
-      config, params: the model, as `load` gives it; on a mesh that does not divide rows.
+      config, params: the model; on a mesh that does not divide rows.
       model: the same as a `ServedModel`, where it is not `ServedModel.of` them: as `group.leading` gives it.
 
     Raises:

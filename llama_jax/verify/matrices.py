@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import ArrayParts
+from llama_jax.checkpoints.fill import ArrayParts, StackParts
 from llama_jax.model.params import Llama, row_at
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight
+from llama_jax.model.trees import is_weight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight, layer_of
 from llama_jax.ops.weights.planes import bits_of
 
 RUN = 1 << 22  # numbers that are compared at a time
@@ -35,22 +36,25 @@ class MatrixError(NamedTuple):
 
 
 def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
-    """The error of every quantised matrix, in the order of the model.
+    """The error of every quantised matrix: of those outside of the layers, and then layer by layer.
 
     Args:
-      params: with one block for each layer; adapted matrices are compared without their adapters.
+      params: adapted matrices are compared without their adapters.
       reference: the same in floats; or, so that it need not be in memory, the plan of a checkpoint's parameters from
         `checkpoints.assemble.plan`, which is then read in runs of rows.
     """
     found = []
-    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, AdaptedWeight)
+    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
     for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
-        weight = leaf.base if isinstance(leaf, AdaptedWeight) else leaf
-        if isinstance(weight, QuantizedWeight | JoinedWeight):
-            layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
-            name = row_at(path).path.removeprefix("blocks.")
-            found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, dense)))
-    return tuple(found)
+        weights, row = leaf.base if isinstance(leaf, AdaptedWeight) else leaf, row_at(path)
+        for layer in range(weights.shape[0]) if row.in_blocks else [None]:
+            weight = weights if layer is None else layer_of(weights, layer)
+            if isinstance(weight, QuantizedWeight | JoinedWeight):
+                exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackParts) else dense[layer]
+                name = row.path.removeprefix("blocks.")
+                found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, exact)))
+    return tuple(sorted(found, key=lambda error: -1 if error.layer is None else error.layer))
 
 
 def _relative(weight: Any, dense: Any) -> float:

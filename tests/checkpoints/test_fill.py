@@ -1,5 +1,6 @@
 """Arrays filled from rows: what is read, what is checked, how it is cast."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import jax
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.checkpoints import fill as room
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Part, cast, check, fill, shards
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Filling, Part, cast, check, fill, floats_of
 from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Dense, Joined
@@ -38,11 +39,22 @@ class Watched:
         return self.array[start:stop].copy()
 
 
+class InPlaces(ArrayToFill):
+    """An array of which devices hold some parts."""
+
+    def __init__(self, shape, places):
+        super().__init__(shape, F32)
+        object.__setattr__(self, "parts", dict(enumerate(places)))
+
+    def places(self):
+        return self.parts
+
+
 @st.composite
 def layouts(draw):
-    """An array of three parts along its second axis, and places in it, as a mesh would cut it."""
+    """Layers of an array of three parts along its second axis, and places in them, as a mesh would cut them."""
     lead, widths, inner, columns = draw(st.integers(1, 6)), draw(st.tuples(*[st.integers(1, 3)] * 3)), 2, 4
-    shape = (lead, sum(widths), inner, columns)
+    shape = (draw(st.integers(1, 3)), lead, sum(widths), inner, columns)
     places = draw(
         st.lists(
             st.tuples(
@@ -58,27 +70,30 @@ def layouts(draw):
 @given(layouts(), st.integers(1, 300))
 def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
     widths, shape, places = layout
-    rng = np.random.default_rng(0)
-    parts, blocks, first = [], [], 0
-    for width in widths:
-        block = rng.standard_normal((shape[0], width, *shape[2:]), np.float32)
-        blocks.append(block)
-        parts.append(Part("x", Watched(block.reshape(-1, shape[-1])), slice(first, first + width)))
-        first += width
-    whole = np.concatenate(blocks, axis=1)
+    whole = np.random.default_rng(0).standard_normal(shape, np.float32)
+    ends = np.cumsum((0, *widths))
+    layers = []
+    for layer in whole:
+        blocks = np.split(layer, ends[1:-1], axis=1)
+        columns = [slice(first, end) for first, end in itertools.pairwise(ends)]
+        parts = [Part("x", Watched(block.reshape(-1, shape[-1])), its) for block, its in zip(blocks, columns, strict=True)]
+        layers.append(ArrayParts(shape[1:], tuple(parts)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "RUN", run)
-        array = ArrayParts(shape, tuple(parts))
-        wanted = [(ArrayToFill(shape, F32), places)]
-        (held,) = shards(array, wanted, lambda start, stop, out: [array.rows(start, stop, F32, out[0])], ArrayMemory())
-    for place, got in zip(places, held, strict=True):
+        filling = Filling(layers, [InPlaces(shape, places)], floats_of(F32), ArrayMemory(), stacked=True)
+        for layer in reversed(range(len(layers))):
+            filling.fill(layer)
+    distinct = {str(place): place for place in places}  # several devices may hold the same
+    for place, got in zip(distinct.values(), filling.done(), strict=True):
         np.testing.assert_array_equal(got, whole[place])
         assert got.ctypes.data % room.ALIGNMENT == 0
-    needed = {i for place in places for i in range(place[0].start, place[0].stop)}
-    for part, width in zip(parts, widths, strict=True):
-        per_entry = width * shape[2]
-        assert {row // per_entry for row in part.tensor.seen} == needed
-        assert len(part.tensor.seen) == len(needed) * per_entry  # once each
+    for layer, array in enumerate(layers):
+        there = [place for place in places if place[0].start <= layer < place[0].stop]
+        needed = {i for place in there for i in range(place[1].start, place[1].stop)}
+        for part, width in zip(array.parts, widths, strict=True):
+            per_entry = width * shape[3]
+            assert {row // per_entry for row in part.tensor.seen} == needed
+            assert len(part.tensor.seen) == len(needed) * per_entry  # once each
 
 
 def test_fill_without_and_with_a_sharding():

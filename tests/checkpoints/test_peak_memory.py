@@ -49,8 +49,10 @@ if devices > 1:
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
     config = open_checkpoint(path).config
     shape = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
-    one = shape.replace(blocks=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shape.blocks))
-    shardings = jax.tree.map(lambda a: NamedSharding(mesh, P("all") if len(a.shape) > 1 else P()), one)
+    place = lambda a, layers: NamedSharding(mesh, P(*[None] * layers, "all") if len(a.shape) > 1 + layers else P())
+    shardings = jax.tree.map(lambda a: place(a, 0), shape.replace(blocks=None)).replace(
+        blocks=jax.tree.map(lambda a: place(a, 1), shape.blocks)
+    )
 llama_jax.load(quantize=quantize)  # of the small bundled model: what is imported on the way is there
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew

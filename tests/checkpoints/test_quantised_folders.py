@@ -54,7 +54,7 @@ def test_kept_as_they_are(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind, files=3))
     config, params, _ = llama_jax.load(tmp_path)  # floats are asked for
     same(llama_jax.load(tmp_path, quantize="keep").params, params)
-    block = llama_jax.layers_of(params)[0]
+    block = params.blocks
     assert (block.attention.qkv.kind, block.feed_forward.down.kind) == writers.FOLDERS[kind][2]
     assert isinstance(params.embedding, jax.Array)
     assert isinstance(params.lm_head, jax.Array)
@@ -92,7 +92,7 @@ def test_experts_of_mixtral(tmp_path):
     config = replace(writers.CONFIG, experts=2, experts_per_token=1)
     dense = params_of(config, _experts_stacked(writers.write_folder(tmp_path, "gptq, asymmetric", config)))
     params = llama_jax.load(tmp_path, quantize="keep").params
-    assert llama_jax.layers_of(params)[0].feed_forward.gate.kind == "int4_asym_64"
+    assert params.blocks.feed_forward.gate.kind == "int4_asym_64"
     same(jit_dequantize(params), dense)
 
 
@@ -128,7 +128,7 @@ def test_tied_embeddings_and_another_type(tmp_path):
     config = replace(writers.CONFIG, tie_embeddings=True)
     dense = params_of(config, writers.write_folder(tmp_path, "awq", config), "bfloat16")
     found = llama_jax.load(tmp_path, "bfloat16", quantize="keep").params
-    assert llama_jax.layers_of(found)[0].attention.out.dtype == jnp.bfloat16
+    assert found.blocks.attention.out.dtype == jnp.bfloat16
     same(jit_dequantize(found), dense)
 
 

@@ -65,7 +65,7 @@ def test_round_trip_of_orbax(kind, tmp_path, models):
 
 def one_device(params):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda _: place, params.replace(blocks=llama_jax.layers_of(params)[0]))
+    return jax.tree.map(lambda _: place, params)
 
 
 @pytest.mark.parametrize("kind", FOR_LLAMA2C)
@@ -82,13 +82,6 @@ def test_what_llama2c_cannot_hold(kind, tmp_path, models):
     with pytest.raises(CheckpointError, match=r"has no place in llama2.c's format"):
         save(tmp_path / "model.bin", *models[kind], format="llama2c")
     assert not os.listdir(tmp_path)
-
-
-def test_stacked_blocks_are_written_like_a_tuple_of_them(tmp_path, models):
-    config, params = models["gqa"]
-    for format in ("safetensors", "orbax"):
-        save(tmp_path / format, config, params, format=format)
-        same(llama_jax.load(tmp_path / format).params, params)
 
 
 SOURCES = ["meta-2", "pytorch", "ckpt.pt", "meta-vocabulary"]

@@ -14,7 +14,7 @@ from commands import run_here
 
 from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.checkpoints.huggingface_config import config_to_dict
-from llama_jax.cli.estimate import kinds_in_files
+from llama_jax.cli.estimate import kinds_in_files, read_config
 from llama_jax.model.adapters import Lora, adapter_count
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
@@ -324,9 +324,10 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words, run):
     assert facts["bytes_per_device"]["decode"]["parameters"] == bytes_in_memory(load(path, dtype).params)
 
 
-def test_kinds_of_stacked_layers_are_planned_where_they_are_alike():
+def test_kinds_are_planned_layer_by_layer():
     path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
     words, kinds = kinds_in_files(path)
+    layers = read_config(path).n_layers
     assert words == "q4_k and q6_k"
-    assert kinds.blocks.attention.qkv == ("q4_k", "q4_k", "q6_k")
-    assert kinds.blocks.attention_norm == (None,)
+    assert kinds.blocks.attention.qkv == (("q4_k", "q4_k", "q6_k"),) * layers
+    assert kinds.blocks.attention_norm == ((None,),) * layers

@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import jit_init
 
 import llama_jax
 from llama_jax import preset
-from llama_jax.model.trees import count
+from llama_jax.model.trees import count, layers_apart, layers_together, quantize
+from llama_jax.ops.platform import planned_for
 
 
 def test_initialisation():
@@ -45,3 +49,21 @@ def test_layers_of_and_stack_undo_each_other():
     assert len(layers) == 5
     assert count(params) == 260_032
     jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack(layers)), params)
+
+
+@pytest.mark.parametrize("kind", [None, "q4_0"])
+def test_layers_apart_are_the_same_model(kind):
+    """As a GPU has them: programs whose layers are unrolled read each from its own array."""
+    config = replace(preset("stories-260k"), hidden_dim=192)
+    params = jit_init(config, jax.random.key(0))
+    params = params if kind is None else quantize(params, kind)
+    apart = layers_apart(params)
+    assert len(apart.blocks.attention.qkv.stacks) == config.n_layers
+    jax.tree.map(np.testing.assert_array_equal, layers_together(apart), params)
+    tokens, found = jnp.asarray([[1, 5, 9, 2]]), []
+    for one, platform in ((params, None), (params, "gpu"), (apart, "gpu"), (apart, None)):
+        with planned_for(platform):
+            cache = llama_jax.init_cache(config, 1, 8)
+            found.append(jax.jit(llama_jax.forward, static_argnums=0)(config, one, tokens, cache)[0])
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-4 if kind is None else 2e-2)  # a CPU rounds inputs

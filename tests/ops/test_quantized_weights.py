@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_native_attention import SIZES, check_attention
@@ -384,17 +386,41 @@ def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
     check_integers(kind, columns)
 
 
+def check_sums(found: jax.Array, x: jax.Array, weight: jax.Array) -> None:
+    """A product is rounded as sums of floats are at most, in whatever order."""
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    most = (x.shape[1] + 1) * 2.0**-24 * (np.abs(x) @ np.abs(weight).T)
+    assert np.all(np.abs(np.asarray(found, np.float64) - x @ weight.T) <= most)
+
+
 def check_floats(columns: int, dtype: str = "float32") -> None:
-    """Weights of floats by few tokens: as rounded as a sum is, of every token as if it were alone."""
+    """Weights of floats by few tokens and many: every token as if it were alone."""
     rng = np.random.default_rng(4)
-    weight, x = (jnp.asarray(rng.normal(size=(rows, columns)), dtype) for rows in (70, 16))
-    each = {tokens: x[:tokens] for tokens in (1, 2, 5, 7, 12, 16)}
+    weight, x = (jnp.asarray(rng.normal(size=(rows, columns)), dtype) for rows in (70, 45))
+    each = {tokens: x[:tokens] for tokens in (1, 2, 5, 6, 7, 12, 16, 30, 45)}
     multiply = jax.jit(lambda each, weight: {tokens: native.multiply_floats(x, weight) for tokens, x in each.items()})
     found = multiply(each, weight)
-    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    np.testing.assert_allclose(found[16], wanted, atol=1e-6 * columns**0.5)
+    check_sums(found[6], x[:6], weight)
+    check_sums(found[45], x, weight)
     for tokens, rows in found.items():
-        np.testing.assert_array_equal(rows, found[16][:tokens], err_msg=f"{tokens} tokens")
+        np.testing.assert_array_equal(rows, found[6 if tokens <= 6 else 45][:tokens], err_msg=f"{tokens} tokens")
+
+
+@needs_compiler
+@given(
+    st.integers(1, 600), st.integers(1, 150), st.integers(1, 150), st.sampled_from(["float32", "bfloat16"]), st.booleans()
+)
+@settings(max_examples=25, deadline=None)
+def test_the_native_kernel_multiplies_floats_of_any_shape(tokens, rows, columns, dtype, stacked):
+    """And those of a stack; of infinities around the matrix it reads none."""
+    rng = np.random.default_rng(tokens)
+    x, weight = (jnp.asarray(rng.normal(size=(count, columns)), dtype) for count in (tokens, rows))
+    around = jnp.full((rows, columns), jnp.inf, dtype)
+    if stacked:
+        found = jax.jit(native.multiply_floats)(x, jnp.stack([around, weight, around]), jnp.int32(1))
+    else:
+        found = jax.jit(native.multiply_floats)(x, weight)
+    check_sums(found, x, weight)
 
 
 @needs_compiler
@@ -405,7 +431,7 @@ def test_the_native_kernel_multiplies_floats(columns, dtype):
 
 
 @needs_compiler
-def test_few_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
+def test_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
     """And there alone; with the derivative of a matmul."""
     rng = np.random.default_rng(5)
     x, weight = rng.normal(size=(2, 3, 256)).astype(np.float32), rng.normal(0, 1 / 16, (300, 256)).astype(np.float32)
@@ -413,7 +439,8 @@ def test_few_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
     wanted = jax.value_and_grad(run, (0, 1))(x, weight)
     with native_code(True):
         assert native.FLOATS in jax.jit(run).lower(x, weight).as_text()
-        assert native.FLOATS not in jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text(), "not of many rows"
+        many = jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text()
+        assert (native.FLOATS in many) == native.has_tiles()
         found = jax.value_and_grad(run, (0, 1))(x, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, wanted)
     assert native.FLOATS not in jax.jit(run).lower(x, weight).as_text()
@@ -422,9 +449,11 @@ def test_few_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one kernel")
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v2"])
+@pytest.mark.parametrize("level", ["cascadelake", "x86-64-v3", "x86-64-v2"])
 def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
-    """With AVX2, and with neither AVX2 nor VNNI."""
+    """With AVX-512 but no instruction for bfloat16, with AVX2, and with neither AVX2 nor VNNI."""
+    if level == "cascadelake" and "avx512_vnni" not in native._processor().split():
+        pytest.skip("this processor has no AVX-512")
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
     for name in ("TARGET", "FLOATS", "ATTENTION"):
         monkeypatch.setattr(native, name, f"{getattr(native, name)}_{level}")

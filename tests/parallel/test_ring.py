@@ -259,9 +259,9 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     np.testing.assert_allclose(last, hidden, atol=1e-5)
     np.testing.assert_array_equal(found.length, lengths)
     specs = cache_specs(held, sizes, 2)
-    for mine, theirs, spec in zip((*found.k, *found.v), (*cache.k, *cache.v), (*specs.k, *specs.v), strict=True):
-        np.testing.assert_allclose(mine[:, :: held.n_kv_heads // config.n_kv_heads], theirs, atol=1e-5)
-        assert mine.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+    for mine, theirs, spec in ((found.k, cache.k, specs.k), (found.v, cache.v, specs.v)):
+        np.testing.assert_allclose(mine[:, :, :: held.n_kv_heads // config.n_kv_heads], theirs, atol=1e-5)
+        assert mine.sharding.is_equivalent_to(NamedSharding(mesh, spec), 5)
 
 
 @pytest.mark.slow
@@ -279,15 +279,3 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     started = started.replace(cache=llama_jax.grow(started.cache, 128))
     _, _, found = jax.jit(partial(state.decode, config, most=1))(spread, started, 1)
     assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens
-
-
-@pytest.mark.slow
-def test_stacked_blocks_fill_a_stacked_cache():
-    params = jit_init(CONFIG, jax.random.key(0))
-    sizes = MeshSizes(context=4)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, LENGTH), np.int32)
-    read = jax.jit(prefill_over(CONFIG, make_mesh(sizes)))
-    stacked, state = read(params, tokens, np.array([LENGTH], np.int32))
-    single, wanted = read(params, tokens, np.array([LENGTH], np.int32))
-    np.testing.assert_allclose(stacked.k, jnp.stack(single.k), atol=1e-6)
-    np.testing.assert_allclose(state, wanted, atol=1e-6)

@@ -152,14 +152,6 @@ def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkey
     same(module.continuations(pieces, ()), alone[:1])
 
 
-@pytest.mark.slow
-def test_stacked_blocks_on_a_mesh(load, alone):
-    config, params = load("data=2,fsdp=2,tensor=2")
-    stacked = params
-    assert not stacked.blocks.attention.qkv.sharding.is_fully_replicated
-    same(llama_jax.generate(config, stacked, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
-
-
 def collectives(config, params, batch):
     """Kind and shape of every collective in the compiled decode loop."""
     layout = layout_of(params)
@@ -212,8 +204,8 @@ def test_rows_that_cannot_be_divided_are_an_error(load):
 def test_every_device_holds_its_share_and_no_more(load):
     config, params = load("tensor=8")
     assert config == replace(CONFIG, n_kv_heads=8)
-    block = llama_jax.layers_of(params)[1]
-    assert (params.embedding.shape, params.lm_head.shape, block.attention.qkv.shape) == ((256, 32), (256, 32), (8, 3, 4, 32))
+    assert (params.embedding.shape, params.lm_head.shape) == ((256, 32), (256, 32))
+    assert params.blocks.attention.qkv.shape == (CONFIG.n_layers, 8, 3, 4, 32)
     norms = (2 * CONFIG.n_layers + 1) * 32
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // 4
     held = Counter()
@@ -234,9 +226,7 @@ def test_every_format_is_read_into_its_shares(tmp_path, params, format, tied):
         found = llama_jax.load(path, mesh=sizes)
         assert found.config == fitted(open_checkpoint(path).config, sizes)
         jax.tree.map(np.testing.assert_array_equal, found.params, fit(config, sizes, params))
-        places = param_shardings(config, sizes)
-        places = places.replace(blocks=(places.blocks,) * config.n_layers)
-        assert jax.tree.map(lambda a: a.sharding, found.params) == places
+        assert jax.tree.map(lambda a: a.sharding, found.params) == param_shardings(config, sizes)
 
 
 def test_each_row_is_read_once_for_each_device_that_holds_it(folder):
@@ -264,8 +254,7 @@ def test_each_row_is_read_once_for_each_device_that_holds_it(folder):
 def test_fitting_what_orbax_read_takes_one_array_more(params, monkeypatch):
     """Bytes on each device while an array is in both forms, above the model's share."""
     sizes = MeshSizes(tensor=8)
-    stored = param_shardings(CONFIG, sizes, fitted=False)
-    stored = jax.device_put(params, stored.replace(blocks=(stored.blocks,) * CONFIG.n_layers))
+    stored = jax.device_put(params, param_shardings(CONFIG, sizes, fitted=False))
     others = {id(a) for a in jax.live_arrays()} - {id(a) for a in jax.tree.leaves(stored)}
     peak = []
 
@@ -278,7 +267,7 @@ def test_fitting_what_orbax_read_takes_one_array_more(params, monkeypatch):
     found = serving.fit_on_mesh(CONFIG, sizes, stored)
     share = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(found))
     largest = max(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(found))
-    assert len(peak) == 2 + CONFIG.n_layers
+    assert len(peak) == 3  # the embedding, the output projection, and queries, keys and values of all layers
     assert share < max(peak) <= share + largest
 
 
@@ -334,11 +323,11 @@ def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), (AxisType.Auto,) * 3)
     found = jax.device_put(params, NamedSharding(mesh, P()))
     assert layout_of(found).constrain.rows == ("x", "y", "z")
-    block = llama_jax.layers_of(found)[0]
-    heads = jax.device_put(block.attention.qkv, NamedSharding(mesh, P("y")))
+    attention = found.blocks.attention
+    heads = jax.device_put(attention.qkv, NamedSharding(mesh, P(None, "y")))
     vocabulary = jax.device_put(found.lm_head, NamedSharding(mesh, P("x")))
     table = jax.device_put(found.embedding, NamedSharding(mesh, P(None, ("x", "z"))))
-    blocks = (block.replace(attention=block.attention.replace(qkv=heads)), *found.blocks[1:])
+    blocks = found.blocks.replace(attention=attention.replace(qkv=heads))
     placement = layout_of(found.replace(blocks=blocks, lm_head=vocabulary, embedding=table)).constrain
     assert (placement.rows, placement.heads, placement.vocabulary, placement.width) == (("z",), ("y",), ("x",), ("x", "z"))
     with pytest.raises(ValueError, match="no point of a generation is called 'elsewhere'"):

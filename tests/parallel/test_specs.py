@@ -54,12 +54,10 @@ def test_a_mesh_that_is_not_refused_divides_every_array(name, sizes, is_fitted):
         assert all(n % k == 0 for n, k in zip(a.shape, ways(spec, sizes), strict=False))
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_specs_have_the_form_of_the_parameters(stacked):
-    specs, shapes = param_specs(CONFIG, MeshSizes(), stacked=stacked), param_shapes(CONFIG, stacked=stacked)
+def test_specs_have_the_form_of_the_parameters():
+    specs, shapes = param_specs(CONFIG, MeshSizes()), param_shapes(CONFIG)
     assert jax.tree.structure(specs) == jax.tree.structure(shapes)
-    qkv = (specs.blocks if stacked else llama_jax.layers_of(specs)[3]).attention.qkv
-    assert qkv == P(*[None] * stacked, "tensor", None, None, "fsdp")
+    assert specs.blocks.attention.qkv == P(None, "tensor", None, None, "fsdp")
     assert specs.embedding == P("tensor", "fsdp")
     assert specs.final_norm == P()
 
@@ -99,12 +97,11 @@ def test_the_batch_is_split_over_data_and_fsdp():
         batch_spec(MeshSizes(2, 4), 12)
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_the_cache_is_split_by_rows_and_heads(stacked):
-    specs = cache_specs(CONFIG, MeshSizes(2, 1, 2), 4, stacked=stacked)
-    cache = jax.eval_shape(lambda: init_cache(CONFIG, 4, 16, stacked=stacked))
+def test_the_cache_is_split_by_rows_and_heads():
+    specs = cache_specs(CONFIG, MeshSizes(2, 1, 2), 4)
+    cache = jax.eval_shape(lambda: init_cache(CONFIG, 4, 16))
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert specs.v == P(None, ("data", "fsdp"), "tensor") if stacked else specs.v[2] == P(("data", "fsdp"), "tensor")
+    assert specs.v == P(None, ("data", "fsdp"), "tensor")
     assert specs.length == P(("data", "fsdp"))
 
 

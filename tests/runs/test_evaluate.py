@@ -136,14 +136,13 @@ def test_more_context_helps(stories, stories_folder):
     assert losses[1] < losses[0] - 0.05
 
 
-def test_stacked_blocks_and_bfloat16(models, measure):
+def test_bfloat16(models, measure):
     config, params = models[KIND]
     corpus = corpus_of(LENGTHS)
     expected = evaluate(config, params, corpus, batch=3, measure=measure).loss
-    stacked = params
-    assert evaluate(config, stacked, corpus).loss == pytest.approx(expected, rel=1e-6)
+    assert evaluate(config, params, corpus).loss == pytest.approx(expected, rel=1e-6)
     in_bfloat16 = jax.jit(partial(token_nats, config, compute=Compute(jnp.bfloat16)))
-    found = evaluate(config, stacked, corpus, measure=in_bfloat16).loss
+    found = evaluate(config, params, corpus, measure=in_bfloat16).loss
     assert found != expected
     assert found == pytest.approx(expected, rel=1e-2)
 

@@ -13,7 +13,6 @@ from conftest import as_float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llama_jax
 from llama_jax.config import RopeScaling
 from llama_jax.data import Corpus, DataError
 from llama_jax.model.whole import logits
@@ -70,9 +69,9 @@ def in_pieces(monkeypatch):
     ids=["plain", "rope by length"],
 )
 def test_it_is_the_definition(models, in_pieces, config, lengths):
-    """Stacked blocks, several windows at once, of which the last batch is not full; and beyond the model's context."""
+    """Several windows at once, of which the last batch is not full; and beyond the model's context."""
     corpus = corpus_of([60, 24, 25, 40, 1])
-    found = evaluate_lengths(config, llama_jax.stack(models[KIND][1]), corpus, lengths[::-1], batch=3)
+    found = evaluate_lengths(config, models[KIND][1], corpus, lengths[::-1], batch=3)
     assert tuple(one.length for one in found) == lengths
     for one in found:
         nats = by_definition(config, models[KIND][1], corpus, one.length, lengths[-1])
@@ -88,7 +87,7 @@ def test_it_is_the_definition(models, in_pieces, config, lengths):
 
 
 def test_a_model_that_knows_nothing(models, in_pieces):
-    params = llama_jax.stack(models[KIND][1])
+    params = models[KIND][1]
     (found,) = evaluate_lengths(CONFIG, jax.tree.map(jnp.zeros_like, params), corpus_of([80]), [24], batch=3)
     np.testing.assert_allclose(found.by_position, math.log(CONFIG.vocab_size), rtol=1e-6)
     assert found.standard_error == pytest.approx(0, abs=1e-6)

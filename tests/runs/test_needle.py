@@ -31,7 +31,7 @@ SHORT = {"statement": "No {key}!", "question": "No {key}", "digits": 2, "wrong_k
 
 @pytest.fixture(scope="module")
 def params():
-    return llama_jax.stack(params_of(CONFIG, make_goldens.random_tensors(CONFIG)))
+    return params_of(CONFIG, make_goldens.random_tensors(CONFIG))
 
 
 @pytest.fixture

@@ -545,12 +545,11 @@ def test_an_older_step_a_dtype_and_shardings(saved_run):
     sizes = MeshSizes(data=1, fsdp=8, tensor=1)
     mesh = Mesh(np.reshape(jax.devices(), (1, 8, 1)), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     places = shardings(mesh, param_specs(CONFIG, sizes))
-    places = places.replace(blocks=llama_jax.layers_of(places)[0])
     params = llama_jax.load(saved_run / "checkpoints/10", "bfloat16", shardings=places).params
     expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state_of(10).params)
     assert same(params, expected)
     assert params.embedding.sharding == places.embedding
-    assert llama_jax.layers_of(params)[1].attention.qkv.sharding == places.blocks.attention.qkv
+    assert params.blocks.attention.qkv.sharding == places.blocks.attention.qkv
 
 
 def test_the_moving_average_is_the_model(tmp_path):

@@ -29,9 +29,7 @@ def model(models):
 def same(url, params):
     found = llama_jax.load(url).params
     np.testing.assert_array_equal(found.embedding, params.embedding)
-    np.testing.assert_array_equal(
-        llama_jax.layers_of(found)[-1].feed_forward.down, llama_jax.layers_of(params)[-1].feed_forward.down
-    )
+    np.testing.assert_array_equal(found.blocks.feed_forward.down, params.blocks.feed_forward.down)
 
 
 def test_a_folder_is_whole_when_its_settings_are_there(store, model, tmp_path):

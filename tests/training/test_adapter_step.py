@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import as_float64, jit_init
+from conftest import as_float64, jit_dequantize, jit_init, jit_logits
 from training_options import loss_options, step_options
 
 import llama_jax
-from llama_jax.model.adapters import Lora, adapted, adapter_shapes, init_adapters, merge, with_base
+from llama_jax.model.adapters import Lora, adapted, adapter_shapes, init_adapters, merge, settled, with_base
 from llama_jax.model.options import Layout
-from llama_jax.model.trees import quantize
+from llama_jax.model.trees import layers_of, quantize, stack
+from llama_jax.ops.weights import JoinedWeight, MixedStack, quantized
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -134,6 +135,55 @@ def test_a_quantised_base_learns():
         state, metrics = step(base, state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_base_whose_layers_differ_in_their_kinds(dora):
+    """As a GGUF has them: the loss, the gradients and the merged model are those over its numbers."""
+    lora = Lora(rank=3, alpha=6.0, targets=("v_proj", "up_proj"), dora=dora)
+    config = llama_jax.LlamaConfig(
+        vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=32, norm_eps=1e-5,
+        rope_theta=10_000.0, tie_embeddings=True,
+    )  # fmt: skip
+    params = jit_init(config, jax.random.key(1))
+
+    def in_kinds(block, number):
+        kind, (queries, keys, values) = ("q4_0", "q8_0", "q8_0")[number], jnp.split(block.attention.qkv, [2, 3], axis=-3)
+        parts = [quantized(part, its) for part, its in ((queries, "q8_0"), (keys, "q8_0"), (values, kind))]
+        attention = block.attention.replace(qkv=JoinedWeight(tuple(parts)))
+        return block.replace(
+            attention=attention, feed_forward=block.feed_forward.replace(up=quantized(block.feed_forward.up, kind))
+        )
+
+    base = params.replace(blocks=stack([in_kinds(block, i) for i, block in enumerate(layers_of(params))]))
+    assert isinstance(base.blocks.feed_forward.up, MixedStack)
+    assert isinstance(base.blocks.attention.qkv.parts[2], MixedStack)
+    dense = jit_dequantize(base)
+    same = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=1e-6))
+    if dora:
+        made = [init_adapters(config, lora, jax.random.key(2), base=one) for one in (base, dense)]
+        same(*made)
+    adapters = random_adapters(config, lora)
+    merged = merge(dense, adapters, lora)
+    same(merge(base, adapters, lora).blocks.feed_forward, merged.blocks.feed_forward)
+    batch = Batch(np.random.default_rng(1).integers(0, 64, (2, 12), np.int32))
+    loss_of = jax.jit(
+        jax.value_and_grad(
+            lambda adapters, base: next_token_loss(
+                config, adapted(base, adapters, lora), batch=batch, options=loss_options(chunk=5)
+            )
+        )
+    )
+    found, wanted = (loss_of(adapters, one) for one in (base, dense))
+    # A CPU rounds activations for quantized weights.
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-2)
+    for ours, theirs in zip(*(jax.tree.leaves(one[1]) for one in (found, wanted)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=0.05 * float(jnp.abs(theirs).max()))
+    once = settled(adapted(base, adapters, lora))
+    logits = jit_logits(config, once, TOKENS[:, :12] % 64)
+    np.testing.assert_allclose(
+        logits, jit_logits(config, merged, TOKENS[:, :12] % 64), atol=0.05 * float(jnp.abs(logits).max())
+    )
 
 
 @pytest.mark.slow

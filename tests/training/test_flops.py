@@ -55,7 +55,7 @@ def test_packed_rows_count_the_documents_only():
 
 @pytest.mark.parametrize("tie_embeddings", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_compiled_step_does_what_is_counted(tie_embeddings):
-    """XLA counts a loop's body once, so nothing is scanned here; and all scores, for this step computes the masked ones too.
+    """XLA counts a loop's body once, so the model has one layer; and all scores, for this step computes the masked ones too.
 
     What it does beyond is element by element: softmax, normalisations, rotary embedding, AdamW. Its share falls with the
     width of the model.
@@ -63,6 +63,7 @@ def test_the_compiled_step_does_what_is_counted(tie_embeddings):
     config = tiny(
         vocab_size=512,
         dim=256,
+        n_layers=1,
         n_heads=4,
         n_kv_heads=2,
         hidden_dim=512,

@@ -10,7 +10,6 @@ from conftest import as_float64
 from jax.flatten_util import ravel_pytree
 from training_options import loss_options
 
-import llama_jax
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import next_token_loss
 
@@ -20,7 +19,7 @@ def problem(models):
     """(loss of flat parameters, flat parameters, a direction), for packed rows whose logits are made in two chunks."""
     config, params = models["gqa"]
     with jax.enable_x64(True):
-        flat, unravel = ravel_pytree(llama_jax.stack(as_float64(params)))
+        flat, unravel = ravel_pytree(as_float64(params))
         rng = np.random.default_rng(0)
         segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], np.int32)
         places = np.array([[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))], np.int32)

@@ -26,7 +26,7 @@ def plain_loss(config, params, tokens):
 
 @pytest.fixture(scope="module")
 def defined(models):
-    """{kind: (config, params with stacked blocks, tokens, (loss, gradients) of the definition)}, in float64."""
+    """{kind: (config, params, tokens, (loss, gradients) of the definition)}, in float64."""
 
     def of(config, params):
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, LENGTH + 1), np.int32)
@@ -38,20 +38,20 @@ def defined(models):
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk", "remat", "stacked"),
+    ("kind", "chunk", "remat"),
     [
-        ("gqa", 3, "none", True),
-        ("gqa", 4, "full", False),
-        pytest.param("tied", 100, "full", True, marks=pytest.mark.slow),
-        pytest.param("gqa", 11, "dots", True, marks=pytest.mark.slow),
-        pytest.param("tied", 5, "offload", True, marks=pytest.mark.slow),
+        ("gqa", 3, "none"),
+        ("gqa", 4, "full"),
+        pytest.param("tied", 100, "full", marks=pytest.mark.slow),
+        pytest.param("gqa", 11, "dots", marks=pytest.mark.slow),
+        pytest.param("tied", 5, "offload", marks=pytest.mark.slow),
     ],
 )
-def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat, stacked):
+def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat):
     config, params, tokens, (loss, gradients) = defined[kind]
     with jax.enable_x64(True):
         loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
-        found = jax.jit(jax.value_and_grad(loss_of))(params if stacked else params)
+        found = jax.jit(jax.value_and_grad(loss_of))(params)
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         assert found[0].dtype == jnp.float64
         # The rotary angles are float32 on both sides.

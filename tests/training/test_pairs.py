@@ -155,7 +155,7 @@ def test_accumulated_parts_are_the_whole_batch(models, kind):
     options = PreferenceOptions(kind)
     batch = PairRows(judged(config) if kind == "kto" else drawn(config), 4, LENGTH, seed=None)[0]
     optimizer = adamw(1e-3)
-    state = init_state(optimizer, llama_jax.stack(params))
+    state = init_state(optimizer, params)
     base = jax.tree.map(lambda leaf: leaf * 1.1, state.params)
     found = []
     for parts in (1, 2):

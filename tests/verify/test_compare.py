@@ -88,11 +88,6 @@ def test_a_model_is_itself(against, tensors):
     assert all(part[1:] == (0, 0, 0, 0) for part in found.parts)
 
 
-def test_stacked_blocks_are_the_same_model(models, reference):
-    params = models["gqa"][1]
-    assert compare(params, trace(params, TOKENS, origin()), reference).same
-
-
 def test_what_has_no_effect_makes_no_other_model(against, tensors):
     assert against(tensors, replace(CONFIG, max_seq_len=CONFIG.max_seq_len * 2)).same
     assert against(tensors, replace(CONFIG, norm_eps=float(np.float32(CONFIG.norm_eps)))).same

@@ -1,6 +1,5 @@
 """What quantising did to each matrix, beside the two matrices themselves."""
 
-import jax
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
@@ -10,7 +9,7 @@ from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.model.adapters import adapted
-from llama_jax.model.trees import quantize
+from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights import KINDS, JoinedWeight
 from llama_jax.verify import matrices
 from llama_jax.verify.matrices import matrix_errors
@@ -57,23 +56,27 @@ def test_adapters_are_left_out(stories_model):
 
 
 def test_floats_and_parts_of_several_kinds(stories_model):
-    _, params, _ = stories_model
+    config, params, _ = stories_model
     assert matrix_errors(params, params) == ()
-    block = llama_jax.layers_of(params)[0]
-    qkv = block.attention.qkv
-    parts = (llama_jax.layers_of(quantize(params, "q8_0"))[0].attention.qkv, qkv)
-    joined = jax.tree.map(lambda a: a, params).replace(
-        blocks=(block.replace(attention=block.attention.replace(qkv=JoinedWeight(parts))), *params.blocks[1:])
-    )
-    twice = params.replace(
-        blocks=(
-            block.replace(attention=block.attention.replace(qkv=np.concatenate([qkv, qkv], axis=-3))),
-            *params.blocks[1:],
-        )
-    )
-    (error,) = matrix_errors(joined, twice)
-    assert (error.name, error.layer, error.kind) == ("attention.qkv", 0, "q8_0 and float32")
-    assert error.bits == pytest.approx((8.5 + 32) / 2)
+    attention = params.blocks.attention
+    parts = (quantize(params, "q8_0").blocks.attention.qkv, attention.qkv)
+    with_qkv = lambda qkv: params.replace(blocks=params.blocks.replace(attention=attention.replace(qkv=qkv)))
+    errors = matrix_errors(with_qkv(JoinedWeight(parts)), with_qkv(np.concatenate([attention.qkv] * 2, axis=-3)))
+    assert [error.layer for error in errors] == list(range(config.n_layers))
+    assert {(error.name, error.kind) for error in errors} == {("attention.qkv", "q8_0 and float32")}
+    assert errors[0].bits == pytest.approx((8.5 + 32) / 2)
+
+
+def test_layers_of_several_kinds(stories_model):
+    """Of which one is floats, and has no error."""
+    _, params, _ = stories_model
+    first, *rest = layers_of(quantize(params, "q8_0"))
+    wide = first.feed_forward.replace(up=layers_of(params)[0].feed_forward.up)
+    errors = matrix_errors(params.replace(blocks=stack([first.replace(feed_forward=wide), *rest])), params)
+    of_up = [error for error in errors if error.name == "feed_forward.up"]
+    assert [error.layer for error in of_up] == list(range(1, 1 + len(rest)))
+    (expected,) = (one for one in matrix_errors(quantize(params, "q8_0"), params) if one[:2] == of_up[0][:2])
+    assert of_up[0] == expected
 
 
 @pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_logits
+from conftest import first_layers, jit_logits
 
 import llama_jax
 from llama_jax import ops
@@ -34,7 +34,7 @@ def test_streams_and_logits_are_those_of_the_forward_pass(models, traced):
 
 def test_the_parts_one_by_one_make_up_the_whole(models, traced):
     config, params = models["gqa"]
-    for i, block in enumerate(params.blocks):
+    for i, block in enumerate(llama_jax.layers_of(params)):
         np.testing.assert_allclose(run_layer(config, block, traced.streams[i]), traced.streams[i + 1], atol=1e-5)
     np.testing.assert_allclose(run_output(config, params, traced.streams[-1]), traced.logits, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Kernels for decoding on CPUs, compiled when needed: matmuls of a few tokens and attention of a few queries.
+"""Kernels for models on CPUs, compiled when needed: matmuls, and attention of a few queries.
 
 JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
 is kept in the user's cache folder, under a hash of everything it depends on. There are two libraries, `floats`
@@ -63,13 +63,16 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.
 
 
 def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
-    """[T, D] by float32 or bfloat16 [N, D]: float32[T, N], of every row as if it were alone; fast for few rows.
+    """[T, D] by float32 or bfloat16 [N, D], in whose dtype `x` is taken: float32[T, N].
+
+    Every row is multiplied as if it were alone, but up to six rows are summed, and so rounded, in another order than more.
+    Without AVX2 only few rows are fast, see `has_tiles`.
 
     Args:
       group: int32[]; the weight is [E, N, D], of which this matrix is multiplied.
     """
     call, more = _call(FLOATS, len(x), weight.shape, group)
-    return call(*more, x.astype(jnp.float32), weight)
+    return call(*more, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
 def _call(target: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -115,6 +118,11 @@ def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
         PUT, jax.ShapeDtypeStruct(pages.shape, pages.dtype), input_output_aliases={0: 0}, vmap_method="sequential"
     )
     return call(pages, rows, places)
+
+
+def has_tiles() -> bool:
+    """Whether `multiply_floats` is as fast as XLA for many rows: this processor has AVX2 and its vectors."""
+    return "avx2" in _processor().split()
 
 
 def usable(library: str) -> bool:
@@ -168,6 +176,7 @@ def _compiled(source: Path) -> Path:
     return library
 
 
+@cache
 def _processor() -> str:
     """The processor's features, so that a cache folder shared by machines has a kernel for each kind."""
     try:

@@ -1,7 +1,8 @@
-// Decoding of float32 and bfloat16 models on CPUs: matmuls of a few tokens, and their attention.
+// Float32 and bfloat16 models on CPUs: matmuls, and the attention of a few tokens.
 //
 // XLA for CPU takes two to three times as long for two to sixteen rows as for one, and twice as long for one by a small
-// weight; these read each number of a weight once. They are separate from blocks.cc because they compile faster.
+// weight; these read each number of a weight once. For more it is as fast, but copies a matrix that lies in a stack before it
+// multiplies with it. They are separate from blocks.cc because they compile faster.
 
 #include "attention.h"
 #include "floats.h"

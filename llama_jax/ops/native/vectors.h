@@ -20,6 +20,11 @@ constexpr int W = 64;  // bytes of a vector
 constexpr int W = 32;
 #endif
 constexpr int LANES = W / 4;
+#if VNNI && defined(__AVX512BF16__)
+#define PAIRS 1  // of bfloat16, which are multiplied by one instruction and added to a float
+#else
+#define PAIRS 0
+#endif
 
 typedef uint8_t u8s __attribute__((vector_size(W)));
 typedef int8_t i8s __attribute__((vector_size(W)));
@@ -57,6 +62,14 @@ static inline T sum_of_lanes(const T* all) {
   return pairs[0];
 }
 
+// Lane i of `spread_from<each>(first)` is first + i / each: with `taken`, so many lanes of each number from `first` on.
+template <int each>
+static inline ints spread_from(int32_t first) {
+  ints places;
+  for (int i = 0; i < LANES; ++i) places[i] = i / each;
+  return places + first;
+}
+
 // --- what processors have instructions for -------------------------------------------------------------------------------
 
 #if VNNI
@@ -91,6 +104,38 @@ static inline void sums_of_four(const floats* v, float* to) {
   const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 }
+
+// LANES vectors: the i-th lane of each goes into the i-th.
+static inline void transpose(floats* v) {
+  const __m512i lanes = (__m512i)spread_from<1>(0);
+#pragma GCC unroll 4
+  for (int h = LANES / 2; h > 0; h /= 2) {
+    const __mmask16 upper = _mm512_test_epi32_mask(lanes, _mm512_set1_epi32(h));
+    const __m512i low = _mm512_mask_add_epi32(lanes, upper, lanes, _mm512_set1_epi32(LANES - h));
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(h));
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) {
+      if (i & h) continue;
+      const __m512 a = (__m512)v[i], b = (__m512)v[i + h];
+      v[i] = (floats)_mm512_permutex2var_ps(a, low, b), v[i + h] = (floats)_mm512_permutex2var_ps(a, high, b);
+    }
+  }
+}
+
+#if PAIRS
+// Neighbouring numbers of two vectors as pairs.
+static inline floats as_pairs(floats first, floats second) {
+  return (floats)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+// Adds to each lane the product of two numbers of bfloat16 with its own two; of the first alone where that is the last.
+template <bool whole>
+static inline floats plus_product(floats total, const brain* w, floats x) {
+  uint32_t pair = 0;
+  std::memcpy(&pair, w, whole ? 4 : 2);
+  return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)(words{} + pair), (__m512bh)x);
+}
+#endif
 
 // Adds to each lane the sum of four neighbouring products.
 static inline ints dot(ints total, u8s w, i8s x) {
@@ -183,6 +228,13 @@ static inline float largest_lane(floats v) {
 
 static inline void sums_of_four(const floats* v, float* to) {
   for (int i = 0; i < 4; ++i) to[i] = sum(v[i]);
+}
+
+static inline void transpose(floats* v) {
+  float from[LANES][LANES];
+  std::memcpy(from, v, sizeof(from));
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) v[i][j] = from[j][i];
 }
 
 template <bool whole>

@@ -2,7 +2,7 @@
 
 from llama_jax.ops.weights.adapted import AdaptedWeight, ChangedWeight, LowRank, row_lengths
 from llama_jax.ops.weights.kinds import KINDS, Kept, Name, Pure, fitting, with_fallback
-from llama_jax.ops.weights.layers import MixedStack, layer_of
+from llama_jax.ops.weights.layers import MixedStack, apart, layer_of
 from llama_jax.ops.weights.planes import Kind, Plane
 from llama_jax.ops.weights.tabled import TabledWeight
 from llama_jax.ops.weights.weight import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
@@ -21,6 +21,7 @@ __all__ = [
     "Pure",
     "QuantizedWeight",
     "TabledWeight",
+    "apart",
     "fitting",
     "layer_of",
     "quantized",

@@ -25,7 +25,7 @@ class LowRank(struct.PyTreeNode):
       b: [*out, R].
       magnitude: [*out], the length of each row of the changed matrix, 0 for rows that keep their own; None without DoRA.
 
-    Stacked layers have a leading axis L on all.
+    Of all layers they have a leading axis L.
     """
 
     a: Any

@@ -31,7 +31,7 @@ Name = Literal[
 ]
 # A kind alone for all matrices, without the wider ones that `model.mixtures` else gives some.
 Pure = Literal["int4-pure", "nf4-pure", "q4_0-pure", "q4_1-pure", "q5_0-pure", "q5_1-pure", "q4_k-pure", "q5_k-pure"]
-# Of a model that training reads and does not change, whose layers are stacked.
+# Of a model that training reads and does not change.
 Kept = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}

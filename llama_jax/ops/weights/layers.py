@@ -22,10 +22,11 @@ from llama_jax.ops.weights.weight import QuantizedWeight, flat_planes
 
 
 class MixedStack(struct.PyTreeNode):
-    """Matrices [L, *out, D] whose kind differs from layer to layer: a stack for each kind.
+    """Matrices [L, *out, D] in several stacks: one for each kind, where that differs from layer to layer; or one for each
+    layer, see `apart`.
 
     Attributes:
-      stacks: arrays or quantized weights [l, *out, D], of different kinds.
+      stacks: arrays or quantized weights [l, *out, D].
       places: for each layer, in which stack it is and where.
     """
 
@@ -104,13 +105,26 @@ class LayerWeight(struct.PyTreeNode):
         found = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
         return checkpoint_name(found.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
 
-    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
+    def decoded(self) -> jax.Array:
+        """The matrix itself; of a magnitude's rows, never for a matmul."""
 
+        def of_kind(stack: Any, at: jax.Array) -> jax.Array:
+            weight = expert_of(stack, at)
+            weight = weight if self.number is None else expert_of(weight, self.number)
+            return weight.decoded() if hasattr(weight, "decoded") else weight
+
+        return self._by_kind(of_kind) if isinstance(self.stack, MixedStack) else of_kind(self.stack, self.layer)
+
+    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         def of_kind(stack: Any, at: jax.Array) -> jax.Array:
             weight = matrix_of(stack, at)
             return project(x, weight if self.number is None else expert_of(weight, self.number), out_dtype=out_dtype)
 
+        return self._by_kind(of_kind)
+
+    def _by_kind(self, of_kind: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """What a function gives for the stack that has the layer, and its place there."""
+        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
         return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
 
 
@@ -189,6 +203,20 @@ def split(
         return jax.tree.unflatten(structure, found)
 
     return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], layer_of
+
+
+def apart(stack: Any) -> MixedStack:
+    """The same matrices [L, *out, D], each layer's in arrays of its own, as a GPU decodes fastest.
+
+    XLA for GPUs copies a slice of an array that a loop carries before it multiplies by it (8B on an H100: 117 MB for each of
+    a layer's larger matrices, and of int8 four times its bytes); an array of its own is read where it lies.
+    """
+    if isinstance(stack, MixedStack):
+        layers = [(stack.stacks[which], at) for which, at in stack.places]
+    else:
+        layers = [(stack, layer) for layer in range(stack.shape[0])]
+    alone = tuple(jax.tree.map(lambda array, at=at: array[at : at + 1], one) for one, at in layers)
+    return MixedStack(alone, tuple((layer, 0) for layer in range(len(alone))))
 
 
 def layer_of(stacked: Any, layer: int) -> Any:

@@ -32,7 +32,8 @@ def storage_order(plane: Plane, ndim: int, platform: str) -> tuple[int, ...] | N
     """
     if platform != "tpu" or not plane.grouped or plane.entries != LANES:
         return None
-    return (ndim - 2, *range(ndim - 2), ndim - 1)
+    layers = (0,) if ndim > 3 else ()  # whose slices are to lie together
+    return (*layers, ndim - 2, *range(len(layers), ndim - 2), ndim - 1)
 
 
 def arranged(plane: Plane, array: Any) -> Any:

@@ -124,7 +124,7 @@ class JoinedWeight(struct.PyTreeNode):
 
     def decoded(self) -> Any:
         """As one matrix."""
-        parts = [part.decoded() if isinstance(part, QuantizedWeight) else part for part in self.parts]
+        parts = [part.decoded() if hasattr(part, "decoded") else part for part in self.parts]
         return (np if isinstance(parts[0], np.ndarray) else jnp).concatenate(parts, axis=-3)
 
 
