@@ -1,0 +1,112 @@
+"""Attention over pages, in every way: what the definition of attention gives for rows that are not in pages."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_jax.ops.attention import Seen
+from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference, write_paged
+from llama_jax.ops.attention.reference import reference
+from llama_jax.ops.quantized import Quantized, dequantize, quantize
+
+SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
+
+
+@st.composite
+def some_rows(draw):
+    """(length, new tokens) of each row: decoded ones, pieces of prompts, rows without new tokens and without any."""
+    count, left, rows = draw(st.integers(1, 5)), TOKENS, []
+    for _ in range(count):
+        new = draw(st.sampled_from([0, 1, 1, 2, 7, left]))
+        new = min(new, left)
+        rows.append((new + draw(st.sampled_from([0, 1, 3, 8, 21])), new))
+        left -= new
+    return rows
+
+
+def paged(rows, page, heads, width, dtype=jnp.float32, seed=0):
+    """Rows in pages, in an order of their own, and the same keys and values without pages, [1, K, length, H] of each."""
+    rng = np.random.default_rng(seed)
+    most = max(-(-length // page) for length, _ in rows) or 1
+    count = sum(-(-length // page) for length, _ in rows) + 2
+    free = list(rng.permutation(count))
+    pages = rng.normal(size=(LAYERS, count, page, 2 * heads, width)).astype(np.float32)
+    table = rng.integers(0, count, (len(rows), most)).astype(np.int32)
+    apart = []
+    for r, (length, _) in enumerate(rows):
+        own = [free.pop() for _ in range(-(-length // page))]
+        table[r, : len(own)] = own
+        dense = jnp.asarray(pages[LAYER, own].reshape(-1, 2 * heads, width)[:length])
+        dense = dequantize(quantize(dense)) if dtype == jnp.int8 else dense.astype(dtype).astype(jnp.float32)
+        apart.append(tuple(dense[:, i::2].swapaxes(0, 1)[None] for i in (0, 1)))
+    stored = jax.tree.map(jnp.asarray, quantize(jnp.asarray(pages)) if dtype == jnp.int8 else pages.astype(dtype))
+    starts = np.cumsum([0, *(new for _, new in rows)]).astype(np.int32)
+    lengths = np.array([length for length, _ in rows], np.int32)
+    return PagedView(stored, jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(lengths), jnp.asarray(starts)), apart
+
+
+def some_queries(heads, groups, width, dtype=jnp.float32, tokens=TOKENS, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(tokens, heads, groups, width)), dtype)
+
+
+def by_definition(queries, rows, apart, window=None, sinks=0, chunk=None):
+    """The mixtures of the new tokens of all rows, row by row."""
+    found, begin = [], 0
+    for (length, new), (keys, values) in zip(rows, apart, strict=True):
+        if not new:
+            continue
+        own = queries[begin : begin + new].astype(jnp.float32).transpose(1, 0, 2, 3)[None]
+        begin += new
+        for t in range(new):  # one by one, so that sinks and chunks are the keys that are there
+            at = length - new + t
+            see = [s for s in range(at + 1) if window is None or at - s < window or s < sinks]
+            see = np.array([s for s in see if chunk is None or s // chunk == at // chunk])
+            seen = Seen(np.array([[len(see)]]), np.arange(len(see))[None])
+            mixed = reference(own[:, :, t : t + 1], keys[:, :, see], values[:, :, see], seen, scale=SCALE)
+            found.append(mixed[0, :, 0])
+    return np.stack(found) if found else np.zeros((0, *queries.shape[1:]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    some_rows(),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([(1, 1, 4), (2, 3, 8), (3, 1, 20)]),
+    st.sampled_from([(None, 0, None), (5, 0, None), (4, 2, None), (None, 0, 6)]),
+    st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int8]),
+)
+def test_the_plain_form_is_attention_to_the_rows_themselves(rows, page, sizes, limits, dtype):
+    (heads, groups, width), (window, sinks, chunk) = sizes, limits
+    view, apart = paged(rows, page, heads, width, dtype)
+    queries = some_queries(heads, groups, width)
+    found = np.asarray(paged_reference(queries, view, scale=SCALE, window=window, sinks=sinks, chunk=chunk))
+    wanted = by_definition(queries, rows, apart, window, sinks, chunk)
+    np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=1e-5, atol=2e-6)
+    assert np.isfinite(found).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(some_rows(), st.sampled_from([1, 3, 8]), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int8]))
+def test_what_is_written_stands_in_its_slots_and_nothing_else_changes(rows, page, dtype):
+    heads, width = 2, 4
+    view, _ = paged(rows, page, heads, width, dtype)
+    keys, values = (some_queries(heads, 1, width, seed=i)[:, :, 0] for i in (2, 3))
+    wanted = jax.tree.map(lambda x: np.array(x, np.float32), view.pages)
+    both = np.stack([keys, values], axis=2).reshape(TOKENS, 2 * heads, width)
+    new = quantize(jnp.asarray(both)) if dtype == jnp.int8 else jnp.asarray(both, dtype)
+    token = 0
+    for r, (length, count) in enumerate(rows):
+        for position in range(length - count, length):
+            at = LAYER, int(view.table[r, position // page]), position % page
+            for whole, part in zip(jax.tree.leaves(wanted), jax.tree.leaves(new), strict=True):
+                whole[at] = np.asarray(part[token], np.float32)
+            token += 1
+    found = jax.jit(write_paged)(view.pages, keys, values, view)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, view.pages)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), theirs)
