@@ -467,6 +467,13 @@ def _attend_natively_backward(plain: Any, scale: float, residuals: Any, gradient
 _attend_natively.defvjp(_attend_natively_forward, _attend_natively_backward)
 
 
+def attend_paged(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, **options: Any) -> jax.Array:
+    """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
+    if not native_code.value or str(view.pages.dtype) not in ("float32", "bfloat16", "int8"):
+        return plain(queries, view, **options)
+    return native.attend_paged(queries, view, **options).astype(queries.dtype)
+
+
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
     """`attention.rows`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]

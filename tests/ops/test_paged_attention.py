@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama_jax.ops import native
 from llama_jax.ops.attention import Seen
 from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference, write_paged
 from llama_jax.ops.attention.reference import reference
-from llama_jax.ops.quantized import Quantized, dequantize, quantize
+from llama_jax.ops.platform import native_code
+from llama_jax.ops.quantized import dequantize, quantize
 
 SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
 
@@ -55,20 +57,20 @@ def some_queries(heads, groups, width, dtype=jnp.float32, tokens=TOKENS, seed=1)
 
 
 def by_definition(queries, rows, apart, window=None, sinks=0, chunk=None):
-    """The mixtures of the new tokens of all rows, row by row."""
+    """The mixtures of the new tokens of all rows, token by token."""
     found, begin = [], 0
     for (length, new), (keys, values) in zip(rows, apart, strict=True):
-        if not new:
-            continue
-        own = queries[begin : begin + new].astype(jnp.float32).transpose(1, 0, 2, 3)[None]
-        begin += new
-        for t in range(new):  # one by one, so that sinks and chunks are the keys that are there
+        for t in range(new):
             at = length - new + t
-            see = [s for s in range(at + 1) if window is None or at - s < window or s < sinks]
-            see = np.array([s for s in see if chunk is None or s // chunk == at // chunk])
-            seen = Seen(np.array([[len(see)]]), np.arange(len(see))[None])
-            mixed = reference(own[:, :, t : t + 1], keys[:, :, see], values[:, :, see], seen, scale=SCALE)
-            found.append(mixed[0, :, 0])
+            seen = np.zeros(keys.shape[2], bool)
+            seen[max(0, at + 1 - (window or length)) : at + 1] = True
+            seen[: min(sinks, at + 1)] = True
+            seen[: at // chunk * chunk if chunk else 0] = False
+            scores = SCALE * np.einsum("kgh,ksh->kgs", np.asarray(queries[begin + t], np.float64), keys[0][:, seen])
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            found.append(np.einsum("kgs,ksh->kgh", weights, values[0][:, seen]))
+        begin += new
     return np.stack(found) if found else np.zeros((0, *queries.shape[1:]))
 
 

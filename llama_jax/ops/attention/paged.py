@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from llama_jax.ops import cpu
 from llama_jax.ops.attention.view import NO_QUERY
-from llama_jax.ops.cpu import keep, restore
+from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows, quantize
 
 
@@ -64,6 +65,7 @@ def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView)
     return restore(jax.tree.map(put, keep(pages), keep(new)))
 
 
+@for_cpu(cpu.attend_paged)
 def attend_paged(
     queries: jax.Array,
     view: PagedView,

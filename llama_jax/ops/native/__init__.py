@@ -28,6 +28,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
+PAGED_ATTENTION = "llama_jax_attend_paged"
 OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
 # Of quantised weights; blocks.cc uses the indices.
 KINDS = (
@@ -36,7 +37,7 @@ KINDS = (
 )
 # The functions of each library, which are registered by the names above.
 SYMBOLS = {
-    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend"),
+    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend", "llama_jax_attend_paged"),
     "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
 }
 FOLDER = Path(__file__).parent
@@ -85,6 +86,19 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Arr
     return call(queries.astype(jnp.float32), keys, values, seen, scale=np.float32(scale))
 
 
+def attend_paged(
+    queries: jax.Array, view: Any, scale: float, window: int | None = None, sinks: int = 0, chunk: int | None = None
+) -> jax.Array:
+    """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
+    pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
+    call = jax.ffi.ffi_call(
+        PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential"
+    )
+    limits = {"window": np.int64(window or 0), "sinks": np.int64(sinks), "chunk": np.int64(chunk or 0)}
+    where = (view.layer, view.table, view.lengths, view.starts)
+    return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
+
+
 def usable(library: str) -> bool:
     """Whether there is a `library` for this process's CPU, "floats" or "blocks"; if it must be compiled first, this waits.
 
@@ -95,7 +109,7 @@ def usable(library: str) -> bool:
 
 @cache
 def _register(library: str) -> bool:
-    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
+    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION, PAGED_ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
         loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
         for name, symbol in zip(names[library], SYMBOLS[library], strict=True):

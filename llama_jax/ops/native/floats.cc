@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "floats.h"
+#include "paged.h"
 
 // `run` with the numbers of a buffer as pointers of their type.
 template <typename Run>
@@ -72,5 +73,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend, Attend,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+// `factors` are those of int8 pages; of others they are empty.
+static ffi::Error AttendPaged(ffi::ThreadPool threads, float scale, int64_t window, int64_t sinks, int64_t chunk,
+                              ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> factors,
+                              ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
+                              ffi::Buffer<ffi::S32> starts, ffi::ResultBuffer<ffi::F32> out) {
+  const auto q = queries.dimensions(), p = pages.dimensions();
+  const auto run = [&](const auto* numbers) {
+    using T = std::decay_t<decltype(*numbers)>;
+    const int64_t before = std::min<int64_t>(std::max(*layer.typed_data(), 0), p[0] - 1) * p[1] * p[2] * p[3];
+    const PagedAttention<T> job{
+        queries.typed_data(), numbers + before * p[4], factors.typed_data() + (std::is_same_v<T, int8_t> ? before : 0),
+        table.typed_data(), lengths.typed_data(), starts.typed_data(), out->typed_data(), q[0], q[1], q[2], q[3],
+        table.dimensions()[0], table.dimensions()[1], p[1], p[2], window, sinks, chunk, scale};
+    job.width % LANES ? attend_paged<false>(threads, job) : attend_paged<true>(threads, job);
+  };
+  if (pages.element_type() != ffi::S8) return by_type(pages, run);
+  run(static_cast<const int8_t*>(pages.untyped_data()));
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_paged, AttendPaged,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("sinks")
+                                  .Attr<int64_t>("chunk")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

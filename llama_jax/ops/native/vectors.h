@@ -281,6 +281,12 @@ template <bool whole>
 static inline floats some(const brain* from, int64_t count) {
   return whole || count >= LANES ? halves<true>(from, count) : halves<false>(from, count);
 }
+template <bool whole>
+static inline floats some(const int8_t* from, int64_t count) {
+  narrow found{};
+  std::memcpy(&found, from, whole ? LANES : std::min<int64_t>(count, LANES));
+  return wide(longer(found));
+}
 
 // Lane i of `spread_from<each>(first)` is first + i / each: with `taken`, so many lanes of each number from `first` on.
 template <int each>
