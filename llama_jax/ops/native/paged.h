@@ -10,7 +10,7 @@ constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
 constexpr int64_t FEW = 12;            // queries of a head up to which keys are not packed
 constexpr int64_t QUERIES_TOGETHER = 96;
-constexpr int ROWS_TOGETHER = 6, VECTORS_TOGETHER = VNNI ? 4 : 2;  // sums that stay in registers
+constexpr int ROWS_TOGETHER = 6, VECTORS_TOGETHER = VNNI ? 4 : 2, FEW_TOGETHER = VNNI ? 4 : 2;  // sums are in registers
 constexpr float LOWEST = -1e30f;       // finite, so that no difference of two is NaN
 
 // Queries [T, K, G, H] and the pages of a layer [P, page, 2K, H], in float32, bfloat16 or int8 with factors [P, page, 2K].
@@ -32,11 +32,19 @@ struct PagedAttention {
   }
 };
 
-// `count` new tokens of a row from flat token `first` on, at `position`; a head; the keys from `begin` to `end`. Where the
-// keys are in several parts, `found` is the place of this part's sums.
+// `count` new tokens of a row from flat token `first` on, at `position`; `heads` from `head` on; the keys from `begin` to
+// `end`. Where the keys are in several parts, `found` is the place of this part's sums.
 struct PagedPart {
-  int64_t row, first, count, position, head, begin, end, found;
+  int64_t row, first, count, position, head, heads, begin, end, found;
 };
+
+// Compilers load a vector again for every product with it.
+static inline floats in_register(floats v) {
+#if defined(__AVX2__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 
 static inline float number(float x) { return x; }
 static inline float number(int8_t x) { return x; }
@@ -59,7 +67,7 @@ static inline void multiply_block(const float* const* a, int64_t inner, const fl
   for (int64_t i = 0; i < inner; ++i) {
     floats from[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) from[v] = load<floats>(b + i * columns + v * LANES);
+    for (int v = 0; v < V; ++v) from[v] = in_register(load<floats>(b + i * columns + v * LANES));
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
@@ -84,71 +92,81 @@ static void multiply_rows(const float* const* a, int64_t rows, int64_t inner, co
     if (rows) multiply_rows<C - 1>(a, rows, inner, b, columns, out, add);
 }
 
-// A block of keys and values of one head, each token where it lies.
+// A block of keys and values, each token where it lies: of the first of some heads.
 template <typename T>
 struct PagedBlock {
-  const T* keys[BLOCK + 8];  // a value follows its key; the last ones again
-  float key_factors[BLOCK], value_factors[BLOCK];
+  const T* keys[BLOCK + 3];  // a value follows its key; the last one again
+  const float* factors[BLOCK + 3];
   int64_t count;
 
   PagedBlock(const PagedAttention<T>& job, int64_t row, int64_t head, int64_t begin, int64_t end)
-      : count(std::min(BLOCK, end - begin)) {
-    const int64_t after = std::min(BLOCK + 8, end - begin);
+      : count(std::clamp<int64_t>(end - begin, 0, BLOCK)) {
     const int32_t* table = job.table + row * job.entries;
     int64_t entry = begin / job.page, place = begin % job.page;
-    for (int64_t s = 0; s < after; ++s) {
+    for (int64_t s = 0; s < count; ++s) {
       const int64_t page = std::clamp<int64_t>(table[entry], 0, job.count - 1);
       const int64_t at = (page * job.page + place) * 2 * job.heads + 2 * head;
-      keys[s] = job.pages + at * job.width;
-      if constexpr (std::is_same_v<T, int8_t>)
-        if (s < BLOCK) key_factors[s] = job.factors[at], value_factors[s] = job.factors[at + 1];
+      keys[s] = job.pages + at * job.width, factors[s] = job.factors + at;
       if (++place == job.page) place = 0, ++entry;
     }
-    for (int64_t s = after; s < BLOCK + 8; ++s) keys[s] = keys[after - 1];
+    for (int64_t s = count; count && s < BLOCK + 3; ++s) keys[s] = keys[count - 1], factors[s] = factors[count - 1];
   }
 };
 
-// Scores of C queries, 4 / C keys at a time.
+// Fetches a block ahead in the order in which it lies, a key and its value at each step: a processor's own fetching ahead
+// ends with a page of memory, and heads are read one after the other.
+template <typename T>
+struct Ahead {
+  const PagedBlock<T>* block;
+  int64_t heads, bytes, token = 0, head = 0;
+
+  void step() {
+    if (token >= block->count) return;
+    const char* from = reinterpret_cast<const char*>(block->keys[token]) + head * bytes;
+    for (int64_t i = 0; i < bytes; i += 256)
+#pragma GCC unroll 4
+      for (int64_t line = 0; line < 256; line += 64) __builtin_prefetch(from + i + line, 0, 2);
+    if (++head == heads) head = 0, ++token;
+  }
+};
+
+// Scores of C queries with four keys at a time; a head lies `of_head` numbers after the block's first.
 template <int C, bool whole, typename T>
-static void score_few(const PagedBlock<T>& block, const float* const* queries, int64_t width, float* scores) {
-  constexpr int R = C == 1 ? 4 : C == 2 ? 2 : 1;
-  for (int64_t s = 0; s < block.count; s += R) {
-    const T* from[R];
+static void score_few(const PagedBlock<T>& block, int64_t s, int64_t of_head, const float* const* queries, int64_t width,
+                      float* scores, Ahead<T>& ahead) {
+    const T* from[4];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      from[r] = block.keys[s + r];
-      const char* following = reinterpret_cast<const char*>(block.keys[s + r + 8 - R + 1]);
-      for (int64_t i = 0; i < 2 * width * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(following + i);
-    }
-    floats sums[4] = {};
+    for (int r = 0; r < 4; ++r) from[r] = block.keys[s + r] + of_head, ahead.step();
+    floats sums[C][4] = {};
     for (int64_t h = 0; h < width; h += LANES) {
+      floats key[4];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const floats key = some<whole>(from[r] + h, width - h);
+      for (int r = 0; r < 4; ++r) key[r] = in_register(some<whole>(from[r] + h, width - h));
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) sums[c * R + r] += key * some<whole>(queries[c] + h, width - h);
+      for (int c = 0; c < C; ++c) {
+        const floats query = some<whole>(queries[c] + h, width - h);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) sums[c][r] += key[r] * query;
       }
     }
-    float found[4];
-    sums_of_four(sums, found);
-    for (int c = 0; c < C; ++c)
-      for (int r = 0; r < R; ++r) scores[c * BLOCK + s + r] = found[c * R + r];
-  }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) sums_of_four(sums[c], scores + c * BLOCK + s);
 }
 
 // Adds to C mixtures, V vectors of each.
 template <int C, int V, bool whole, typename T>
-static void mix_few(const PagedBlock<T>& block, const float* weights, int64_t width, int64_t h, float* out, int64_t row) {
+static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, int64_t of_head, const float* weights,
+                    int64_t width, int64_t h, float* out, int64_t row) {
   constexpr int R = C == 1 ? 4 : C == 2 ? 2 : 1;
   floats sums[4][V] = {};
-  for (int64_t s = 0; s < block.count; s += R)
+  for (int64_t s = begin; s < end; s += R)
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      if (s + r >= block.count) break;
+      if (s + r >= end) break;
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         const int64_t at = h + v * LANES;
-        const floats value = some<whole>(block.keys[s + r] + width + at, width - at);
+        const floats value = in_register(some<whole>(block.keys[s + r] + of_head + width + at, width - at));
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) sums[c * R + r][v] += value * weights[c * BLOCK + s + r];
       }
@@ -161,16 +179,14 @@ static void mix_few(const PagedBlock<T>& block, const float* weights, int64_t wi
     }
 }
 
-// Runs `step` with 4 of `count` at a time as a compile-time number, and the rest.
+// Runs `step` with so many of `count` at a time, a compile-time number, and with the rest.
 template <typename Step>
-static inline void by_fours(int64_t count, Step step) {
+static inline void some_at_once(int64_t count, Step step) {
   int64_t c = 0;
-  for (; c + 4 <= count; c += 4) step(std::integral_constant<int, 4>{}, c);
-  switch (count - c) {
-    case 3: return step(std::integral_constant<int, 3>{}, c);
-    case 2: return step(std::integral_constant<int, 2>{}, c);
-    case 1: return step(std::integral_constant<int, 1>{}, c);
-  }
+  for (; c + FEW_TOGETHER <= count; c += FEW_TOGETHER) step(std::integral_constant<int, FEW_TOGETHER>{}, c);
+  if (count - c == 3) return step(std::integral_constant<int, 3>{}, c);
+  if (count - c == 2) return step(std::integral_constant<int, 2>{}, c);
+  if (count - c == 1) return step(std::integral_constant<int, 1>{}, c);
 }
 
 // What one thread needs beside the pages.
@@ -213,8 +229,7 @@ static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin,
     store(scores + s, v);
     largest = v > largest ? v : largest;
   }
-  float larger = largest[0];
-  for (int lane = 1; lane < LANES; ++lane) larger = std::max(larger, largest[lane]);
+  const float larger = largest_lane(largest);
   floats sums{};
   for (int64_t s = 0; s < padded; s += LANES) {
     const floats v = load<floats>(scores + s);
@@ -227,76 +242,107 @@ static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin,
     for (int64_t h = 0; h < row; h += LANES) store(mixed + h, load<floats>(mixed + h) * shrink);
 }
 
+// Few queries: keys and values are read where they lie and in that order, those of all heads of a few tokens.
+template <bool whole, typename T>
+static void attend_block_few(const PagedAttention<T>& job, const PagedPart& part, int64_t begin, const PagedBlock<T>& block,
+                             PagedScratch& scratch, Ahead<T>& ahead) {
+  const int64_t queries = part.count * job.groups, width = job.width, row = scratch.row;
+  for (int64_t s = 0; s < block.count; s += 4)
+    for (int64_t head = 0; head < part.heads; ++head)
+      some_at_once(queries, [&](auto C, int64_t c) {
+        const int64_t first = head * queries + c;
+        score_few<C(), whole>(block, s, head * 2 * width, &scratch.rows[first], width, scratch.scores + first * BLOCK, ahead);
+      });
+  for (int64_t c = 0; c < part.heads * queries; ++c) {
+    float* const scores = scratch.scores + c * BLOCK;
+    const auto times = [&](int64_t which) {  // the factors of keys or values
+      if constexpr (std::is_same_v<T, int8_t>)
+        for (int64_t s = 0; s < block.count; ++s) scores[s] *= block.factors[s][2 * (c / queries) + which];
+    };
+    times(0);
+    weigh(job, part.position + c % queries / job.groups, begin, block.count, scores, scratch.most + c, scratch.total + c,
+          scratch.mixed + c * row, row);
+    times(1);
+  }
+  const int64_t together = queries > FEW_TOGETHER ? 16 : BLOCK;  // values that stay in the first cache for all queries
+  for (int64_t s = 0; s < block.count; s += together)
+    for (int64_t head = 0; head < part.heads; ++head)
+      some_at_once(queries, [&](auto C, int64_t c) {
+        const int64_t first = head * queries + c;
+        const auto mix = [&](auto V, int64_t h) {
+          mix_few<C(), V(), whole>(block, s, std::min(s + together, block.count), head * 2 * width,
+                                   scratch.scores + first * BLOCK, width, h, scratch.mixed + first * row, row);
+        };
+        int64_t h = 0;
+        for (; h + VECTORS_TOGETHER * LANES <= width; h += VECTORS_TOGETHER * LANES)
+          mix(std::integral_constant<int, VECTORS_TOGETHER>{}, h);
+        for (; h < width; h += LANES) mix(std::integral_constant<int, 1>{}, h);
+      });
+}
+
+// Many queries of one head: keys and values are packed as float32 matrices, keys transposed.
+template <bool whole, typename T>
+static void attend_block_many(const PagedAttention<T>& job, const PagedPart& part, int64_t begin, const PagedBlock<T>& block,
+                              PagedScratch& scratch) {
+  const int64_t queries = part.count * job.groups, width = job.width, row = scratch.row;
+  constexpr bool factors = std::is_same_v<T, int8_t>;
+  for (int64_t s = 0; s < block.count; ++s) {
+    const float of_key = factors ? block.factors[s][0] : 1, of_value = factors ? block.factors[s][1] : 1;
+    const T* const key = block.keys[s];
+    for (int64_t h = 0; h < width; ++h) scratch.keys[h * BLOCK + s] = number(key[h]) * of_key;
+    for (int64_t h = 0; h < row; h += LANES)
+      store(scratch.values + s * row + h, some<whole>(key + width + h, width - h) * of_value);
+  }
+  for (int64_t s = block.count; s < BLOCK; ++s)
+    for (int64_t h = 0; h < width; ++h) scratch.keys[h * BLOCK + s] = 0;
+  multiply_rows<ROWS_TOGETHER>(scratch.rows.data(), queries, width, scratch.keys, BLOCK, scratch.scores, false);
+  for (int64_t c = 0; c < queries; ++c)
+    weigh(job, part.position + c / job.groups, begin, block.count, scratch.scores + c * BLOCK, scratch.most + c,
+          scratch.total + c, scratch.mixed + c * row, row);
+  const float* const* weights = scratch.rows.data() + queries;
+  multiply_rows<ROWS_TOGETHER>(weights, queries, block.count, scratch.values, row, scratch.mixed, true);
+}
+
 template <bool whole, typename T>
 static void attend_part(const PagedAttention<T>& job, const PagedPart& part, PagedScratch& scratch, float* found) {
-  const int64_t queries = part.count * job.groups, width = job.width;
-  scratch.fit(queries, width);
-  const int64_t row = scratch.row, last = part.position + part.count - 1, low = job.first_seen(part.position);
-  const bool few = queries <= FEW;
-  const float** const rows = scratch.rows.data();
-  for (int64_t c = 0; c < queries; ++c) {
-    const int64_t token = part.first + c / job.groups;
-    rows[c] = job.queries + ((token * job.heads + part.head) * job.groups + c % job.groups) * width;
-    rows[queries + c] = scratch.scores + c * BLOCK;
+  const int64_t queries = part.count * job.groups, all = part.heads * queries, width = job.width;
+  scratch.fit(all, width);
+  const int64_t row = scratch.row;
+  const auto place = [&](int64_t c) {  // of a query among all of its dtype
+    const int64_t token = part.first + c % queries / job.groups, head = part.head + c / queries;
+    return ((token * job.heads + head) * job.groups + c % job.groups) * width;
+  };
+  for (int64_t c = 0; c < all; ++c) {
+    scratch.rows[c] = job.queries + place(c), scratch.rows[all + c] = scratch.scores + c * BLOCK;
     scratch.most[c] = LOWEST, scratch.total[c] = 0;
   }
-  std::memset(scratch.mixed, 0, 4 * queries * row);
-  const int64_t end = std::min(part.end, last + 1);
-  for (int64_t begin = part.begin; begin < end; begin += BLOCK) {
-    if (begin >= job.sinks && begin + BLOCK <= low) continue;
-    const PagedBlock<T> block(job, part.row, part.head, begin, end);
-    constexpr bool factors = std::is_same_v<T, int8_t>;
-    if (few) {
-      by_fours(queries, [&](auto C, int64_t c) {
-        score_few<C(), whole>(block, rows + c, width, scratch.scores + c * BLOCK);
-      });
-    } else {
-      for (int64_t s = 0; s < BLOCK; ++s) {
-        const T* key = block.keys[s];
-        const bool there = s < block.count;
-        const float factor = factors && there ? block.key_factors[s] : 1;
-        for (int64_t h = 0; h < width; ++h) scratch.keys[h * BLOCK + s] = there ? number(key[h]) * factor : 0;
-      }
-      multiply_rows<ROWS_TOGETHER>(rows, queries, width, scratch.keys, BLOCK, scratch.scores, false);
-    }
-    for (int64_t c = 0; c < queries; ++c) {
-      float* const scores = scratch.scores + c * BLOCK;
-      if (factors && few)
-        for (int64_t s = 0; s < block.count; ++s) scores[s] *= block.key_factors[s];
-      weigh(job, part.position + c / job.groups, begin, block.count, scores, scratch.most + c, scratch.total + c,
-            scratch.mixed + c * row, row);
-      if (factors && few)
-        for (int64_t s = 0; s < block.count; ++s) scores[s] *= block.value_factors[s];
-    }
-    if (few) {
-      by_fours(queries, [&](auto C, int64_t c) {
-        float* const out = scratch.mixed + c * row;
-        int64_t h = 0;
-        for (; h + 4 * LANES <= width; h += 4 * LANES)
-          mix_few<C(), 4, whole>(block, scratch.scores + c * BLOCK, width, h, out, row);
-        for (; h < width; h += LANES) mix_few<C(), 1, whole>(block, scratch.scores + c * BLOCK, width, h, out, row);
-      });
-    } else {
-      for (int64_t s = 0; s < block.count; ++s) {
-        float* const value = scratch.values + s * row;
-        for (int64_t h = 0; h < row; h += LANES) {
-          const floats v = h < width ? some<whole>(block.keys[s] + width + h, width - h) : floats{};
-          store(value + h, factors ? v * block.value_factors[s] : v);
-        }
-      }
-      multiply_rows<ROWS_TOGETHER>(rows + queries, queries, block.count, scratch.values, row, scratch.mixed, true);
-    }
+  std::memset(scratch.mixed, 0, 4 * all * row);
+  const int64_t end = part.end, low = job.first_seen(part.position);
+  const auto following = [&](int64_t begin) {  // the next block of which some key may be seen
+    if (begin >= job.sinks && begin + BLOCK <= low) begin += (low - begin) / BLOCK * BLOCK;
+    return begin;
+  };
+  int64_t begin = following(part.begin);
+  PagedBlock<T> block(job, part.row, part.head, begin, end);
+  Ahead<T> first{&block, part.heads, 2 * width * static_cast<int64_t>(sizeof(T))};
+  for (int64_t i = 0; i < block.count * part.heads; ++i) first.step();
+  while (begin < end) {
+    const int64_t next_begin = following(begin + BLOCK);
+    const PagedBlock<T> next(job, part.row, part.head, next_begin, end);
+    Ahead<T> ahead{&next, part.heads, 2 * width * static_cast<int64_t>(sizeof(T))};
+    queries <= FEW ? attend_block_few<whole>(job, part, begin, block, scratch, ahead)
+                   : attend_block_many<whole>(job, part, begin, block, scratch);
+    block = next, begin = next_begin;
   }
-  for (int64_t c = 0; c < queries; ++c) {
-    const int64_t token = part.first + c / job.groups;
-    float* const out = job.out + ((token * job.heads + part.head) * job.groups + c % job.groups) * width;
+  for (int64_t c = 0; c < all; ++c) {
     if (part.found >= 0) {
-      float* const sums = found + (part.found * FEW + c) * (row + 2);
+      float* const sums = found + (part.found + c) * (row + 2);
       sums[0] = scratch.most[c], sums[1] = scratch.total[c];
       std::memcpy(sums + 2, scratch.mixed + c * row, 4 * row);
       continue;
     }
     const float inverse = scratch.total[c] == 0 ? 0 : 1 / scratch.total[c];
+    float* const out = job.out + place(c);
     for (int64_t h = 0; h < width; ++h) out[h] = scratch.mixed[c * row + h] * inverse;
   }
 }
@@ -304,15 +350,15 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
 // The sums of all parts of some queries, of which `part` is the first.
 template <typename T>
 static void join_parts(const PagedAttention<T>& job, const PagedPart& part, int64_t parts, const float* found) {
-  const int64_t row = (job.width + LANES - 1) / LANES * LANES, size = row + 2;
-  for (int64_t c = 0; c < part.count * job.groups; ++c) {
-    const float* const own = found + (part.found * FEW + c) * size;
-    float* const out = job.out + (((part.first + c / job.groups) * job.heads + part.head) * job.groups + c % job.groups) * job.width;
+  const int64_t row = (job.width + LANES - 1) / LANES * LANES, size = row + 2, queries = part.count * job.groups;
+  for (int64_t c = 0; c < part.heads * queries; ++c) {
+    const int64_t token = part.first + c % queries / job.groups, head = part.head + c / queries;
+    float* const out = job.out + ((token * job.heads + head) * job.groups + c % job.groups) * job.width;
+    const auto of_part = [&](int64_t p) { return found + (part.found + p * part.heads * queries + c) * size; };
     float most = LOWEST, total = 0;
-    for (int64_t p = 0; p < parts; ++p) most = std::max(most, own[p * FEW * size]);
-    std::fill(out, out + job.width, 0.0f);
+    for (int64_t p = 0; p < parts; ++p) most = std::max(most, of_part(p)[0]);
     for (int64_t p = 0; p < parts; ++p) {
-      const float* const sums = own + p * FEW * size;
+      const float* const sums = of_part(p);
       const float weight = std::exp(sums[0] - most);
       total += sums[1] * weight;
       for (int64_t h = 0; h < job.width; ++h) out[h] += sums[2 + h] * weight;
@@ -326,28 +372,40 @@ template <bool whole, typename T>
 static void attend_paged(ffi::ThreadPool& threads, const PagedAttention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t together = std::max<int64_t>(1, QUERIES_TOGETHER / job.groups);
-  std::vector<PagedPart> parts;
-  std::vector<std::pair<int64_t, int64_t>> joined;  // the first of several parts, and how many they are
-  int64_t work = 0, pieces = 0;
+  std::vector<PagedPart> pieces;  // of all heads and keys
+  int64_t work = 0, count = 0;
   for (int64_t r = 0; r < job.rows; ++r) {
     const int64_t after = std::min<int64_t>(job.starts[r + 1], job.tokens);
     const int64_t length = std::min<int64_t>(job.lengths[r], job.entries * job.page);
     for (int64_t first = job.starts[r]; first < after; first += together) {
-      const int64_t count = std::min(together, after - first), position = length - (after - first);
+      const int64_t tokens = std::min(together, after - first), position = length - (after - first);
       const int64_t begin = job.sinks ? 0 : std::max<int64_t>(0, job.first_seen(position)) / BLOCK * BLOCK;
-      const int64_t end = position + count, queries = count * job.groups;
-      const int64_t each = queries <= FEW ? PART : end - begin;
-      work += (end - begin) * queries * job.heads * job.width;
-      for (int64_t head = 0; head < job.heads; ++head) {
-        const bool several = end - begin > each;
-        if (several) joined.emplace_back(parts.size(), (end - begin + each - 1) / each);
-        for (int64_t from = begin; from < end; from += each)
-          parts.push_back({r, first, count, position, head, from, std::min(end, from + each), several ? pieces++ : -1});
+      const int64_t keys = position + tokens - begin;
+      pieces.push_back({r, first, tokens, position, 0, job.heads, begin, position + tokens, -1});
+      work += keys * (tokens * job.groups + 7) / 8 * job.heads * job.width;
+      count += tokens * job.groups <= FEW ? (keys + PART - 1) / PART : 0;
+    }
+  }
+  // Few queries of all heads read pages in the order in which they lie, unless threads would have nothing to do.
+  const bool apart = count < 2 * static_cast<int64_t>(threads.num_threads());
+  std::vector<PagedPart> parts;
+  std::vector<std::pair<int64_t, int64_t>> joined;  // the first of several parts, and how many they are
+  int64_t sums = 0;
+  for (PagedPart piece : pieces) {
+    const int64_t queries = piece.count * job.groups, length = piece.end - piece.begin;
+    const int64_t each = queries <= FEW ? PART : length, heads = queries <= FEW && !apart ? job.heads : 1;
+    for (int64_t head = 0; head < job.heads; head += heads) {
+      const bool several = length > each;
+      if (several) joined.emplace_back(parts.size(), (length + each - 1) / each);
+      for (int64_t from = piece.begin; from < piece.end; from += each) {
+        parts.push_back({piece.row, piece.first, piece.count, piece.position, head, heads, from,
+                         std::min(piece.end, from + each), several ? sums : -1});
+        sums += several ? heads * queries : 0;
       }
     }
   }
   std::fill(job.out, job.out + job.tokens * job.heads * job.groups * job.width, 0.0f);  // padding stays so
-  std::vector<float> found(pieces * FEW * ((job.width + LANES - 1) / LANES * LANES + 2));
+  std::vector<float> found(sums * ((job.width + LANES - 1) / LANES * LANES + 2));
   const auto run = [&](int64_t count, auto step) {
     if (work < LITTLE) {
       for (int64_t i = 0; i < count; ++i) step(i);

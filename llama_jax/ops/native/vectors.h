@@ -80,6 +80,7 @@ static inline narrow shorter(ints v) { return (narrow)_mm512_cvtepi32_epi8((__m5
 static inline float sum(floats v) { return _mm512_reduce_add_ps((__m512)v); }
 static inline int32_t sum(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
 static inline uint32_t largest(words v) { return _mm512_reduce_max_epu32((__m512i)v); }
+static inline float largest_lane(floats v) { return _mm512_reduce_max_ps((__m512)v); }
 
 // The sums of four vectors.
 static inline void sums_of_four(const floats* v, float* to) {
@@ -171,6 +172,12 @@ static inline int32_t sum(ints v) { return sum_of_lanes(reinterpret_cast<int32_t
 static inline uint32_t largest(words v) {
   uint32_t found = v[0];
   for (int lane = 1; lane < LANES; ++lane) found = std::max(found, v[lane]);
+  return found;
+}
+
+static inline float largest_lane(floats v) {
+  float found = v[0];
+  for (int lane = 1; lane < LANES; ++lane) found = v[lane] > found ? v[lane] : found;
   return found;
 }
 
