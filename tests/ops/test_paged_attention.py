@@ -1,7 +1,5 @@
 """Attention over pages, in every way: what the definition of attention gives for rows that are not in pages."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.ops import native
-from llama_jax.ops.attention import Seen
 from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference, write_paged
-from llama_jax.ops.attention.reference import reference
+from llama_jax.ops.attention.paged_blocks import attend_by_blocks
 from llama_jax.ops.platform import native_code
 from llama_jax.ops.quantized import dequantize, quantize
 
@@ -90,6 +87,56 @@ def test_the_plain_form_is_attention_to_the_rows_themselves(rows, page, sizes, l
     wanted = by_definition(queries, rows, apart, window, sinks, chunk)
     np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=1e-5, atol=2e-6)
     assert np.isfinite(found).all()
+
+
+CASES = [  # rows as (length, new tokens), page, (K, G, H), (window, sinks, chunk)
+    ([(5, 5)], 3, (1, 1, 4), (None, 0, None)),
+    ([(3, 1), (21, 1), (0, 0), (8, 0), (30, 7)], 8, (2, 3, 16), (5, 0, None)),
+    ([(24, 24)], 16, (3, 1, 20), (4, 2, None)),
+    ([(0, 0), (700, 1), (1300, 2), (64, 3)], 16, (2, 8, 64), (None, 0, None)),
+    ([(1500, 100), (65, 1)], 16, (1, 5, 40), (100, 3, None)),
+    ([(300, 70), (65, 1), (40, 40)], 32, (2, 3, 64), (None, 0, 48)),
+    ([(1100, 1), (1300, 3)], 16, (2, 2, 16), (200, 0, None)),
+]
+
+
+def natively(queries, view, scale, window, sinks, chunk):
+    if not native.usable("floats"):
+        pytest.skip("no C++ compiler here")
+    with native_code(True):
+        return attend_paged(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+
+
+def by_blocks(queries, view, scale, window, sinks, chunk):
+    return attend_by_blocks(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("rows", "page", "sizes", "limits"), CASES, ids=str)
+@pytest.mark.parametrize("way", [natively, by_blocks])
+def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
+    view, apart = paged(rows, page, sizes[0], sizes[2], dtype)
+    queries = some_queries(*sizes, tokens=sum(new for _, new in rows) + 3)
+    found = np.asarray(jax.jit(way, static_argnums=(2, 3, 4, 5))(queries, view, SCALE, *limits), np.float64)
+    wanted = by_definition(queries, rows, apart, *limits)
+    # By blocks of bfloat16 pages, queries and weights are rounded to bfloat16 for their matmuls.
+    share = 0.02 if way is by_blocks and dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=share, atol=max(share / 2, 1e-5))
+    assert not found[len(wanted) :].any()
+
+
+def test_pages_of_other_rows_and_layers_are_not_read():
+    rows = [(9, 1), (5, 5)]
+    view, apart = paged(rows, 4, 2, 8)
+    used = np.concatenate([np.asarray(view.table[0, :3]), np.asarray(view.table[1, :2])])
+    bad = np.full(view.pages.shape, np.nan, np.float32)
+    bad[LAYER, used] = np.asarray(view.pages)[LAYER, used]
+    bad[LAYER, int(view.table[0, 2]), 1:] = bad[LAYER, int(view.table[1, 1]), 1:] = np.nan  # beyond the lengths
+    queries = some_queries(2, 3, 8, tokens=8)
+    view = view.replace(pages=jnp.asarray(bad))
+    for way in (natively, by_blocks, lambda q, v, s, w, i, c: paged_reference(q, v, scale=s, window=w, sinks=i, chunk=c)):
+        found = np.asarray(way(queries, view, SCALE, None, 0, None))[:6]
+        np.testing.assert_allclose(found, by_definition(queries, rows, apart), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
