@@ -12,7 +12,7 @@ from flax import struct
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.attend import announce
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
-from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged
+from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.attention.view import NO_QUERY
 from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.platform import lowering_platform, mesh_in_force
@@ -105,13 +105,16 @@ def attend_paged(
     announce(name, why)
     if name == "ragged":
         return ragged(queries, view, scale=scale, window=window)
+    if name == "triton":
+        return triton(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
     return attend_by_blocks(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
 
 
 def choose_paged(platform: str, problem: PagedProblem) -> tuple[str, str]:
-    """The way to compute attention over pages on a platform, "ragged" or "paged blocks", and the reason."""
-    refusal = refusal_of_ragged(platform, problem)
-    return ("ragged", f"on {platform}") if refusal is None else ("paged blocks", refusal)
+    """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
+    name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
+    refusal = refuse(platform, problem)
+    return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)
 
 
 def paged_reference(
