@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.ops import native
-from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference, write_paged
+from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged, paged_reference, write_paged
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks
+from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, triton
 from llama_jax.ops.platform import native_code
 from llama_jax.ops.quantized import dequantize, quantize
 
@@ -111,18 +112,91 @@ def by_blocks(queries, view, scale, window, sinks, chunk):
     return attend_by_blocks(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("rows", "page", "sizes", "limits"), CASES, ids=str)
-@pytest.mark.parametrize("way", [natively, by_blocks])
-def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
+def by_triton(queries, view, scale, window, sinks, chunk):
+    return triton(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk, interpret=True)
+
+
+def check(way, rows, page, sizes, limits, dtype, share=1e-5):
     view, apart = paged(rows, page, sizes[0], sizes[2], dtype)
     queries = some_queries(*sizes, tokens=sum(new for _, new in rows) + 3)
     found = np.asarray(jax.jit(way, static_argnums=(2, 3, 4, 5))(queries, view, SCALE, *limits), np.float64)
     wanted = by_definition(queries, rows, apart, *limits)
-    # By blocks of bfloat16 pages, queries and weights are rounded to bfloat16 for their matmuls.
-    share = 0.02 if way is by_blocks and dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=share, atol=max(share / 2, 1e-5))
     assert not found[len(wanted) :].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("rows", "page", "sizes", "limits"), CASES, ids=str)
+@pytest.mark.parametrize("way", [natively, by_blocks])
+def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
+    # By blocks of bfloat16 pages, queries and weights are rounded to bfloat16 for their matmuls.
+    check(way, rows, page, sizes, limits, dtype, 0.02 if way is by_blocks and dtype == jnp.bfloat16 else 1e-5)
+
+
+RAGGED = [(3, 1), (21, 1), (0, 0), (8, 0), (30, 7)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "page", "sizes", "limits", "dtype"),
+    [
+        (RAGGED, 8, (2, 3, 16), (5, 0, None), jnp.int8),
+        *(
+            pytest.param(rows, page, (2, 3, 32), limits, dtype, marks=pytest.mark.slow)
+            for rows, page, limits, dtype in (
+                ([(0, 0), (700, 1), (1300, 2), (64, 3)], 16, (None, 0, None), jnp.float32),
+                ([(300, 70), (65, 1), (40, 40)], 32, (None, 0, 48), jnp.bfloat16),
+                ([(150, 90), (65, 1)], 24, (40, 3, None), jnp.int8),
+                ([(1100, 1), (1300, 3)], 16, (200, 0, None), jnp.float32),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_gpus_is_the_plain_form(rows, page, sizes, limits, dtype):
+    check(by_triton, rows, page, sizes, limits, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_kernel_for_tpus_is_given_what_it_means(window, monkeypatch):
+    """By the definition that its authors keep beside it: JAX's interpreter cannot run the kernel itself."""
+    package = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention")
+
+    def by_its_definition(*args, num_kv_pages_per_block, num_queries_per_block, **options):
+        tokens, arrays = len(args[0]), [*args[:5], np.asarray(args[5])]
+        mixed = package.ref_ragged_paged_attention(*arrays, **options)
+        return jnp.pad(mixed, ((0, tokens - len(mixed)), (0, 0), (0, 0)), constant_values=jnp.nan)
+
+    monkeypatch.setattr(package, "ragged_paged_attention", by_its_definition)
+    view, apart = paged(RAGGED, 8, 2, 128)
+    found = np.asarray(ragged(some_queries(2, 3, 128, tokens=12), view, scale=SCALE, window=window))
+    wanted = by_definition(some_queries(2, 3, 128, tokens=12), RAGGED, apart, window)
+    np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+    assert not found[len(wanted) :].any()
+
+
+def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
+    def asked(width=128, dtype=jnp.bfloat16, page_dtype=jnp.bfloat16, heads=8, **more):
+        return PagedProblem((64, heads, 4, width), (32, 500, 64, 2 * heads, width), jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
+
+    assert choose_paged("tpu", asked()) == ("ragged", "on tpu")
+    assert choose_paged("gpu", asked()) == ("triton", "on gpu")
+    assert choose_paged("gpu", asked(page_dtype=jnp.int8, sinks=4)) == ("triton", "on gpu")
+    for platform, problem, reason in (
+        ("cpu", asked(), "needs a TPU"),
+        ("tpu", asked(width=64), "multiples of 128; these are 64"),
+        ("tpu", asked(page_dtype=jnp.int8), "int8 pages"),
+        ("tpu", asked(heads=3), "3 heads have 3"),
+        ("tpu", asked(sinks=4), "no sinks"),
+        ("tpu", asked(chunk=64), "no chunks"),
+        ("tpu", asked(devices=4), "one device"),
+        ("gpu", asked(width=96), "these have 96"),
+        ("gpu", asked(dtype=jnp.float64), "float64 queries"),
+        ("gpu", asked(devices=4), "one device"),
+        ("gpu", PagedProblem((8, 8, 4, 128), (32, 600, 64, 16, 128), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)), "32 bits"),
+    ):
+        name, why = choose_paged(platform, problem)
+        assert name == "paged blocks"
+        assert reason in why
 
 
 def test_pages_of_other_rows_and_layers_are_not_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,9 @@ def refusal_of_triton(platform: str, problem: PagedProblem) -> str | None:
     dtypes = jnp.bfloat16, jnp.float16, jnp.float32
     if problem.dtype not in dtypes or problem.page_dtype not in (*dtypes, jnp.int8):
         return f"triton computes in 16 or 32 bits, not {problem.dtype} queries and {problem.page_dtype} pages"
+    numbers = math.prod(problem.pages)
+    if numbers // width >= 2**31 or (problem.page_dtype == jnp.int8 and 2**31 <= numbers <= 2**32):
+        return f"triton counts in 32 bits, which is too few for {list(problem.pages)} pages in {problem.page_dtype}"
     if width & (width - 1) or not 16 <= width <= 256:
         return f"triton has heads of 16, 32, 64, 128 or 256 features; these have {width}"
     return f"triton is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
