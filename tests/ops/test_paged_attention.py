@@ -175,8 +175,9 @@ def test_the_kernel_for_tpus_is_given_what_it_means(window, monkeypatch):
 
 
 def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
-    def asked(width=128, dtype=jnp.bfloat16, page_dtype=jnp.bfloat16, heads=8, **more):
-        return PagedProblem((64, heads, 4, width), (32, 500, 64, 2 * heads, width), jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
+    def asked(width=128, dtype=jnp.bfloat16, page_dtype=jnp.bfloat16, heads=8, pages=500, entries=99, **more):
+        shapes = (64, heads, 4, width), (32, pages, 64, 2 * heads, width), (64, entries)
+        return PagedProblem(*shapes, jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
 
     assert choose_paged("tpu", asked()) == ("ragged", "on tpu")
     assert choose_paged("gpu", asked()) == ("triton", "on gpu")
@@ -192,7 +193,8 @@ def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
         ("gpu", asked(width=96), "these have 96"),
         ("gpu", asked(dtype=jnp.float64), "float64 queries"),
         ("gpu", asked(devices=4), "one device"),
-        ("gpu", PagedProblem((8, 8, 4, 128), (32, 600, 64, 16, 128), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)), "32 bits"),
+        ("tpu", asked(entries=4096), "131072 entries"),
+        ("gpu", asked(page_dtype=jnp.int8, pages=600), "32 bits"),
     ):
         name, why = choose_paged(platform, problem)
         assert name == "paged blocks"

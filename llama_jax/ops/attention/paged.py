@@ -95,6 +95,7 @@ def attend_paged(
     problem = PagedProblem(
         queries.shape,
         view.pages.shape,
+        view.table.shape,
         queries.dtype,
         view.pages.dtype,
         sinks,

@@ -1,4 +1,4 @@
-"""Attention over pages by blocks, in plain JAX: of the pages of a row only those that a block of its queries sees are read."""
+"""Attention over pages by blocks, in plain JAX: only the pages that some query of a block can see are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels for attention over pages, and their limits: JAX's ragged kernel for TPUs, and one for GPUs by Pallas and Triton."""
+"""Kernels for attention over pages, and their limits: JAX's ragged kernel for TPUs, and one for GPUs in Pallas' Triton."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_b
 from llama_jax.ops.quantized import Quantized
 
 KEYS_AT_ONCE, QUERIES_AT_ONCE = 512, 32  # of a block of the TPU's kernel
+LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PagedProblem:
     """What attention over pages is asked for, as far as the choice depends on it.
 
     Attributes:
-      queries, pages: their shapes, [T, K, G, H] and [L, P, page, 2K, H].
+      queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
       dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
       sinks, chunk: as for `attend_paged`.
       devices: over which XLA divides the program; it divides no kernel.
@@ -28,6 +29,7 @@ class PagedProblem:
 
     queries: tuple[int, ...]
     pages: tuple[int, ...]
+    table: tuple[int, ...]
     dtype: Any
     page_dtype: Any
     sinks: int = 0
@@ -47,15 +49,11 @@ def refusal_of_ragged(platform: str, problem: PagedProblem) -> str | None:
     words = 2 * heads * jnp.dtype(problem.page_dtype).itemsize // 4
     if words not in (1, 2, 4) and words % 8:
         return f"ragged tiles 1, 2, 4 or multiples of 8 words of keys and values of a token; {heads} heads have {words}"
-    return _refusal_for_all("ragged", problem)
-
-
-def _refusal_for_all(kernel: str, problem: PagedProblem) -> str | None:
+    if math.prod(problem.table) > LARGEST_TABLE:
+        return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(problem.table)} are more"
     if problem.sinks or problem.chunk:
-        return f"{kernel} has a window but no {'sinks' if problem.sinks else 'chunks'}"
-    if problem.devices > 1:
-        return f"{kernel} is a kernel of one device"
-    return None
+        return f"ragged has a window but no {'sinks' if problem.sinks else 'chunks'}"
+    return f"ragged is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
 
 
 def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = None) -> jax.Array:
@@ -126,7 +124,7 @@ def triton(
     from jax.experimental.pallas import triton as plgpu
 
     tokens, heads, groups, width = queries.shape
-    layers, count, page, both, _ = view.pages.shape
+    _, count, page, both, _ = view.pages.shape
     rows, entries = view.table.shape
     at_most = max(1, ROWS_OF_QUERIES // groups)
     blocks = QueryBlocks.of(view, tokens, 1 << (min(max(1, tokens // rows), at_most).bit_length() - 1))
@@ -165,15 +163,15 @@ def triton(
                 there = key < length
                 entry = plgpu.load(table.at[jnp.where(there, row * entries + key // page, 0)])
                 slot = jnp.where(there, ((layer[0] * count + entry) * page + key % page) * both + 2 * head, 0)
-                read = lambda slot: plgpu.load(
-                    pages.at[slot[:, None], columns], mask=there[:, None], other=0
-                ).astype(dtype)
+                read = lambda slot: plgpu.load(pages.at[slot[:, None], columns], mask=there[:, None], other=0).astype(dtype)
                 scores = jax.lax.dot_general(
                     query, read(slot), (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
                 )
                 if factor:
                     scores *= plgpu.load(factor[0].at[slot])[None]
-                scores = jnp.where(seen_by(position, key[None], window, sinks, chunk) & there[None], scores * scale, -jnp.inf)
+                scores = jnp.where(
+                    seen_by(position, key[None], window, sinks, chunk) & there[None], scores * scale, -jnp.inf
+                )
                 larger = jnp.maximum(largest, jnp.max(scores, axis=1))
                 shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[:, None])
                 total = total * shrink + jnp.sum(weights, axis=1)

@@ -91,9 +91,7 @@ def attend_paged(
 ) -> jax.Array:
     """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
-    call = jax.ffi.ffi_call(
-        PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential"
-    )
+    call = jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
     limits = {"window": np.int64(window or 0), "sinks": np.int64(sinks), "chunk": np.int64(chunk or 0)}
     where = (view.layer, view.table, view.lengths, view.starts)
     return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
