@@ -20,14 +20,14 @@ class QueryBlocks(NamedTuple):
       rows: int32[blocks].
       starts: int32[blocks], the first token of each among all T; T for blocks that are not needed.
       positions: int32[blocks], of that token in its row.
-      count: int32[], the blocks that are needed.
+      needed: int32[], how many blocks are.
       size: tokens of a block at most; what is beyond those of the row belongs to a later block, or is padding.
     """
 
     rows: jax.Array
     starts: jax.Array
     positions: jax.Array
-    count: jax.Array
+    needed: jax.Array
     size: int
 
     @classmethod
@@ -92,7 +92,7 @@ def attend_by_blocks(
         mixed = (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype)
         return lax.dynamic_update_slice_in_dim(found, mixed.swapaxes(0, 1), start, 0)
 
-    found = lax.fori_loop(0, blocks.count, of_block, jnp.zeros_like(padded))[:tokens]
+    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded))[:tokens]
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
 
 
