@@ -2,7 +2,8 @@
 
 A server of a model in float32 runs in a process of its own. Normal clients stream greedy requests whose answers
 `llama_jax.generate` gives beforehand; attackers, in another process, come and go by turns, so that windows with and without
-them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores.
+them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores; the
+attackers' one has the lowest priority, as their work is done by other machines elsewhere.
 `failed` lists what must not happen; the exit status is 1 where there is any.
 
     pip install -e ".[serve]"
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -259,6 +261,7 @@ class Attackers:
 
 def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Event, told: Any) -> None:
     """The function of the attackers' process."""
+    os.nice(19)
     attackers = Attackers(port)
     told.put("ready")
     asyncio.run(attackers.run(count, kinds, going, ended))

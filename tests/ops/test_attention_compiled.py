@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax import ops
 from llama_jax.ops.attention import Division, Seen, View, observed
+from llama_jax.ops.attention.paged import PagedView, attend_paged, write_paged
 
 pytestmark = pytest.mark.accelerators
 
@@ -147,3 +148,33 @@ def test_a_decoded_token_makes_no_copy_of_the_cache(topology, batch):
     assert [len(re.findall(rf"%{re.escape(name)}[,)]", entry)) for name in parameters] == [1, 1]  # keys, values
     if topology == "h100":
         assert len(re.findall(r" (?:fusion|custom-call|copy|transpose|dot|reduce)\(", entry)) <= 4
+
+
+@pytest.mark.parametrize("new", [64, 256])
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100"])
+def test_a_step_over_pages_is_by_a_kernel_and_copies_none(topology, new):
+    """Of a loop over the layers, which carries the pages."""
+    mesh = mesh_of(topology, (1,), ("tensor",))
+
+    def step(pages, queries, keys, values, table, lengths, starts):
+        def layer(carry, index):
+            pages, queries = carry
+            view = PagedView(pages, index, table, lengths[0], starts[0])
+            pages = write_paged(pages, keys, values, view)
+            return (pages, attend_paged(queries, view.replace(pages=pages), scale=0.1)), None
+
+        return jax.lax.scan(layer, (pages, queries), jnp.arange(8, dtype=jnp.int32))[0]
+
+    struct = lambda *shape: jax.ShapeDtypeStruct(
+        shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, P())
+    )
+    shapes = (8, 1024, 64, 16, 128), (new, 8, 4, 128), (new, 8, 128), (new, 8, 128), (16, 64), (1, 16), (1, 17)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), observed() as taken:
+        program = jax.jit(step, donate_argnums=0).lower(*(struct(*shape) for shape in shapes)).compile()
+    assert set(taken) == {"ragged" if "v5e" in topology else "triton"}
+    pages = 2 * np.prod(shapes[0])
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= pages
+    assert memory.temp_size_in_bytes < 4 * 2**20  # all pages are 2 GiB
+    kernel = "tpu_custom_call" if "v5e" in topology else r"__gpu\$xla.gpu.triton"
+    assert len(re.findall(f'custom_call_target="{kernel}"', program.as_text())) == 1

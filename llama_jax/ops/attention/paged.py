@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from llama_jax.ops import cpu
+from llama_jax.ops.attention.attend import announce
+from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
+from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.attention.view import NO_QUERY
 from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.platform import lowering_platform, mesh_in_force
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows, quantize
 
 
@@ -89,7 +94,30 @@ def attend_paged(
     Returns:
       [T, K, G, H] in the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
     """
-    return paged_reference(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+    problem = PagedProblem(
+        queries.shape,
+        view.pages.shape,
+        view.table.shape,
+        queries.dtype,
+        view.pages.dtype,
+        sinks,
+        chunk,
+        math.prod((mesh_in_force() or {}).values()),
+    )
+    name, why = choose_paged(lowering_platform(), problem)
+    announce(name, why)
+    if name == "ragged":
+        return ragged(queries, view, scale=scale, window=window)
+    if name == "triton":
+        return triton(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+    return attend_by_blocks(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+
+
+def choose_paged(platform: str, problem: PagedProblem) -> tuple[str, str]:
+    """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
+    name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
+    refusal = refuse(platform, problem)
+    return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)
 
 
 def paged_reference(
@@ -113,13 +141,3 @@ def paged_reference(
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
     weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
     return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)
-
-
-def seen_by(query: jax.Array, key: jax.Array, window: int | None, sinks: int, chunk: int | None) -> jax.Array:
-    """Whether the query at a position sees the key at another of its row."""
-    found = key <= query
-    if window is not None:
-        found &= (query - key < window) | (key < sinks)
-    if chunk is not None:
-        found &= query // chunk == key // chunk
-    return found

@@ -13,6 +13,12 @@ constexpr int64_t QUERIES_TOGETHER = 96;
 constexpr int ROWS_TOGETHER = 6, VECTORS_TOGETHER = VNNI ? 4 : 2, FEW_TOGETHER = VNNI ? 4 : 2;  // sums are in registers
 constexpr float LOWEST = -1e30f;       // finite, so that no difference of two is NaN
 
+// `count` new tokens of a row from flat token `first` on, at `position`; a head; the keys from `begin` to `end`. Where the
+// keys are in several parts, `found` is the place of this part's sums.
+struct PagedPart {
+  int64_t row, first, count, position, head, begin, end, found;
+};
+
 // Queries [T, K, G, H] and the pages of a layer [P, page, 2K, H], in float32, bfloat16 or int8 with factors [P, page, 2K].
 // A `window` or `chunk` of 0 is none.
 template <typename T>
@@ -25,17 +31,15 @@ struct PagedAttention {
   int64_t tokens, heads, groups, width, rows, entries, count, page, window, sinks, chunk;
   float scale;
 
+  // Where the query with a number among those of a part begins.
+  int64_t place(const PagedPart& part, int64_t c) const {
+    return (((part.first + c / groups) * heads + part.head) * groups + c % groups) * width;
+  }
   int64_t of_chunk(int64_t position) const { return chunk ? position / chunk * chunk : 0; }
   // The first position that a query sees, but for sinks.
   int64_t first_seen(int64_t position) const {
     return std::max(of_chunk(position), window ? position - window + 1 : 0);
   }
-};
-
-// `count` new tokens of a row from flat token `first` on, at `position`; `heads` from `head` on; the keys from `begin` to
-// `end`. Where the keys are in several parts, `found` is the place of this part's sums.
-struct PagedPart {
-  int64_t row, first, count, position, head, heads, begin, end, found;
 };
 
 // Compilers load a vector again for every product with it.
@@ -92,7 +96,7 @@ static void multiply_rows(const float* const* a, int64_t rows, int64_t inner, co
     if (rows) multiply_rows<C - 1>(a, rows, inner, b, columns, out, add);
 }
 
-// A block of keys and values, each token where it lies: of the first of some heads.
+// A block of keys and values of one head, each token where it lies.
 template <typename T>
 struct PagedBlock {
   const T* keys[BLOCK + 3];  // a value follows its key; the last one again
@@ -113,30 +117,29 @@ struct PagedBlock {
   }
 };
 
-// Fetches a block ahead in the order in which it lies, a key and its value at each step: a processor's own fetching ahead
-// ends with a page of memory, and heads are read one after the other.
+// Fetches a block ahead, a key and its value at each step: a processor's own fetching ahead ends with a page of memory, on
+// which few tokens lie.
 template <typename T>
 struct Ahead {
   const PagedBlock<T>* block;
-  int64_t heads, bytes, token = 0, head = 0;
+  int64_t bytes, token = 0;
 
   void step() {
     if (token >= block->count) return;
-    const char* from = reinterpret_cast<const char*>(block->keys[token]) + head * bytes;
+    const char* from = reinterpret_cast<const char*>(block->keys[token++]);
     for (int64_t i = 0; i < bytes; i += 256)
 #pragma GCC unroll 4
       for (int64_t line = 0; line < 256; line += 64) __builtin_prefetch(from + i + line, 0, 2);
-    if (++head == heads) head = 0, ++token;
   }
 };
 
-// Scores of C queries with four keys at a time; a head lies `of_head` numbers after the block's first.
+// Scores of C queries with four keys, from `s` on.
 template <int C, bool whole, typename T>
-static void score_few(const PagedBlock<T>& block, int64_t s, int64_t of_head, const float* const* queries, int64_t width,
+static void score_few(const PagedBlock<T>& block, int64_t s, const float* const* queries, int64_t width,
                       float* scores, Ahead<T>& ahead) {
     const T* from[4];
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) from[r] = block.keys[s + r] + of_head, ahead.step();
+    for (int r = 0; r < 4; ++r) from[r] = block.keys[s + r], ahead.step();
     floats sums[C][4] = {};
     for (int64_t h = 0; h < width; h += LANES) {
       floats key[4];
@@ -155,7 +158,7 @@ static void score_few(const PagedBlock<T>& block, int64_t s, int64_t of_head, co
 
 // Adds to C mixtures, V vectors of each.
 template <int C, int V, bool whole, typename T>
-static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, int64_t of_head, const float* weights,
+static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, const float* weights,
                     int64_t width, int64_t h, float* out, int64_t row) {
   constexpr int R = C == 1 ? 4 : C == 2 ? 2 : 1;
   floats sums[4][V] = {};
@@ -166,7 +169,7 @@ static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, int6
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         const int64_t at = h + v * LANES;
-        const floats value = in_register(some<whole>(block.keys[s + r] + of_head + width + at, width - at));
+        const floats value = in_register(some<whole>(block.keys[s + r] + width + at, width - at));
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) sums[c * R + r][v] += value * weights[c * BLOCK + s + r];
       }
@@ -242,45 +245,42 @@ static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin,
     for (int64_t h = 0; h < row; h += LANES) store(mixed + h, load<floats>(mixed + h) * shrink);
 }
 
-// Few queries: keys and values are read where they lie and in that order, those of all heads of a few tokens.
+// Few queries: keys and values are read from where they lie.
 template <bool whole, typename T>
 static void attend_block_few(const PagedAttention<T>& job, const PagedPart& part, int64_t begin, const PagedBlock<T>& block,
                              PagedScratch& scratch, Ahead<T>& ahead) {
   const int64_t queries = part.count * job.groups, width = job.width, row = scratch.row;
-  for (int64_t s = 0; s < block.count; s += 4)
-    for (int64_t head = 0; head < part.heads; ++head)
-      some_at_once(queries, [&](auto C, int64_t c) {
-        const int64_t first = head * queries + c;
-        score_few<C(), whole>(block, s, head * 2 * width, &scratch.rows[first], width, scratch.scores + first * BLOCK, ahead);
-      });
-  for (int64_t c = 0; c < part.heads * queries; ++c) {
+  const int64_t together = queries > FEW_TOGETHER ? 16 : BLOCK;  // keys that stay in the first cache for all queries
+  for (int64_t from = 0; from < block.count; from += together)
+    some_at_once(queries, [&](auto C, int64_t c) {
+      for (int64_t s = from; s < std::min(from + together, block.count); s += 4)
+        score_few<C(), whole>(block, s, &scratch.rows[c], width, scratch.scores + c * BLOCK, ahead);
+    });
+  for (int64_t c = 0; c < queries; ++c) {
     float* const scores = scratch.scores + c * BLOCK;
     const auto times = [&](int64_t which) {  // the factors of keys or values
       if constexpr (std::is_same_v<T, int8_t>)
-        for (int64_t s = 0; s < block.count; ++s) scores[s] *= block.factors[s][2 * (c / queries) + which];
+        for (int64_t s = 0; s < block.count; ++s) scores[s] *= block.factors[s][which];
     };
     times(0);
-    weigh(job, part.position + c % queries / job.groups, begin, block.count, scores, scratch.most + c, scratch.total + c,
+    weigh(job, part.position + c / job.groups, begin, block.count, scores, scratch.most + c, scratch.total + c,
           scratch.mixed + c * row, row);
     times(1);
   }
-  const int64_t together = queries > FEW_TOGETHER ? 16 : BLOCK;  // values that stay in the first cache for all queries
-  for (int64_t s = 0; s < block.count; s += together)
-    for (int64_t head = 0; head < part.heads; ++head)
-      some_at_once(queries, [&](auto C, int64_t c) {
-        const int64_t first = head * queries + c;
-        const auto mix = [&](auto V, int64_t h) {
-          mix_few<C(), V(), whole>(block, s, std::min(s + together, block.count), head * 2 * width,
-                                   scratch.scores + first * BLOCK, width, h, scratch.mixed + first * row, row);
-        };
-        int64_t h = 0;
-        for (; h + VECTORS_TOGETHER * LANES <= width; h += VECTORS_TOGETHER * LANES)
-          mix(std::integral_constant<int, VECTORS_TOGETHER>{}, h);
-        for (; h < width; h += LANES) mix(std::integral_constant<int, 1>{}, h);
-      });
+  for (int64_t from = 0; from < block.count; from += together)
+    some_at_once(queries, [&](auto C, int64_t c) {
+      const auto mix = [&](auto V, int64_t h) {
+        mix_few<C(), V(), whole>(block, from, std::min(from + together, block.count), scratch.scores + c * BLOCK, width, h,
+                                 scratch.mixed + c * row, row);
+      };
+      int64_t h = 0;
+      for (; h + VECTORS_TOGETHER * LANES <= width; h += VECTORS_TOGETHER * LANES)
+        mix(std::integral_constant<int, VECTORS_TOGETHER>{}, h);
+      for (; h < width; h += LANES) mix(std::integral_constant<int, 1>{}, h);
+    });
 }
 
-// Many queries of one head: keys and values are packed as float32 matrices, keys transposed.
+// Many queries: keys and values are packed as float32 matrices, keys transposed.
 template <bool whole, typename T>
 static void attend_block_many(const PagedAttention<T>& job, const PagedPart& part, int64_t begin, const PagedBlock<T>& block,
                               PagedScratch& scratch) {
@@ -305,18 +305,14 @@ static void attend_block_many(const PagedAttention<T>& job, const PagedPart& par
 
 template <bool whole, typename T>
 static void attend_part(const PagedAttention<T>& job, const PagedPart& part, PagedScratch& scratch, float* found) {
-  const int64_t queries = part.count * job.groups, all = part.heads * queries, width = job.width;
-  scratch.fit(all, width);
+  const int64_t queries = part.count * job.groups, width = job.width;
+  scratch.fit(queries, width);
   const int64_t row = scratch.row;
-  const auto place = [&](int64_t c) {  // of a query among all of its dtype
-    const int64_t token = part.first + c % queries / job.groups, head = part.head + c / queries;
-    return ((token * job.heads + head) * job.groups + c % job.groups) * width;
-  };
-  for (int64_t c = 0; c < all; ++c) {
-    scratch.rows[c] = job.queries + place(c), scratch.rows[all + c] = scratch.scores + c * BLOCK;
+  for (int64_t c = 0; c < queries; ++c) {
+    scratch.rows[c] = job.queries + job.place(part, c), scratch.rows[queries + c] = scratch.scores + c * BLOCK;
     scratch.most[c] = LOWEST, scratch.total[c] = 0;
   }
-  std::memset(scratch.mixed, 0, 4 * all * row);
+  std::memset(scratch.mixed, 0, 4 * queries * row);
   const int64_t end = part.end, low = job.first_seen(part.position);
   const auto following = [&](int64_t begin) {  // the next block of which some key may be seen
     if (begin >= job.sinks && begin + BLOCK <= low) begin += (low - begin) / BLOCK * BLOCK;
@@ -324,17 +320,17 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
   };
   int64_t begin = following(part.begin);
   PagedBlock<T> block(job, part.row, part.head, begin, end);
-  Ahead<T> first{&block, part.heads, 2 * width * static_cast<int64_t>(sizeof(T))};
-  for (int64_t i = 0; i < block.count * part.heads; ++i) first.step();
+  Ahead<T> first{&block, 2 * width * static_cast<int64_t>(sizeof(T))};
+  for (int64_t i = 0; i < block.count; ++i) first.step();
   while (begin < end) {
     const int64_t next_begin = following(begin + BLOCK);
     const PagedBlock<T> next(job, part.row, part.head, next_begin, end);
-    Ahead<T> ahead{&next, part.heads, 2 * width * static_cast<int64_t>(sizeof(T))};
+    Ahead<T> ahead{&next, first.bytes};
     queries <= FEW ? attend_block_few<whole>(job, part, begin, block, scratch, ahead)
                    : attend_block_many<whole>(job, part, begin, block, scratch);
     block = next, begin = next_begin;
   }
-  for (int64_t c = 0; c < all; ++c) {
+  for (int64_t c = 0; c < queries; ++c) {
     if (part.found >= 0) {
       float* const sums = found + (part.found + c) * (row + 2);
       sums[0] = scratch.most[c], sums[1] = scratch.total[c];
@@ -342,7 +338,7 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
       continue;
     }
     const float inverse = scratch.total[c] == 0 ? 0 : 1 / scratch.total[c];
-    float* const out = job.out + place(c);
+    float* const out = job.out + job.place(part, c);
     for (int64_t h = 0; h < width; ++h) out[h] = scratch.mixed[c * row + h] * inverse;
   }
 }
@@ -351,10 +347,9 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
 template <typename T>
 static void join_parts(const PagedAttention<T>& job, const PagedPart& part, int64_t parts, const float* found) {
   const int64_t row = (job.width + LANES - 1) / LANES * LANES, size = row + 2, queries = part.count * job.groups;
-  for (int64_t c = 0; c < part.heads * queries; ++c) {
-    const int64_t token = part.first + c % queries / job.groups, head = part.head + c / queries;
-    float* const out = job.out + ((token * job.heads + head) * job.groups + c % job.groups) * job.width;
-    const auto of_part = [&](int64_t p) { return found + (part.found + p * part.heads * queries + c) * size; };
+  for (int64_t c = 0; c < queries; ++c) {
+    float* const out = job.out + job.place(part, c);
+    const auto of_part = [&](int64_t p) { return found + (part.found + p * queries + c) * size; };
     float most = LOWEST, total = 0;
     for (int64_t p = 0; p < parts; ++p) most = std::max(most, of_part(p)[0]);
     for (int64_t p = 0; p < parts; ++p) {
@@ -372,35 +367,23 @@ template <bool whole, typename T>
 static void attend_paged(ffi::ThreadPool& threads, const PagedAttention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t together = std::max<int64_t>(1, QUERIES_TOGETHER / job.groups);
-  std::vector<PagedPart> pieces;  // of all heads and keys
-  int64_t work = 0, count = 0;
+  std::vector<PagedPart> parts;
+  std::vector<std::pair<int64_t, int64_t>> joined;  // the first of several parts, and how many they are
+  int64_t work = 0, sums = 0;
   for (int64_t r = 0; r < job.rows; ++r) {
     const int64_t after = std::min<int64_t>(job.starts[r + 1], job.tokens);
     const int64_t length = std::min<int64_t>(job.lengths[r], job.entries * job.page);
     for (int64_t first = job.starts[r]; first < after; first += together) {
-      const int64_t tokens = std::min(together, after - first), position = length - (after - first);
+      const int64_t count = std::min(together, after - first), position = length - (after - first);
       const int64_t begin = job.sinks ? 0 : std::max<int64_t>(0, job.first_seen(position)) / BLOCK * BLOCK;
-      const int64_t keys = position + tokens - begin;
-      pieces.push_back({r, first, tokens, position, 0, job.heads, begin, position + tokens, -1});
-      work += keys * (tokens * job.groups + 7) / 8 * job.heads * job.width;
-      count += tokens * job.groups <= FEW ? (keys + PART - 1) / PART : 0;
-    }
-  }
-  // Few queries of all heads read pages in the order in which they lie, unless threads would have nothing to do.
-  const bool apart = count < 2 * static_cast<int64_t>(threads.num_threads());
-  std::vector<PagedPart> parts;
-  std::vector<std::pair<int64_t, int64_t>> joined;  // the first of several parts, and how many they are
-  int64_t sums = 0;
-  for (PagedPart piece : pieces) {
-    const int64_t queries = piece.count * job.groups, length = piece.end - piece.begin;
-    const int64_t each = queries <= FEW ? PART : length, heads = queries <= FEW && !apart ? job.heads : 1;
-    for (int64_t head = 0; head < job.heads; head += heads) {
-      const bool several = length > each;
-      if (several) joined.emplace_back(parts.size(), (length + each - 1) / each);
-      for (int64_t from = piece.begin; from < piece.end; from += each) {
-        parts.push_back({piece.row, piece.first, piece.count, piece.position, head, heads, from,
-                         std::min(piece.end, from + each), several ? sums : -1});
-        sums += several ? heads * queries : 0;
+      const int64_t end = position + count, queries = count * job.groups;
+      const int64_t each = queries <= FEW ? PART : end - begin;
+      const bool several = end - begin > each;
+      work += (end - begin) * (queries + 7) / 8 * job.heads * job.width;
+      for (int64_t head = 0; head < job.heads; ++head) {
+        if (several) joined.emplace_back(parts.size(), (end - begin + each - 1) / each);
+        for (int64_t from = begin; from < end; from += each, sums += several ? queries : 0)
+          parts.push_back({r, first, count, position, head, from, std::min(end, from + each), several ? sums : -1});
       }
     }
   }

@@ -1,0 +1,112 @@
+"""Attention over pages by blocks, in plain JAX: only the pages that some query of a block can see are read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.ops.quantized import Quantized, dequantize, over_rows
+
+MOST_QUERIES, KEYS_AT_ONCE = 64, 512  # of a block
+
+
+class QueryBlocks(NamedTuple):
+    """The new tokens of rows in blocks, each of one row and in the order of the tokens.
+
+    Attributes:
+      rows: int32[blocks].
+      starts: int32[blocks], the first token of each among all T; T for blocks that are not needed.
+      positions: int32[blocks], of that token in its row.
+      needed: int32[], how many blocks are.
+      size: tokens of a block at most; what is beyond those of the row belongs to a later block, or is padding.
+    """
+
+    rows: jax.Array
+    starts: jax.Array
+    positions: jax.Array
+    needed: jax.Array
+    size: int
+
+    @classmethod
+    def of(cls, view: Any, tokens: int, size: int) -> QueryBlocks:
+        """Of all T tokens: at most one block that is not full for each row."""
+        new = view.starts[1:] - view.starts[:-1]
+        ends = jnp.cumsum(-(-new // size))
+        block = jnp.arange(min(tokens, tokens // size + len(new)), dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), len(new) - 1).astype(jnp.int32)
+        before = (block - (ends - -(-new // size))[row]) * size
+        starts = jnp.where(block < ends[-1], view.starts[row] + before, tokens).astype(jnp.int32)
+        return cls(row, starts, view.lengths[row] - new[row] + before, ends[-1], size)
+
+
+def attend_by_blocks(
+    queries: jax.Array,
+    view: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: int = 0,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Arguments and result as for `attend_paged`. The softmax is made as the blocks of keys come, as in `blockwise`."""
+    tokens, heads, groups, width = queries.shape
+    rows, entries = view.table.shape
+    page = view.pages.shape[2]
+    blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
+    pages_at_once = min(max(1, KEYS_AT_ONCE // page), entries)
+    table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    padded = jnp.pad(queries, ((0, blocks.size), (0, 0), (0, 0), (0, 0)))
+
+    def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
+        row, start = blocks.rows[i], blocks.starts[i]
+        own = lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        # Of the row's last block, tokens of the next row are computed too and then written over.
+        position = blocks.positions[i] + jnp.arange(blocks.size, dtype=jnp.int32)
+
+        def of_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            largest, total, mixed = carry
+            chosen = lax.dynamic_slice(table, (row, j * pages_at_once), (1, pages_at_once))[0]
+            read: Any = over_rows(lambda x: x[view.layer, chosen], view.pages)
+            both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
+            both = both.reshape(-1, heads, 2, width)
+            key_position = j * pages_at_once * page + jnp.arange(len(both), dtype=jnp.int32)
+            both = jnp.where((key_position < view.lengths[row])[:, None, None, None], both, 0)
+            seen = seen_by(position[:, None], key_position, window, sinks, chunk)
+            scores = jnp.einsum("qkgh,skh->kqgs", own.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
+            scores = jnp.where(seen[:, None], scores * scale, -jnp.inf)
+            larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
+            shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
+            new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
+            return larger, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new
+
+        keys = pages_at_once * page
+        last = jnp.minimum(blocks.positions[i] + blocks.size, view.lengths[row])
+        first = first_seen(blocks.positions[i], window, sinks, chunk) // keys
+        shape = heads, blocks.size, groups
+        start_carry = jnp.full(shape, -1e30, precise), jnp.zeros(shape, precise), jnp.zeros((*shape, width), precise)
+        _, total, mixed = lax.fori_loop(first, -(-last // keys), of_keys, start_carry)
+        mixed = (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype)
+        return lax.dynamic_update_slice_in_dim(found, mixed.swapaxes(0, 1), start, 0)
+
+    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded))[:tokens]
+    return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
+
+
+def seen_by(query: jax.Array, key: jax.Array, window: int | None, sinks: int, chunk: int | None) -> jax.Array:
+    """Whether the query at a position sees the key at another of its row."""
+    found = key <= query
+    if window is not None:
+        found &= (query - key < window) | (key < sinks)
+    if chunk is not None:
+        found &= query // chunk == key // chunk
+    return found
+
+
+def first_seen(query: jax.Array, window: int | None, sinks: int, chunk: int | None) -> jax.Array:
+    """The first position that a query at a position sees, and at most that of any after it."""
+    begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
+    return jnp.maximum(begin, query - window + 1) if window is not None and not sinks else begin

@@ -1,0 +1,230 @@
+"""Kernels for attention over pages, and their limits: JAX's ragged kernel for TPUs, and one for GPUs in Pallas' Triton."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
+from llama_jax.ops.quantized import Quantized
+
+KEYS_AT_ONCE, QUERIES_AT_ONCE = 512, 32  # of a block of the TPU's kernel
+LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """What attention over pages is asked for, as far as the choice depends on it.
+
+    Attributes:
+      queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
+      dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
+      sinks, chunk: as for `attend_paged`.
+      devices: over which XLA divides the program; it divides no kernel.
+    """
+
+    queries: tuple[int, ...]
+    pages: tuple[int, ...]
+    table: tuple[int, ...]
+    dtype: Any
+    page_dtype: Any
+    sinks: int = 0
+    chunk: int | None = None
+    devices: int = 1
+
+
+def refusal_of_ragged(platform: str, problem: PagedProblem) -> str | None:
+    """Why JAX's ragged kernel cannot compute this, or None where it can."""
+    _, heads, _, width = problem.queries
+    if platform != "tpu":
+        return f"ragged needs a TPU, this is a {platform}"
+    if jnp.dtype(problem.page_dtype) not in (jnp.bfloat16, jnp.float32) or problem.dtype != problem.page_dtype:
+        return f"ragged reads bfloat16 or float32 for both, not {problem.dtype} queries and {problem.page_dtype} pages"
+    if width % 128:
+        return f"ragged has heads in multiples of 128; these are {width}"
+    words = 2 * heads * jnp.dtype(problem.page_dtype).itemsize // 4
+    if words not in (1, 2, 4) and words % 8:
+        return f"ragged tiles 1, 2, 4 or multiples of 8 words of keys and values of a token; {heads} heads have {words}"
+    if math.prod(problem.table) > LARGEST_TABLE:
+        return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(problem.table)} are more"
+    if problem.sinks or problem.chunk:
+        return f"ragged has a window but no {'sinks' if problem.sinks else 'chunks'}"
+    return f"ragged is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
+
+
+def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = None) -> jax.Array:
+    """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+
+    Its pages are those of one layer: the stack of all layers is one pool for it, in which a layer's pages have numbers of
+    their own. It takes rows with new tokens only.
+    """
+    # Imported here: importing Pallas takes a second, which is only for those with a TPU.
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    layers, count, page, both, width = view.pages.shape
+    tokens, heads, groups, _ = queries.shape
+    new = view.starts[1:] > view.starts[:-1]
+    order = jnp.argsort(~new, stable=True)
+    mixed = ragged_paged_attention(
+        queries.reshape(tokens, heads * groups, width),
+        view.pages.reshape(layers * count, page, both, width),
+        view.lengths[order],
+        view.table[order] + view.layer * count,
+        jnp.concatenate([view.starts[:1], view.starts[1:][order]]),
+        jnp.sum(new, dtype=jnp.int32)[None],
+        sm_scale=scale,
+        sliding_window=window,
+        num_kv_pages_per_block=min(max(1, KEYS_AT_ONCE // page), view.table.shape[1]),
+        num_queries_per_block=min(QUERIES_AT_ONCE, tokens),
+    )
+    padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
+    return jnp.where(padding[:, None, None], 0, mixed).reshape(queries.shape)
+
+
+ROWS_OF_QUERIES, FEWEST_ROWS, KEYS_OF_BLOCK = 64, 16, 64  # of a matmul of the GPU's kernel
+PROGRAMS, LEAST_KEYS = 264, 256  # that keep a GPU busy: two for each processor of an H100; keys that are worth one
+
+
+def refusal_of_triton(platform: str, problem: PagedProblem) -> str | None:
+    """Why the kernel for GPUs cannot compute this, or None where it can."""
+    width = problem.queries[-1]
+    if platform != "gpu":
+        return f"triton needs a GPU, this is a {platform}"
+    dtypes = jnp.bfloat16, jnp.float16, jnp.float32
+    if problem.dtype not in dtypes or problem.page_dtype not in (*dtypes, jnp.int8):
+        return f"triton computes in 16 or 32 bits, not {problem.dtype} queries and {problem.page_dtype} pages"
+    numbers = math.prod(problem.pages)
+    if numbers // width >= 2**31 or (problem.page_dtype == jnp.int8 and 2**31 <= numbers <= 2**32):
+        return f"triton counts in 32 bits, which is too few for {list(problem.pages)} pages in {problem.page_dtype}"
+    if width & (width - 1) or not 16 <= width <= 256:
+        return f"triton has heads of 16, 32, 64, 128 or 256 features; these have {width}"
+    return f"triton is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
+
+
+def triton(
+    queries: jax.Array,
+    view: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: int = 0,
+    chunk: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Arguments and result as for `attend_paged`; `interpret` runs the kernel without a GPU, slowly.
+
+    A program computes a block of a row's queries, those of one head, with all or a part of the keys that they see; parts are
+    joined afterwards.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    tokens, heads, groups, width = queries.shape
+    _, count, page, both, _ = view.pages.shape
+    rows, entries = view.table.shape
+    at_most = max(1, ROWS_OF_QUERIES // groups)
+    blocks = QueryBlocks.of(view, tokens, 1 << (min(max(1, tokens // rows), at_most).bit_length() - 1))
+    rows_of_queries = max(FEWEST_ROWS, pl.next_power_of_2(blocks.size * groups))
+    programs = len(blocks.rows) * heads
+    parts = min(max(1, PROGRAMS // programs), max(1, entries * page // LEAST_KEYS))
+    quantized = isinstance(view.pages, Quantized)
+    values = view.pages.values if quantized else view.pages
+    factors = (view.pages.scales.reshape(-1),) if quantized else ()
+    exact = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    dtype, flat = queries.dtype, tokens * heads * groups
+
+    def kernel(*refs: Any) -> None:
+        layer, table, row_of, start_of, position_of, lengths, q, pages, *more = refs
+        factor, (out, most_out, total_out) = more[: len(factors)], more[len(factors) :]
+        block, head, part = (pl.program_id(axis) for axis in range(3))
+        row, start, first = row_of[block], start_of[block], position_of[block]
+        length = lengths[row]
+
+        @pl.when(start < tokens)
+        def _() -> None:
+            index = jnp.arange(rows_of_queries)
+            token = index // groups
+            own = (token < blocks.size) & (first + token < length)
+            place = jnp.where(own, ((start + token) * heads + head) * groups + index % groups, 0)
+            columns = jnp.arange(width)[None]
+            query = plgpu.load(q.at[place[:, None], columns], mask=own[:, None], other=0)
+            position = (first + token)[:, None]
+            begin = first_seen(first, window, sinks, chunk) // KEYS_OF_BLOCK
+            end = pl.cdiv(jnp.minimum(first + blocks.size, length), KEYS_OF_BLOCK)
+            each = pl.cdiv(end - begin, parts)
+
+            def of_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                largest, total, mixed = carry
+                key = j * KEYS_OF_BLOCK + jnp.arange(KEYS_OF_BLOCK)
+                there = key < length
+                entry = plgpu.load(table.at[jnp.where(there, row * entries + key // page, 0)])
+                slot = jnp.where(there, ((layer[0] * count + entry) * page + key % page) * both + 2 * head, 0)
+                read = lambda slot: plgpu.load(pages.at[slot[:, None], columns], mask=there[:, None], other=0).astype(dtype)
+                scores = jax.lax.dot_general(
+                    query, read(slot), (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
+                )
+                if factor:
+                    scores *= plgpu.load(factor[0].at[slot])[None]
+                scores = jnp.where(
+                    seen_by(position, key[None], window, sinks, chunk) & there[None], scores * scale, -jnp.inf
+                )
+                larger = jnp.maximum(largest, jnp.max(scores, axis=1))
+                shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[:, None])
+                total = total * shrink + jnp.sum(weights, axis=1)
+                if factor:
+                    weights *= plgpu.load(factor[0].at[slot + 1])[None]
+                new = jax.lax.dot_general(
+                    weights.astype(dtype),
+                    read(slot + 1),
+                    (((1,), (0,)), ((), ())),
+                    precision=exact,
+                    preferred_element_type=jnp.float32,
+                )
+                return larger, total, mixed * shrink[:, None] + new
+
+            some = jnp.zeros(rows_of_queries, jnp.float32)
+            carry = some - 1e30, some, jnp.zeros((rows_of_queries, width), jnp.float32)
+            bounds = begin + part * each, jnp.minimum(begin + (part + 1) * each, end)
+            largest, total, mixed = jax.lax.fori_loop(*bounds, of_keys, carry)
+            if parts == 1:
+                mixed = mixed / jnp.where(total == 0, 1, total)[:, None]
+            place = jnp.where(own, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
+            plgpu.store(out.at[place[:, None], columns], mixed.astype(out.dtype), mask=own[:, None])
+            plgpu.store(most_out.at[place], largest, mask=own)
+            plgpu.store(total_out.at[place], total, mask=own)
+
+    shapes = (
+        jax.ShapeDtypeStruct((parts * flat + 1, width), dtype if parts == 1 else jnp.float32),
+        *[jax.ShapeDtypeStruct((parts * flat + 1,), jnp.float32)] * 2,
+    )
+    found = pl.pallas_call(
+        kernel,
+        grid=(len(blocks.rows), heads, parts),
+        out_shape=shapes,
+        interpret=interpret,
+        compiler_params=None if interpret else plgpu.CompilerParams(num_warps=4, num_stages=2),
+        name="attend_paged",
+    )(
+        view.layer[None],
+        view.table.reshape(-1),
+        blocks.rows,
+        blocks.starts,
+        blocks.positions,
+        view.lengths,
+        queries.reshape(flat, width),
+        values.reshape(-1, width),
+        *factors,
+    )
+    mixed, most, total = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in found)
+    if parts == 1:
+        joined = mixed[0]
+    else:
+        weights = jnp.exp(most - jnp.max(most, axis=0))
+        sums = jnp.sum(total * weights, axis=0)
+        joined = jnp.sum(mixed * weights[..., None], axis=0) / jnp.where(sums == 0, 1, sums)[:, None]
+    padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
+    return jnp.where(padding[:, None, None, None], 0, joined.reshape(queries.shape)).astype(dtype)
