@@ -31,7 +31,7 @@ from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.model import BURST, ServedModel
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import PagePool, digests_of
-from llama_jax.serving.programs import Settings
+from llama_jax.serving.programs import RowSettings
 from llama_jax.serving.requests import (
     BusyError,
     ClosedError,
@@ -41,7 +41,7 @@ from llama_jax.serving.requests import (
     Ticket,
     Update,
 )
-from llama_jax.serving.rows import Part, Pending, Row, batch_of, pages_of, settings_of
+from llama_jax.serving.rows import Pending, RowPart, ServedRow, batch_of, pages_of, settings_of
 from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warming import warm
@@ -77,7 +77,7 @@ class Engine:
         self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
         self.drafting = drafting_by(options.draft)
         self.pages = PagePool(options.pages(config), self.model.page_bytes, options.prefix_bytes)
-        self.rows: list[Row] = []
+        self.rows: list[ServedRow] = []
         self.state = self.model.empty(options.rows, self.pages.count)
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None
@@ -85,11 +85,11 @@ class Engine:
         self._seats = list(reversed(range(options.rows)))  # that are free
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
         self._pending: Pending | None = None
-        self._settings: tuple[list[object], Settings] | None = None  # on the device, and what they were made of
+        self._settings: tuple[list[object], RowSettings] | None = None  # on the device, and what they were made of
         self._cancelled: deque[Ticket] = deque()
         self._timed: list[Ticket] = []
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
-        self._accepting: list[Row] = []  # rows whose constraint took a token in since the last turn
+        self._accepting: list[ServedRow] = []  # rows whose constraint took a token in since the last turn
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
@@ -237,7 +237,7 @@ class Engine:
             preempted=self._counts["preempted"],
         )
 
-    def _next_prompt(self) -> Row | None:
+    def _next_prompt(self) -> ServedRow | None:
         """Of the rows that have more to read, and requests that wait, alternately the oldest and the one with the least.
 
         So a short prompt does not wait for a long one, and a long one still advances at half the speed whatever arrives. No
@@ -270,7 +270,7 @@ class Engine:
         prompt = np.asarray(request.prompt, np.int32)
         # Scoring uses another program, so its pieces are neither kept nor taken from what was.
         roots = *(each.rope_root(len(prompt)) for each in model.models), request.adapter
-        ticket.row = Row(
+        ticket.row = ServedRow(
             ticket,
             self._seats.pop(),
             prompt.tolist(),
@@ -285,7 +285,7 @@ class Engine:
             seen[prompt] = True
             self.state = model.enter(self.state, ticket.row.seat, seen)
 
-    def _find_prefix(self, row: Row) -> None:
+    def _find_prefix(self, row: ServedRow) -> None:
         """Take the pieces that come next from those that are kept."""
         size = self.options.piece
         while not row.read % size and row.read // size < len(row.digests):
@@ -300,7 +300,7 @@ class Engine:
             row.cached += size
             self._counts["cached_tokens"] += size
 
-    def _reserve(self, row: Row, count: int) -> None:
+    def _reserve(self, row: ServedRow, count: int) -> None:
         """Give a row pages for so many more tokens, if there are any that are not of older rows."""
         while (lacks := row.lacks(count)) and not row.ended:
             pages = self.pages.take(lacks)
@@ -314,7 +314,7 @@ class Engine:
                     return
                 self._preempt(youngest)
 
-    def _preempt(self, row: Row) -> None:
+    def _preempt(self, row: ServedRow) -> None:
         """Take a row's pages, so that it must read its tokens again."""
         self.pages.give(row.pages)
         row.pages, row.scores, row.read, row.read_by_draft = [], [], 0, 0
@@ -322,7 +322,7 @@ class Engine:
         row.cached = row.cached if row.chosen else 0
         self._counts["preempted"] += 1
 
-    def _launch(self, reader: Row | None, number: int, most: int) -> Pending | None:
+    def _launch(self, reader: ServedRow | None, number: int, most: int) -> Pending | None:
         """Start a step: a piece of the reader's, `number` drafts of each other row, or `most` tokens of a single one."""
         able = [row for row in self.rows if row is not reader and not row.reads and row.left and row.accepting is None]
         many = number + 1
@@ -334,7 +334,7 @@ class Engine:
             wanted.insert(0, (reader, min(reader.unread, self.options.piece)))
         for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
             self._reserve(row, count)
-        parts = [Part(row, row.read, count) for row, count in wanted if not row.ended and not row.lacks(count)]
+        parts = [RowPart(row, row.read, count) for row, count in wanted if not row.ended and not row.lacks(count)]
         if reader is not None and parts and parts[0].row is reader:
             self._read_draft(parts[:1])
             if reader.scoring:
@@ -347,7 +347,7 @@ class Engine:
             parts = [part._replace(count=1) for part in parts]
         return self._step(parts, CATCHING_UP if number else 0)
 
-    def _step(self, parts: list[Part], number: int) -> Pending:
+    def _step(self, parts: list[RowPart], number: int) -> Pending:
         rows, tokens = len(parts), sum(part.count for part in parts)
         whole = any(row.reads and count == self.options.piece for row, _, count in parts)
         shapes = self.options.steps
@@ -372,7 +372,7 @@ class Engine:
                 self.pages.keep(row.digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
         return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
-    def _score(self, part: Part) -> None:
+    def _score(self, part: RowPart) -> None:
         """Read a piece of a prompt, and score its tokens."""
         row, begin, count = part
         size = self.options.piece
@@ -386,7 +386,7 @@ class Engine:
         if not row.unread:  # the last token is read once more, to choose what follows it
             row.read, row.scoring = row.read - 1, False
 
-    def _settings_of(self, parts: list[Part], rows: int) -> Settings:
+    def _settings_of(self, parts: list[RowPart], rows: int) -> RowSettings:
         made_of = [rows, *(x for part in parts for x in (part.row, part.row.allowed))]
         old = self._settings
         if old is None or len(old[0]) != len(made_of) or any(x is not y for x, y in zip(old[0], made_of, strict=True)):
@@ -407,7 +407,7 @@ class Engine:
         """The step of one token of each row."""
         return next(shape for shape in self.options.steps if shape[0] >= rows)
 
-    def _read_draft(self, parts: list[Part]) -> None:
+    def _read_draft(self, parts: list[RowPart]) -> None:
         """Let the draft model read the same tokens."""
         if self.model.draft is None or not parts:
             return
@@ -416,7 +416,7 @@ class Engine:
         for row, begin, count in parts:
             row.read_by_draft = begin + count
 
-    def _caught_up(self, rows: list[Row]) -> bool:
+    def _caught_up(self, rows: list[ServedRow]) -> bool:
         """Let a draft model read tokens that came without it; whether it now has all but the last two of each row."""
         if self.model.draft is None:
             return True
@@ -426,11 +426,11 @@ class Engine:
             count = min(row.read - row.read_by_draft, left)
             left -= count
             if count:
-                parts.append(Part(row, row.read_by_draft, count))
+                parts.append(RowPart(row, row.read_by_draft, count))
         self._read_draft(parts)
         return all(row.read - row.read_by_draft <= 1 for row in behind)
 
-    def _verify(self, parts: list[Part], number: int) -> Pending:
+    def _verify(self, parts: list[RowPart], number: int) -> Pending:
         assert self.drafting is not None
         shape, rows = self._shape(len(parts)), [part.row for part in parts]
         batch = batch_of(parts, shape, self._width, self.options.rows)
@@ -439,7 +439,7 @@ class Engine:
         self.state, packed = self.model.verify(self.state, batch, settings, told, number)
         return Pending(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
 
-    def _settle(self, rows: list[Row], number: int, counts: list[int]) -> None:
+    def _settle(self, rows: list[ServedRow], number: int, counts: list[int]) -> None:
         """Record how many tokens a step with drafts has given each row."""
         assert self.drafting is not None
         counts = counts[: len(rows)]
@@ -462,7 +462,7 @@ class Engine:
             if not row.ended:
                 self._take_token(row, choice, at)
 
-    def _take_token(self, row: Row, choice: ChosenTokens, at: tuple[int, ...]) -> None:
+    def _take_token(self, row: ServedRow, choice: ChosenTokens, at: tuple[int, ...]) -> None:
         request, ticket = row.request, row.ticket
         update = Update()
         if row.count == 0:
@@ -579,7 +579,7 @@ def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> Scor
     return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
 
 
-def _scores(row: Row) -> list[ScoredToken]:
+def _scores(row: ServedRow) -> list[ScoredToken]:
     """The tokens of a prompt, each with its log-probability given those before it."""
     found = [ScoredToken(row.tokens[0], None)]
     for packed in row.scores:  # by whole columns: rows of all requests wait for this

@@ -19,7 +19,7 @@ from llama_jax.model.pages import page_bytes
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 from llama_jax.ops.rope_scaling import BY_LENGTH
-from llama_jax.serving.programs import Batch, Programs, ServingState, Settings, programs_for
+from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch, programs_for
 
 STOPS = 16  # places for stop tokens in each row
 BURST = 8  # most tokens of a row in a turn without drafts
@@ -96,25 +96,27 @@ class ServedModel:
     def enter(self, state: ServingState, seat: int, seen: np.ndarray) -> ServingState:
         return self.programs.enter(state, np.int32(seat), seen, self.layout)
 
-    def step(self, state: ServingState, batch: Batch, settings: Settings) -> tuple[ServingState, jax.Array]:
+    def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> tuple[ServingState, jax.Array]:
         """A token of each live row, after what the rows read."""
         with ops.native_anyway(self.native):
             return self.programs.step(self.config, self.params, state, batch, settings, self.compute, self.layout)
 
-    def burst(self, state: ServingState, batch: Batch, settings: Settings, count: int) -> tuple[ServingState, jax.Array]:
+    def burst(
+        self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int
+    ) -> tuple[ServingState, jax.Array]:
         """`count` tokens, at most `BURST`, of a single row."""
         args = state, batch, settings, np.int32(count), BURST, self.compute, self.layout
         with ops.native_anyway(self.native):
             return self.programs.burst(self.config, self.params, *args)
 
     def score(
-        self, state: ServingState, batch: Batch, settings: Settings, targets: np.ndarray
+        self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray
     ) -> tuple[ServingState, jax.Array]:
         args = state, batch, settings, targets, self.compute, self.layout
         return self.programs.score(self.config, self.params, *args)
 
     def verify(
-        self, state: ServingState, batch: Batch, settings: Settings, told: np.ndarray, count: int
+        self, state: ServingState, batch: StepBatch, settings: RowSettings, told: np.ndarray, count: int
     ) -> tuple[ServingState, jax.Array]:
         """A step with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
         draft, rest = self.draft, (state, batch, settings, told)
@@ -124,7 +126,7 @@ class ServedModel:
             both = self.config, self.params, draft.config, draft.params
             return self.programs.verify_own_drafts(*both, *rest, count, self.compute, self.layout, draft.layout)
 
-    def read_draft(self, state: ServingState, batch: Batch) -> ServingState:
+    def read_draft(self, state: ServingState, batch: StepBatch) -> ServingState:
         """Let the draft model read the tokens of a batch, none of which is the device's own."""
         draft = self.draft
         assert draft is not None

@@ -53,7 +53,7 @@ class ServingState(struct.PyTreeNode):
     seen: jax.Array
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """The rows of a step, of which each reads some tokens and may then get one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
     live: Any
 
 
-class Settings(NamedTuple):
+class RowSettings(NamedTuple):
     """What each row of a batch is asked for; as it changes seldom, it stays on the device."""
 
     request: Request
@@ -103,8 +103,8 @@ def step(
     config: LlamaConfig,
     params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     compute: Compute,
     layout: Layout,
 ) -> tuple[ServingState, jax.Array]:
@@ -120,8 +120,8 @@ def burst(
     config: LlamaConfig,
     params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     count: jax.Array,
     most: int,
     compute: Compute,
@@ -129,7 +129,7 @@ def burst(
 ) -> tuple[ServingState, jax.Array]:
     """`step` for `count` tokens of each row, int32[], of at most `most`: [R, most, any]; the others are not valid."""
 
-    def once(i: jax.Array, carry: tuple[ServingState, Batch, jax.Array]) -> tuple[ServingState, Batch, jax.Array]:
+    def once(i: jax.Array, carry: tuple[ServingState, StepBatch, jax.Array]) -> tuple[ServingState, StepBatch, jax.Array]:
         state, batch, found = carry
         state, packed = step(config, params, state, batch, settings, compute, layout)
         following = batch._replace(
@@ -139,7 +139,7 @@ def burst(
 
     shape = len(batch.seats), most, packed_width(head_of(config, params).shape[0])
     nothing = layout.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
-    state, _, found = lax.fori_loop(0, count, once, (state, Batch(*map(jnp.asarray, batch)), nothing))
+    state, _, found = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
     return state, found
 
 
@@ -147,8 +147,8 @@ def verify_drafts(
     config: LlamaConfig,
     params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     drafts: jax.Array,
     compute: Compute,
     layout: Layout,
@@ -179,8 +179,8 @@ def verify_own_drafts(
     draft_config: LlamaConfig,
     draft_params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     two: jax.Array,
     count: int,
     compute: Compute,
@@ -220,7 +220,7 @@ def verify_own_drafts(
     return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, layout)
 
 
-def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: Batch, layout: Layout) -> Any:
+def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, layout: Layout) -> Any:
     """The draft model's pages after it has read the tokens of a batch."""
     return read_by(config, params, pages, batch, Compute(), layout)[0]
 
@@ -229,8 +229,8 @@ def score(
     config: LlamaConfig,
     params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     targets: jax.Array,
     compute: Compute,
     layout: Layout,
@@ -253,7 +253,7 @@ def score(
 
 
 def read_by(
-    config: LlamaConfig, params: Llama, pages: Any, batch: Batch, compute: Compute, layout: Layout, adapter: Any = None
+    config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, compute: Compute, layout: Layout, adapter: Any = None
 ) -> tuple[Any, jax.Array]:
     """The pages after the tokens of a batch, int32[T] of which none is negative, and their hidden states [T, D].
 
@@ -273,8 +273,8 @@ def _read(
     config: LlamaConfig,
     params: Llama,
     state: ServingState,
-    batch: Batch,
-    settings: Settings,
+    batch: StepBatch,
+    settings: RowSettings,
     compute: Compute,
     layout: Layout,
 ) -> tuple[ServingState, jax.Array]:
@@ -285,14 +285,14 @@ def _read(
     return state.replace(pages=pages), hidden
 
 
-def _rows_of(state: ServingState, batch: Batch, settings: Settings, layout: Layout) -> State:
+def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, layout: Layout) -> State:
     """The rows of a batch as a generation's, of which those that are not live are done."""
     seen = layout.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
     return State(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
-def _with_chosen(state: ServingState, batch: Batch, rows: State, layout: Layout) -> ServingState:
+def _with_chosen(state: ServingState, batch: StepBatch, rows: State, layout: Layout) -> ServingState:
     """The state after the last chosen token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     token = layout.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")

@@ -16,12 +16,12 @@ from llama_jax.model.pages import PAGE
 from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.drafting import Kind, KnownRow
 from llama_jax.serving.model import STOPS
-from llama_jax.serving.programs import Batch, Settings
+from llama_jax.serving.programs import RowSettings, StepBatch
 from llama_jax.serving.requests import GenerationRequest, Ticket
 
 
 @dataclass(eq=False)
-class Row:
+class ServedRow:
     """A request with a seat in the device's state. It reads what it lacks of its tokens, and gets one when it has read all.
 
     Attributes:
@@ -102,21 +102,21 @@ class Pending(NamedTuple):
     """
 
     packed: jax.Array
-    rows: Sequence[Row]
+    rows: Sequence[ServedRow]
     kind: Kind
     steps: int = 1
     settle: Callable[[list[int]], None] | None = None
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Tokens that a row reads in a step: `count` from position `begin` on."""
 
-    row: Row
+    row: ServedRow
     begin: int
     count: int
 
 
-def batch_of(parts: Sequence[Part], shape: tuple[int, int], width: int, seats: int) -> Batch:
+def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats: int) -> StepBatch:
     """The arrays of a step.
 
     Args:
@@ -137,10 +137,10 @@ def batch_of(parts: Sequence[Part], shape: tuple[int, int], width: int, seats: i
         table[r, : len(row.pages)] = row.pages
         of_row[:, r] = row.seat, begin, len(row.request.prompt), row.chosen
         live[r] = count == row.unread
-    return Batch(tokens, starts, of_row[0], table, *of_row[1:], live)
+    return StepBatch(tokens, starts, of_row[0], table, *of_row[1:], live)
 
 
-def settings_of(rows: Sequence[Row], count: int, vocab: int) -> Settings:
+def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
     """What `count` rows are asked for, of which these are the first."""
     wishes = Wishes.none(count, vocab)
     stop = np.full((count, STOPS), -1, np.int32)
@@ -153,4 +153,4 @@ def settings_of(rows: Sequence[Row], count: int, vocab: int) -> Settings:
         if row.allowed is not None:
             wishes.constrained[r] = True
             wishes.allowed[r] = row.allowed
-    return Settings(request, wishes)
+    return RowSettings(request, wishes)

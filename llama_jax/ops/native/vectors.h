@@ -346,11 +346,3 @@ static inline floats some(const int8_t* from, int64_t count) {
   std::memcpy(&found, from, whole ? LANES : std::min<int64_t>(count, LANES));
   return wide(longer(found));
 }
-
-// Lane i of `spread_from<each>(first)` is first + i / each: with `taken`, so many lanes of each number from `first` on.
-template <int each>
-static inline ints spread_from(int32_t first) {
-  ints places;
-  for (int i = 0; i < LANES; ++i) places[i] = i / each;
-  return places + first;
-}
