@@ -20,32 +20,32 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 from llama_jax.model.adapter_table import adapter_table
-from llama_jax.serving.choosing import Wishes
+from llama_jax.model.pages import PAGE
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.model import Slots
 from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.programs import StepBatch
+from llama_jax.serving.rows import settings_of
 
 SLOTS, RANK = 128, 16
 
 
 class Turns:
-    """A state of rows that all decode, none of which ends."""
+    """Rows that all decode, none of which ends."""
 
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
-        options = EngineOptions(rows=rows, short=SLOTS, context=SLOTS, smallest_capacity=SLOTS)
-        self._model = Engine(config, params, options).model
-        self._wishes = jax.device_put(Wishes.none(rows, config.vocab_size)._replace(live=np.ones(rows, bool)))
-        state = self._model.empty_state(rows, SLOTS)
-        request = state.request.replace(limit=np.full(rows, 2**30, np.int32))
-        self._slots = Slots(state.replace(done=np.zeros(rows, bool), request=request))
+        engine = Engine(config, params, EngineOptions(rows=rows, context=SLOTS, cache_tokens=rows * SLOTS))
+        self._model, self._state = engine.model, engine.state
+        self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
+        self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
+        starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * SLOTS // PAGE, dtype=np.int32)
+        self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
         """Seconds for a token of every row, from the first slot on."""
-        state = self._slots.state
-        self._slots = Slots(state.replace(cache=state.cache.replace(length=0 * state.cache.length)))
         started = time.perf_counter()
-        for _ in range(tokens):
-            self._slots, packed = self._model.take_turn(self._slots, self._wishes)
+        for at in range(tokens):
+            batch = self._batch._replace(lengths=np.full_like(self._rows, at))
+            self._state, packed = self._model.step(self._state, batch, self._settings)
         jax.block_until_ready(packed)
         return (time.perf_counter() - started) / tokens
 
