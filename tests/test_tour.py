@@ -67,7 +67,7 @@ def test_one_token_through_generate(params):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 18
-    assert lines(files) < 3350  # "some 3,300"
+    assert lines(files) < 3400  # "some 3,350"
 
 
 def test_one_batch_through_train_step(params):
