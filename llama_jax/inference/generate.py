@@ -225,7 +225,7 @@ class Run:
                 reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
             places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + piece]
-            with transferring():
+            with ops.native_anyway(self.natively), transferring():
                 reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
         return reading
 

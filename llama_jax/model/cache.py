@@ -20,7 +20,7 @@ from llama_jax.ops.platform import mesh_in_force
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
-MOST_SCATTERED = 1  # tokens of a row that are written by one scatter
+MOST_SCATTERED = 16  # tokens of a row that are written by one scatter
 
 
 class KVCache(struct.PyTreeNode):

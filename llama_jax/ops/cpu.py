@@ -291,8 +291,14 @@ def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slot
     XLA copies the whole buffer for a scatter into it, and does one on 16-bit floats by way of float32; so the bits are
     written as integers.
     """
-    rows, tokens = new.shape[0], new.shape[2]
+    rows, heads, tokens = new.shape[:3]
     each, zero = slots.reshape(rows, -1), jnp.zeros((), slots.dtype)
+    if native_code.value and not is_divided():
+        with jax.numpy_rank_promotion("allow"):
+            each = each if each.shape[1] == tokens else each + jnp.arange(tokens, dtype=each.dtype)
+            places = ((layer * rows + jnp.arange(rows)[:, None]) * heads + jnp.arange(heads)) * buffer.shape[3]
+            places = jnp.where(each[:, None] < buffer.shape[3], places[..., None] + each[:, None], buffer.size)
+        return native.put_rows(buffer, new, places.astype(jnp.int32).reshape(-1))
     count, layer, rest = each.shape[1], layer.astype(slots.dtype), (zero,) * (new.ndim - 3)
 
     def put_one(i: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
