@@ -292,7 +292,7 @@ def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slot
     written as integers.
     """
     rows, heads, tokens = new.shape[:3]
-    each, zero = slots.reshape(rows, -1), jnp.zeros((), slots.dtype)
+    each, zero = jnp.asarray(slots).reshape(rows, -1), jnp.zeros((), slots.dtype)
     if native_code.value and not is_divided():
         with jax.numpy_rank_promotion("allow"):
             each = each if each.shape[1] == tokens else each + jnp.arange(tokens, dtype=each.dtype)
