@@ -217,10 +217,10 @@ def program_of(case: Case, mesh: Mesh) -> Program:
 def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     """A program of the engine, see `llama_jax.serving.programs`."""
     import jax
+    from llama_jax.serving.pool import BURST
 
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.options import Compute
-    from llama_jax.serving.pool import BURST
     from llama_jax.serving.programs import programs_for, take_burst, take_turn
 
     decode = decoding(config, case, mesh)

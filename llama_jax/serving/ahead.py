@@ -17,7 +17,7 @@ from llama_jax.serving.programs import Programs
 MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
 
 
-def compile_ahead(model: ServedModel, run: Callable[[ServedModel], None], progress: Callable[[int, int], None]) -> None:
+def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progress: Callable[[int, int], None]) -> None:
     """Compile every program that `run` calls, for a model on one device: nothing is executed.
 
     Tracing and lowering hold Python's lock, so one thread at a time can do them; compiling, or loading from the compilation

@@ -343,17 +343,17 @@ class Engine:
             return None
         if number:
             if self._caught_up([part.row for part in parts]):
-                return self._verify([part._replace(count=1) for part in parts], number)
-            parts = [part._replace(count=1) for part in parts]
+                return self._verify([part._replace(size=1) for part in parts], number)
+            parts = [part._replace(size=1) for part in parts]
         return self._step(parts, CATCHING_UP if number else 0)
 
     def _step(self, parts: list[RowPart], number: int) -> Pending:
-        rows, tokens = len(parts), sum(part.count for part in parts)
+        rows, tokens = len(parts), sum(part.size for part in parts)
         whole = any(row.reads and count == self.options.piece for row, _, count in parts)
         shapes = self.options.steps
         if rows == 1 and parts[0].row.unread == 1:  # in a burst each token is read after it is chosen
             shape, count = shapes[0], tokens
-            parts = [parts[0]._replace(count=1)]
+            parts = [parts[0]._replace(size=1)]
         else:
             shape, count = next(one for one in shapes if one[0] >= rows and one[1] >= tokens), 0
             shape = shapes[-1] if whole else shape
@@ -387,13 +387,15 @@ class Engine:
             row.read, row.scoring = row.read - 1, False
 
     def _settings_of(self, parts: list[RowPart], rows: int) -> RowSettings:
-        made_of = [rows, *(x for part in parts for x in (part.row, part.row.allowed))]
-        old = self._settings
-        if old is None or len(old[0]) != len(made_of) or any(x is not y for x, y in zip(old[0], made_of, strict=True)):
-            vocab = self.model.config.vocab_size
-            old = made_of, jax.device_put(settings_of([part.row for part in parts], rows, vocab))
-            self._settings = old
-        return old[1]
+        made_of: list[object] = [rows, *(x for part in parts for x in (part.row, part.row.allowed))]
+        if self._settings is not None:
+            old, settings = self._settings
+            if len(old) == len(made_of) and all(x is y for x, y in zip(old, made_of, strict=True)):
+                return settings
+        vocab = self.model.config.vocab_size
+        settings = jax.device_put(settings_of([part.row for part in parts], rows, vocab))
+        self._settings = made_of, settings
+        return settings
 
     def _drafted(self) -> int:
         """How many tokens each row should draft in the next turn: 0 where some row has no room for them."""

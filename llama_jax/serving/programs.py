@@ -211,7 +211,7 @@ def verify_own_drafts(
         return pages, seen, token
 
     def next_one(carry: Any, i: jax.Array) -> Any:
-        pages, seen, token = draw(*carry[:2], i, carry[2][:, None])
+        pages, seen, token = draw(carry[0], carry[1], i, carry[2][:, None])
         return (pages, seen, token), token
 
     first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(two, 0))

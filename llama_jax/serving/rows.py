@@ -109,11 +109,11 @@ class Pending(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Tokens that a row reads in a step: `count` from position `begin` on."""
+    """Tokens that a row reads in a step: `size` from position `begin` on."""
 
     row: ServedRow
     begin: int
-    count: int
+    size: int
 
 
 def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats: int) -> StepBatch:
@@ -137,7 +137,7 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
         table[r, : len(row.pages)] = row.pages
         of_row[:, r] = row.seat, begin, len(row.request.prompt), row.chosen
         live[r] = count == row.unread
-    return StepBatch(tokens, starts, of_row[0], table, *of_row[1:], live)
+    return StepBatch(tokens, starts, of_row[0], table, of_row[1], of_row[2], of_row[3], live)
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:

@@ -12,7 +12,7 @@ import numpy as np
 from llama_jax.serving.ahead import compile_ahead
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.programs import ServingState
+from llama_jax.serving.programs import RowSettings, ServingState, StepBatch
 from llama_jax.serving.rows import batch_of, settings_of
 
 Step = Callable[[ServedModel, ServingState], tuple[ServingState, Any]]
@@ -51,7 +51,7 @@ def warm(
 
 
 def _steps(model: ServedModel, options: EngineOptions, width: int, numbers: tuple[int, ...]) -> Iterator[Step]:
-    def batch(shape: tuple[int, int]) -> Any:
+    def batch(shape: tuple[int, int]) -> tuple[StepBatch, RowSettings]:
         settings = jax.device_put(settings_of([], shape[0], model.config.vocab_size))
         return batch_of([], shape, width, options.rows), settings
 
@@ -60,7 +60,7 @@ def _steps(model: ServedModel, options: EngineOptions, width: int, numbers: tupl
     yield first
     yield first  # of a state that comes from a program: the first may lie otherwise
     for shape in others:
-        yield lambda model, state, shape=shape: model.step(state, *batch(shape))
+        yield partial(_step, batch(shape))
     nothing = np.zeros(options.piece, np.int32)
     yield lambda model, state: model.score(state, *batch((1, options.piece)), nothing)
     yield lambda model, state: (model.enter(state, 0, np.zeros(model.vocab, bool)), None)
@@ -72,5 +72,11 @@ def _steps(model: ServedModel, options: EngineOptions, width: int, numbers: tupl
             yield partial(_verify, batch(shape), told, number)
 
 
-def _verify(batch: Any, told: np.ndarray, number: int, model: ServedModel, state: ServingState) -> Any:
+def _step(batch: tuple[StepBatch, RowSettings], model: ServedModel, state: ServingState) -> Any:
+    return model.step(state, *batch)
+
+
+def _verify(
+    batch: tuple[StepBatch, RowSettings], told: np.ndarray, number: int, model: ServedModel, state: ServingState
+) -> Any:
     return model.verify(state, *batch, told, number)
