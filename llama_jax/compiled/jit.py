@@ -33,7 +33,7 @@ _log = logging.getLogger("llama_jax.compiled")
 Program = Callable[..., Any]
 
 
-class Stored(NamedTuple):
+class StoredProgram(NamedTuple):
     """The content of a file: an executable, and what is needed to load it and to report what its tracing would have.
 
     Attributes:
@@ -94,7 +94,7 @@ class CompiledFunction:
         if program is not None:
             try:
                 return program(*dynamic)
-            except (TypeError, ValueError):  # of these shapes, but sharded otherwise, or traced by an outer function
+            except (TypeError, ValueError):  # other dtypes or shardings of these shapes, or an outer function is traced
                 pass
         elif signature in self._programs:
             return self._jitted(*args)
@@ -104,36 +104,38 @@ class CompiledFunction:
         return self._jitted(*args) if program is None else program(*dynamic)
 
     def ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
-        """The shapes that a call with these arguments, or their shapes, would return; and what compiles or loads its program.
+        """What a call with these arguments, or their shapes, returns, as shapes; and what compiles or loads its program.
 
-        The second may run in another thread.
+        The second may be called in another thread.
         """
         folder = store.folder()
         if folder is not None:
             try:
                 return self._prepare(folder, args)
-            except keys.Unkeyable:
+            except keys.UnkeyableError:
                 pass
         lowered = self._jitted.lower(*args)
         return lowered.out_info, lowered.compile
+
+    def _cache_size(self) -> int:
+        """The number of programs so far, as `jax.jit` has it."""
+        return len(self._by_key) + self._jitted._cache_size()
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([arg for place, arg in enumerate(args) if place not in self._static])
 
     def _signature(self, args: Sequence[Any]) -> Hashable:
-        """What is cheap to see of the arguments and the context, 10 us: all but shardings and memory layouts."""
+        """What is cheap to see of the arguments and the context: shapes above all. Programs check the rest themselves."""
         parts: list[Hashable] = [trace_context(), jax.config.jax_debug_nans]  # type: ignore[attr-defined]
         for place, arg in enumerate(args):
-            if place in self._static:
+            if place in self._static or arg is None:
                 parts.append(arg)
             elif isinstance(arg, jax.Array | np.ndarray | np.generic):
-                parts.append(_shape_of(arg))
+                parts.append((arg.shape, arg.dtype, getattr(arg, "weak_type", False)))
             else:
                 last = self._trees.get(place)
                 if last is None or last[0]() is not arg:
-                    leaves, structure = jax.tree.flatten(arg)
-                    last = _reference(arg), (structure, *map(_shape_of, leaves))
-                    self._trees[place] = last
+                    self._trees[place] = last = _reference(arg), _shapes_of(arg)
                 parts.append(last[1])
         return tuple(parts)
 
@@ -142,7 +144,7 @@ class CompiledFunction:
         try:
             # A second time where there was a file that does not load: it is gone then.
             return self._prepare(folder, args)[1]() or self._prepare(folder, args)[1]()
-        except keys.Unkeyable as reason:
+        except keys.UnkeyableError as reason:
             _log.info("%s is traced in every process: it depends on %s", self._function.__qualname__, reason)
             return None
 
@@ -150,10 +152,10 @@ class CompiledFunction:
         """The shapes of the results, and what makes the program, without tracing: that is done here, if it must be.
 
         Raises:
-          Unkeyable: an argument or the context has no text that is the same in every process.
+          UnkeyableError: an argument or the context has no text that is the same in every process.
         """
-        dynamic = self._dynamic(args)
-        leaves, structure = jax.tree.flatten((dynamic, {}))
+        begun = time.perf_counter()
+        leaves, structure = jax.tree.flatten((self._dynamic(args), {}))
         devices, bound = keys.devices_of(leaves)
         about = (
             keys.text_of(self._function),
@@ -171,14 +173,15 @@ class CompiledFunction:
         path = folder / f"{self._function.__name__}-{key[:32]}{store.SUFFIX}"
         stored = _read(path, key)
         if stored is not None:
-            return stored.results, partial(self._load, path, key, stored, structure, devices)
+            return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
         with observed() as attention:
             lowered = self._jitted.lower(*args)
         results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
         return results, partial(self._make, path, key, lowered, results, attention)
 
-    def _load(self, path: Path, key: str, stored: Stored, structure: Any, devices: Sequence[Any]) -> Program | None:
-        begun = time.perf_counter()
+    def _load(
+        self, path: Path, key: str, stored: StoredProgram, begun: float, structure: Any, devices: Sequence[Any]
+    ) -> Program | None:
         try:
             program = serialize_executable.deserialize_and_load(
                 stored.executable,
@@ -210,11 +213,11 @@ class CompiledFunction:
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
             called = (name for name, symbols in native.SYMBOLS.items() if any(s.encode() in executable for s in symbols))
-            store.write(path, key, pickle.dumps(Stored(executable, results, tuple(called), attention)))
+            store.write(path, key, pickle.dumps(StoredProgram(executable, results, tuple(called), attention)))
         return program
 
 
-def _read(path: Path, key: str) -> Stored | None:
+def _read(path: Path, key: str) -> StoredProgram | None:
     """What is stored in a file, if it can be used here."""
     content = store.read(path, key)
     if content is None:
@@ -225,11 +228,12 @@ def _read(path: Path, key: str) -> Stored | None:
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
     # They must be registered before the executable is loaded.
-    return stored if isinstance(stored, Stored) and all(map(native.usable, stored.native)) else None
+    return stored if isinstance(stored, StoredProgram) and all(map(native.usable, stored.native)) else None
 
 
-def _shape_of(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) if hasattr(leaf, "dtype") else type(leaf)
+def _shapes_of(tree: Any) -> Hashable:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([getattr(leaf, "shape", None) for leaf in leaves])
 
 
 def _reference(tree: Any) -> Any:

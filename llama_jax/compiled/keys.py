@@ -1,6 +1,6 @@
 """What an executable depends on, as text that is the same in every process.
 
-A value that has no such text, a function of the user's above all, whose source nobody watches, is `Unkeyable`.
+A value that has no such text, a function of the user's above all, whose source nobody watches, is `UnkeyableError`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from llama_jax.ops import native, platform
 
 PACKAGE = "llama_jax"
 # Settings of JAX that change no program: where it stores, what it prints, what it lets the host do.
-HARMLESS = re.compile(r"cache|log|traceback|dump|transfer|guard|timeout|pprint|platform|visible_devices|source_url|num_cpu_devices")
+HARMLESS = re.compile(
+    "cache|jax_log_|logging|debug_log|traceback|tracer_error|jax_dump|dumps$|explain|pprint|source_url"
+    "|transfer|guard|timeout|jax_platform|visible_devices|num_cpu_devices"
+)
 
 
-class Unkeyable(Exception):
+class UnkeyableError(Exception):
     """A value on which a program depends has no text that is the same in every process."""
 
 
@@ -38,7 +41,7 @@ def text_of(value: Any) -> str:
     """The text of a static argument.
 
     Raises:
-      Unkeyable: it has none.
+      UnkeyableError: it has none.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
@@ -68,7 +71,7 @@ def text_of(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         fields = (f"{field.name}={text_of(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{_name_of(type(value))}({', '.join(fields)})"
-    raise Unkeyable(f"a {type(value).__name__}")
+    raise UnkeyableError(f"a {type(value).__name__}")
 
 
 def _name_of(value: Any) -> str:
@@ -79,7 +82,7 @@ def _name_of(value: Any) -> str:
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
     if found is not value or library not in (PACKAGE, "numpy", "jax", "jaxlib", "ml_dtypes", "builtins"):
-        raise Unkeyable(f"{place}, which is not the library's")
+        raise UnkeyableError(f"{place}, which is not the library's")
     return place
 
 
@@ -87,7 +90,7 @@ def structure_of(tree: Any) -> str:
     """The text of a `PyTreeDef`.
 
     Raises:
-      Unkeyable: a node holds a value that has none.
+      UnkeyableError: a node holds a value that has none.
     """
     node, children = tree.node_data(), tree.children()
     if node is None:
@@ -124,7 +127,7 @@ def devices_of(leaves: Sequence[Any]) -> tuple[list[Any], bool]:
         if isinstance(sharding, SingleDeviceSharding):
             return list(sharding.device_set), True
         if sharding is not None:
-            raise Unkeyable(f"a {type(sharding).__name__}")
+            raise UnkeyableError(f"a {type(sharding).__name__}")
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # made when JAX is imported
     return [jax.devices(default)[0] if default is None or isinstance(default, str) else default], False
 

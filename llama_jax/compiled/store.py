@@ -5,8 +5,8 @@
     line 3    the key, in hexadecimal
     the rest  the content
 
-An executable is a pickle and machine code: who can write the file can run code as its reader. So, as ssh does with its keys, a
-folder or file is used only if the user (or root) owns it and nobody else may write to it.
+An executable is a pickle and machine code: who can write the file can run code as its reader. So, as ssh does with its keys,
+a folder or file is used only if the user (or root) owns it and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder() -> Path | None:
 
 
 def read(path: Path, key: str) -> bytes | None:
-    """The content of a file with this key; None if there is none, or it is damaged, or another user could have written it."""
+    """The content of a file with this key; None if there is none, it is damaged, or another user could have written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
         with open(descriptor, "rb") as file:
