@@ -113,9 +113,10 @@ def _placed(leaf: Any) -> str:
     if sharding is None or not isinstance(leaf, jax.Array):
         return ""
     divided = "" if isinstance(sharding, SingleDeviceSharding) else f" {text_of(sharding)}"
+    usual = next(iter(sharding.device_set)).default_memory().kind
+    memory = "" if sharding.memory_kind in (None, usual) else f" in {sharding.memory_kind}"
     order = getattr(leaf.format.layout, "major_to_minor", None)
-    usual = order is None or tuple(order) == tuple(range(leaf.ndim))
-    return divided + f" {sharding.memory_kind}" + ("" if usual else f" order {order}")
+    return divided + memory + ("" if order is None or tuple(order) == tuple(range(leaf.ndim)) else f" order {order}")
 
 
 def devices_of(leaves: Sequence[Any]) -> tuple[list[Any], bool]:

@@ -28,6 +28,7 @@ VARIABLE = "LLAMA_JAX_EXECUTABLES"
 MAGIC = b"llama_jax executable 1"
 SUFFIX = ".executable"
 LIMIT = 2 * 10**9  # bytes of the folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise
+ROOT = 0
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _log = logging.getLogger("llama_jax.compiled")
@@ -119,6 +120,6 @@ def _exposed(about: os.stat_result) -> str | None:
     """Why a file or folder may hold what another user wrote, or None. On Windows the user's folders are the user's own."""
     if not hasattr(os, "geteuid"):
         return None
-    if about.st_uid not in (0, os.geteuid()):
+    if about.st_uid not in (ROOT, os.geteuid()):
         return f"it belongs to another user (uid {about.st_uid})"
     return f"others may write to it (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & OTHERS_WRITE else None
