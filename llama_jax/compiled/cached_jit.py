@@ -69,7 +69,7 @@ class CompiledFunction:
     """What `jit` makes.
 
     Attributes:
-      lower: of `jax.jit`, for those who look at the program.
+      lower, trace: of `jax.jit`, for those who look at the program.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CompiledFunction:
         self._programs: dict[Hashable, Program | None] = {}  # by `_signature`; None: `jax.jit` is called
         self._by_key: dict[str, tuple[Program, Any]] = {}  # and the shapes of the results
         self._trees: dict[int, tuple[weakref.ref[Any], Hashable]] = {}  # the last tree in each place, and its signature
-        self.lower = self._jitted.lower
+        self.lower, self.trace = self._jitted.lower, self._jitted.trace
 
     def __call__(self, *args: Any) -> Any:
         """Call the program for these arguments, which is loaded or made if there is none yet."""
@@ -176,7 +176,7 @@ class CompiledFunction:
             return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
         with observed() as attention:
             lowered = self._jitted.lower(*args)
-        results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+        results = jax.tree.map(_abstract, lowered.out_info)
         return results, partial(self._make, path, key, lowered, results, attention)
 
     def _load(
@@ -229,6 +229,10 @@ def _read(path: Path, key: str) -> StoredProgram | None:
         return None
     # They must be registered before the executable is loaded.
     return stored if isinstance(stored, StoredProgram) and all(map(native.usable, stored.native)) else None
+
+
+def _abstract(result: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, weak_type=getattr(result, "weak_type", False))
 
 
 def _shapes_of(tree: Any) -> Hashable:

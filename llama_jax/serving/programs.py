@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from llama_jax import compiled
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.batching import empty_state, insert, insert_cache
@@ -316,24 +317,24 @@ def programs_for(platform: str) -> Programs:
     """The programs for "cpu", "gpu" or "tpu"."""
     options = decoding_on_tpu() if platform == "tpu" else None
     return Programs(
-        take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
-        take_burst=jax.jit(take_burst, static_argnums=(0, 5, 6, 7), donate_argnums=2, compiler_options=options),
-        take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
-        take_own_drafts=jax.jit(
+        take_turn=compiled.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
+        take_burst=compiled.jit(take_burst, static_argnums=(0, 5, 6, 7), donate_argnums=2, compiler_options=options),
+        take_drafts=compiled.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
+        take_own_drafts=compiled.jit(
             take_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=(4, 5), compiler_options=options
         ),
-        catch_up=jax.jit(catch_up, static_argnums=(0, 6), donate_argnums=2),
-        begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
-        read=jax.jit(read_piece, static_argnums=(0, 6, 7), donate_argnums=2),
-        score=jax.jit(score, static_argnums=(0, 9, 10), donate_argnums=2),
-        empty_reading=jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
-        empty_state=jax.jit(empty_state, static_argnums=(0, 4)),
-        enlarge=jax.jit(enlarge, static_argnums=(1, 2)),
-        arrange=jax.jit(arrange, static_argnums=(2, 3)),
-        arrange_cache=jax.jit(arrange_cache, static_argnums=(2, 3)),
-        take_row=jax.jit(take_row, static_argnums=2),
-        insert=jax.jit(insert, donate_argnums=0),
-        insert_cache=jax.jit(insert_cache, donate_argnums=0),
-        cut=jax.jit(cut, static_argnums=2),
-        paste=jax.jit(paste, donate_argnums=0),
+        catch_up=compiled.jit(catch_up, static_argnums=(0, 6), donate_argnums=2),
+        begin=compiled.jit(begin, static_argnums=(0, 7), donate_argnums=2),
+        read=compiled.jit(read_piece, static_argnums=(0, 6, 7), donate_argnums=2),
+        score=compiled.jit(score, static_argnums=(0, 9, 10), donate_argnums=2),
+        empty_reading=compiled.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
+        empty_state=compiled.jit(empty_state, static_argnums=(0, 4)),
+        enlarge=compiled.jit(enlarge, static_argnums=(1, 2)),
+        arrange=compiled.jit(arrange, static_argnums=(2, 3)),
+        arrange_cache=compiled.jit(arrange_cache, static_argnums=(2, 3)),
+        take_row=compiled.jit(take_row, static_argnums=2),
+        insert=compiled.jit(insert, donate_argnums=0),
+        insert_cache=compiled.jit(insert_cache, donate_argnums=0),
+        cut=compiled.jit(cut, static_argnums=2),
+        paste=compiled.jit(paste, donate_argnums=0),
     )

@@ -25,6 +25,9 @@ from llama_jax.inference.state import enlarge
 from llama_jax.model.cache import init_cache
 from llama_jax.model.options import Layout
 from llama_jax.ops.platform import native_code
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.programs import programs_for
 
 
 @pytest.fixture
@@ -321,7 +324,7 @@ def test_donated_arguments_are_taken(folder, loads):
         x = jax.device_put(X)
         result = program(x, WEIGHT, 1e-5)
         assert x.is_deleted()
-        with pytest.raises((RuntimeError, ValueError), match="deleted or donated"):
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
             program(x, WEIGHT, 1e-5)
         np.testing.assert_array_equal(result, expected())
     assert len(loads) == 1
@@ -426,3 +429,35 @@ def test_commands_say_that_a_folder_is_not_their_users_own(tmp_path, monkeypatch
     use_compilation_cache()
     said = f"llama-jax: executables in {tmp_path}/executables are not used: others may write to it (mode 777)\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+def test_a_second_server_traces_nothing(folder, loads):
+    config = llama_jax.preset("stories-260k")
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    traced = []
+
+    def listen(event, seconds, **_):
+        traced.append(event == "/jax/core/compile/jaxpr_trace_duration")
+
+    def serve():
+        programs_for.cache_clear()  # as in a process of its own
+        jax.clear_caches()
+        engine = Engine(config, params, EngineOptions(rows=1, context=16, piece=16, smallest_capacity=16))
+        traced.clear()
+        engine.warm()
+        count = sum(traced)
+        engine.close()
+        return count
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        first, files = serve(), sorted(folder.iterdir())
+        assert first > 0
+        assert not loads
+        assert serve() == 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        programs_for.cache_clear()
+    assert sorted(folder.iterdir()) == files
+    assert len(loads) == len(files)
