@@ -176,6 +176,7 @@ class CompiledFunction:
             return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
         with observed() as attention:
             lowered = self._jitted.lower(*args)
+        _announce(attention)  # to a block around this one
         results = jax.tree.map(_abstract, lowered.out_info)
         return results, partial(self._make, path, key, lowered, results, attention)
 
@@ -194,8 +195,7 @@ class CompiledFunction:
             _log.info("%s is not used: %s", path, reason_of(error, 200))
             store.remove(path)
             return None
-        for name, why in stored.attention.items():
-            announce(name, why)
+        _announce(stored.attention)
         jax.monitoring.record_event_duration_secs(LOADED, time.perf_counter() - begun)
         self._by_key[key] = program, stored.results
         return program
@@ -229,6 +229,11 @@ def _read(path: Path, key: str) -> StoredProgram | None:
         return None
     # They must be registered before the executable is loaded.
     return stored if isinstance(stored, StoredProgram) and all(map(native.usable, stored.native)) else None
+
+
+def _announce(attention: Mapping[str, str]) -> None:
+    for name, why in attention.items():
+        announce(name, why)
 
 
 def _abstract(result: Any) -> jax.ShapeDtypeStruct:

@@ -137,18 +137,14 @@ def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[AttentionB
 def observed() -> Iterator[dict[str, str]]:
     """Collects within it which ways of computing attention are taken, each with the reason of its first time.
 
-    Programs choose when they are traced: what was compiled before is not seen again. An enclosing block collects them, too.
+    Programs choose when they are traced: what was compiled before is not seen again.
     """
     taken: dict[str, str] = {}
-    outer = _OBSERVED.get()
     before = _OBSERVED.set(taken)
     try:
         yield taken
     finally:
         _OBSERVED.reset(before)
-        for name, why in taken.items():
-            if outer is not None:
-                outer.setdefault(name, why)
 
 
 def announce(name: str, why: str) -> None:
