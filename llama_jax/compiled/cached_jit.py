@@ -78,7 +78,9 @@ class CompiledFunction:
         self._function = function
         self._static = static
         self._about = f"static {static} donated {donated} options {sorted(options.items())}"
-        self._jitted = jax.jit(function, static_argnums=static, donate_argnums=donated, compiler_options=options or None)
+        self._jitted: Any = jax.jit(
+            function, static_argnums=static, donate_argnums=donated, compiler_options=options or None
+        )
         self._programs: dict[Hashable, Program | None] = {}  # by `_signature`; None: `jax.jit` is called
         self._by_key: dict[str, tuple[Program, Any]] = {}  # and the shapes of the results
         self._trees: dict[int, tuple[weakref.ref[Any], Hashable]] = {}  # the last tree in each place, and its signature

@@ -60,7 +60,8 @@ def text_of(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
     if isinstance(value, Mesh):
-        return f"mesh {[device.id for device in value.devices.flat]} {text_of(value.abstract_mesh)}"
+        devices: Any = value.devices.flat
+        return f"mesh {[device.id for device in devices]} {text_of(value.abstract_mesh)}"
     if isinstance(value, AbstractMesh):
         kind = getattr(value.abstract_device, "device_kind", None)
         return f"mesh {value.shape_tuple} {value.axis_types} {kind}"
@@ -109,8 +110,8 @@ def leaf_of(leaf: Any) -> str:
 
 
 def _placed(leaf: Any) -> str:
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not isinstance(leaf, jax.Array):
+    sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
+    if sharding is None:
         return ""
     divided = "" if isinstance(sharding, SingleDeviceSharding) else f" {text_of(sharding)}"
     usual = next(iter(sharding.device_set)).default_memory().kind
