@@ -114,9 +114,9 @@ def _placed(leaf: Any) -> str:
     if sharding is None:
         return ""
     divided = "" if isinstance(sharding, SingleDeviceSharding) else f" {text_of(sharding)}"
-    usual = next(iter(sharding.device_set)).default_memory().kind
+    usual, layout = next(iter(sharding.device_set)).default_memory().kind, leaf.format.layout  # type: ignore[attr-defined]
     memory = "" if sharding.memory_kind in (None, usual) else f" in {sharding.memory_kind}"
-    order = getattr(leaf.format.layout, "major_to_minor", None)
+    order = getattr(layout, "major_to_minor", None)
     return divided + memory + ("" if order is None or tuple(order) == tuple(range(leaf.ndim)) else f" order {order}")
 
 
