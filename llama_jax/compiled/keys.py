@@ -60,8 +60,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
     if isinstance(value, Mesh):
-        devices: Any = value.devices.flat
-        return f"mesh {[device.id for device in devices]} {text_of(value.abstract_mesh)}"
+        return f"mesh {_ids(value.devices.flat)} {text_of(value.abstract_mesh)}"
     if isinstance(value, AbstractMesh):
         kind = getattr(value.abstract_device, "device_kind", None)
         return f"mesh {value.shape_tuple} {value.axis_types} {kind}"
@@ -73,6 +72,10 @@ def text_of(value: Any) -> str:
         fields = (f"{field.name}={text_of(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{_name_of(type(value))}({', '.join(fields)})"
     raise UnkeyableError(f"a {type(value).__name__}")
+
+
+def _ids(devices: Any) -> list[int]:
+    return [device.id for device in devices]
 
 
 def _name_of(value: Any) -> str:
@@ -117,7 +120,7 @@ def _placed(leaf: Any) -> str:
     if sharding is None:
         return ""
     divided = "" if isinstance(sharding, SingleDeviceSharding) else f" {text_of(sharding)}"
-    usual, layout = next(iter(sharding.device_set)).default_memory().kind, leaf.format.layout  # type: ignore[attr-defined]
+    usual, layout = next(iter(sharding.device_set)).default_memory().kind, leaf.format.layout
     memory = "" if sharding.memory_kind in (None, usual) else f" in {sharding.memory_kind}"
     order = getattr(layout, "major_to_minor", None)
     return divided + memory + ("" if order is None or tuple(order) == tuple(range(leaf.ndim)) else f" order {order}")
@@ -145,7 +148,7 @@ def surroundings(devices: Sequence[Any]) -> str:
     parts = [
         f"library {library_digest()}",
         f"python {sys.version_info[:2]} jax {jax.__version__} jaxlib {jaxlib.__version__}",
-        f"{client.platform} {client.platform_version} {devices[0].device_kind} {[device.id for device in devices]}",
+        f"{client.platform} {client.platform_version} {devices[0].device_kind} {_ids(devices)}",
         *(f"{name}={getattr(settings, name, None)}" for name in names),
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
         text_of((platform.native_code.value, platform.planned_for.value, platform.recomputing.value)),
