@@ -67,7 +67,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, NamedSharding):
         return f"sharding {text_of(value.mesh)} {text_of(value.spec)} {value.memory_kind}"
     if isinstance(value, SingleDeviceSharding):
-        return f"on {next(iter(value.device_set)).id} {value.memory_kind}"
+        return f"on {_ids(value.device_set)} {value.memory_kind}"
     if dataclasses.is_dataclass(value):
         fields = (f"{field.name}={text_of(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{_name_of(type(value))}({', '.join(fields)})"
