@@ -21,6 +21,8 @@ os.environ.setdefault(
     # jaxlib 0.12 has no other emitters, and ends a process that names the flag.
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.12" else ""),
 )
+# A test that replaces a part of the library would leave its programs to the next: executables are stored where a test asks.
+os.environ["LLAMA_JAX_EXECUTABLES"] = "off"
 
 import jax
 import make_goldens
@@ -180,7 +182,7 @@ def goldens() -> dict[str, np.ndarray]:
 def calling(monkeypatch, capsys, tmp_path):
     """Calls a command in this process, with a cache of its own: what it prints on stdout and stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
 
     def call(command, *arguments):
         tyro.cli(command, args=arranged([command.__name__.lower(), *map(str, arguments)])[1:]).run()

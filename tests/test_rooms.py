@@ -17,6 +17,7 @@ FLOOR = {
     "writing": 0.5,  # the kernel for CPUs is a file
     "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
     "ops": 1,
+    "compiled": 1.5,  # knows the kernels that executables call
     "model": 2,
     "inference": 3,
     "training": 3,

@@ -17,6 +17,7 @@ PACKAGE = Path(llama_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 LEFT_OUT = {  # as the page says
     *("errors.py", "ops/cpu.py", "ops/native/__init__.py", "ops/platform.py", "ops/threefry.py"),
+    *("compiled/cached_jit.py", "compiled/keys.py", "compiled/store.py"),
     *("inference/checks.py", "model/checks.py", "ops/attention/checks.py"),
 }
 # Of sizes that no other test has: what JAX has traced before it does not trace again.

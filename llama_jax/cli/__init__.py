@@ -43,6 +43,7 @@ COMMANDS = {
     },
     "Plan and set up": {
         "estimate": ("Estimate", "Compute memory, communication and time before a run."),
+        "compile": ("Compile", "Compile a model's programs ahead, for a quick start."),
         "quickstart": ("Quickstart", "Check the installation with a small random model."),
         "completion": ("Completion", "Print a completion script for your shell."),
     },

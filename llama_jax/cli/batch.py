@@ -56,7 +56,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
         from llama_jax.model.window import CacheOptions
         from llama_jax.serving.options import EngineOptions
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         require_positive_int("max_new_tokens", self.max_new_tokens)
         options = EngineOptions(
             rows=self.rows,

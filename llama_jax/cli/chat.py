@@ -58,7 +58,7 @@ class Chat(ModelOptions):
         from llama_jax.model.options import Compute
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         import llama_jax
 
         seed = self.choose_seed()

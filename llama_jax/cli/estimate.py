@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
-from llama_jax.cli.options import ATTENTION, QUANTIZE
+from llama_jax.cli.options import ATTENTION, QUANTIZE, CompileOptions
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(CompileOptions):
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
     Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analysed. For
@@ -88,7 +88,7 @@ class Estimate:
         config = read_config(self.model)
         self._check(config)
         kinds, weights = self._weights()
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         least = self._least(config, sizes)
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach

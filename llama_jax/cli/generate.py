@@ -63,7 +63,7 @@ class Generate(ModelOptions):
         from llama_jax.ops.attention import observed
         from llama_jax.tokenizers.text import Text
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         compiling = CompileClock()
 
         # Impossible values are refused before minutes go into loading.

@@ -74,7 +74,7 @@ class LmEval(LoadOptions):
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks, manager = self._find_tasks()
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         start_backend()
         import lm_eval
 

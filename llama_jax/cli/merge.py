@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.convert import FORMATS
+from llama_jax.cli.options import CompileOptions
 from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(CompileOptions):
     """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
 
     base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
@@ -48,7 +49,7 @@ class Merge:
         from llama_jax.model.adapters import merge
 
         started = time.perf_counter()
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         start_backend()
         format = None if self.format == "auto" else self.format
         folder = (format or format_of(self.destination)) in FOLDERS

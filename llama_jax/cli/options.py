@@ -33,6 +33,14 @@ ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    SHOWN_LAST = ("no_cache",)
+
+    no_cache: bool = False
+    """Trace and compile every program anew: none is taken from the cache folder, and none is kept there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RememberOptions:
     cache: Literal["auto", "int8"] = "auto"
     """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
@@ -50,7 +58,7 @@ class RememberOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(CompileOptions):
     model: ModelPath | None = None
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""

@@ -29,8 +29,8 @@ def parsed(command: Any, name: str, arguments: Sequence[str]) -> Any:
 
 @RULES.struct_rule
 def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """The options of a command: those in its SHOWN_FIRST first, as a dataclass has what it inherits before all else; each
-    with its docstring as a single paragraph, and its default where that says more than the docstring does."""
+    """The options of a command: those in its SHOWN_FIRST first, in its SHOWN_LAST last, as a dataclass has what it inherits
+    before all else; each with its docstring as a single paragraph, and its default where that says more than it does."""
     command = info.type
     if not (is_dataclass(command) and command.__module__.startswith(f"{__package__}.")):
         return None
@@ -46,8 +46,9 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
             default=default,
             helptext=partial(_meaning, command, field.name),
         )
-    first = getattr(command, "SHOWN_FIRST", ())
-    return StructConstructorSpec(command, tuple(found[name] for name in dict.fromkeys((*first, *found))))
+    first, last = (getattr(command, name, ()) for name in ("SHOWN_FIRST", "SHOWN_LAST"))
+    middle = [name for name in found if name not in last]
+    return StructConstructorSpec(command, tuple(found[name] for name in dict.fromkeys((*first, *middle, *last))))
 
 
 def _meaning(command: type, name: str) -> str | None:

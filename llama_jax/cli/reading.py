@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
-from llama_jax.cli.options import DTYPES, QUANTIZE
+from llama_jax.cli.options import DTYPES, QUANTIZE, CompileOptions
 from llama_jax.cli.page import as_json
 from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.rope import with_rope
@@ -54,7 +54,7 @@ def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions:
+class TextOptions(CompileOptions):
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
@@ -124,7 +124,7 @@ class TextOptions:
         from llama_jax.model.checks import check_attend
         from llama_jax.model.options import Compute
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         compiling = CompileClock()
         start_backend()
         opened = open_checkpoint(path)

@@ -1,4 +1,4 @@
-"""For all commands that compile: the persistent compilation cache and the time that compiling took."""
+"""For all commands that compile: the cache of compiled programs and the time that compiling took."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from pathlib import Path
 import jax
 import platformdirs
 
+from llama_jax import compiled
 from llama_jax.errors import UserError, reason_of
 from llama_jax.flags import set_flags
 
 LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
 
-def use_compilation_cache() -> None:
+def use_compilation_cache(off: bool = False) -> None:
     """Keep compiled programs in the user's cache folder, so that a second start does not compile again.
 
-    ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false`` turns it off.
+    JAX keeps what it compiles there, and `llama_jax.compiled` executables of the programs that generate and serve, which are
+    then not even traced. ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false``, or
+    `off`, turns both off.
     """
+    if off or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]  # made when JAX is imported
+        jax.config.update("jax_enable_compilation_cache", False)
+        os.environ[compiled.VARIABLE] = "off"
+        return
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", platformdirs.user_cache_dir("llama_jax"))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", folder)
@@ -37,6 +44,11 @@ def use_compilation_cache() -> None:
         )
         # Which JAX would say of every program. What is there already is still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+    if folder and "://" not in folder:
+        executables = Path(os.environ.setdefault(compiled.VARIABLE, str(Path(folder).absolute() / "executables")))
+        problem = compiled.refusal(executables)
+        if problem is not None:
+            print(f"llama-jax: executables in {executables} are not used: {problem}", file=sys.stderr)
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -75,11 +87,11 @@ def loading_bar(layers: Sequence[int]) -> Iterable[int]:
 
 
 class CompileClock:
-    """Seconds that JAX has spent tracing, lowering and compiling (or fetching compiled programs) since it was made."""
+    """Seconds spent tracing, lowering and compiling, or loading compiled programs, since it was made."""
 
     EVENTS = frozenset(
         f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
-    )
+    ) | {compiled.LOADED}
 
     def __init__(self) -> None:
         self.seconds = 0.0

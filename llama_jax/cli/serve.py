@@ -117,7 +117,7 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.parallel import processes
         from llama_jax.serving.http.server import listen
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         self._engine_options()  # an impossible one is said first
         with processes.start(
             self.coordinator,
@@ -149,7 +149,7 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.parallel.processes import Processes
         from llama_jax.serving.http.mounted import Mounted
 
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         engine, served, notes, times = self._prepare(Processes())
         _note(*notes, f"ready {times}")
         limits = self._limits(engine.model.config.vocab_size, engine.context)

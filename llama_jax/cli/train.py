@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from llama_jax.cli.options import CompileOptions
 from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, shown
@@ -31,7 +32,7 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(CompileOptions):
     """Train a model into a folder, from which generate, eval and the other commands read it at any time.
 
     SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
@@ -106,7 +107,7 @@ class Train:
                 f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights; only"
                 " model.rope_scaling, model.rope_theta and model.max_seq_len may be others"
             )
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         from llama_jax.parallel import processes
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tyro
 
-from llama_jax.cli.options import QUANTIZE
+from llama_jax.cli.options import QUANTIZE, CompileOptions
 from llama_jax.cli.page import as_json, columns, printable
 from llama_jax.cli.paths import ModelPath
 from llama_jax.config import RopeScaling
@@ -32,7 +32,7 @@ LARGEST_TEXT = 1 << 20  # characters
 
 
 @dataclass(frozen=True)
-class Verify:
+class Verify(CompileOptions):
     """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
     Without a reference a quantised model (--quantize) is compared with itself as it is stored, and any other is checked as
@@ -72,7 +72,7 @@ class Verify:
         from llama_jax.verify.trace import trace
 
         # Quick checks come first: no mistake should be found after minutes of loading.
-        use_compilation_cache()
+        use_compilation_cache(self.no_cache)
         start_backend()
         opened = open_checkpoint(self.path)
         self._check_quantize(opened)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from llama_jax import ops
+from llama_jax import compiled, ops
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, check_turns, room_before_turning, token_ids, turning_point
@@ -286,11 +286,11 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
     return state, pack(produced, state.done, taken)
 
 
-_empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
-_read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
-_start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
-_ask = jax.jit(ask, static_argnums=2)
-_enlarge = jax.jit(enlarge, static_argnums=(1, 2))
+_empty_reading = compiled.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
+_read = compiled.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
+_start = compiled.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
+_ask = compiled.jit(ask, static_argnums=2)
+_enlarge = compiled.jit(enlarge, static_argnums=(1, 2))
 
 
 def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
@@ -303,4 +303,4 @@ def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
 @functools.cache
 def _decode_for(platform: str) -> Callable[..., tuple[State, jax.Array]]:
     options = decoding_on_tpu() if platform == "tpu" else None
-    return jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)
+    return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -21,7 +21,7 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progres
     """Compile every program that `run` calls, for a model on one device: nothing is executed.
 
     Tracing and lowering hold Python's lock, so one thread at a time can do them; compiling, or loading from the compilation
-    cache, does not block other threads. JAX later finds the compiled programs, because it keeps them by their lowered form.
+    cache, does not block other threads. A program whose executable is stored is not even traced.
 
     Args:
       run: makes the calls, on a model whose programs return shapes instead of arrays.
@@ -49,9 +49,8 @@ class _Lowering:
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
         key = program, structure, tuple(map(_kind, leaves))
         if key not in self._results:
-            lowered = program.lower(*args)
-            self.compiling.append(self._threads.submit(lowered.compile))
-            self._results[key] = lowered.out_info
+            self._results[key], compile_or_load = program.ahead(*args)
+            self.compiling.append(self._threads.submit(compile_or_load))
         return self._results[key]
 
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from llama_jax import compiled
+
 
 class EngineStats(NamedTuple):
     """A snapshot of an engine. Counts are since it was made.
@@ -56,7 +58,7 @@ class EngineStats(NamedTuple):
 
 
 class CompileCount:
-    """Programs that JAX has compiled, or fetched from its cache, between `begin` and `end`."""
+    """Programs that were compiled, or loaded from a cache, between `begin` and `end`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,4 +75,4 @@ class CompileCount:
         self._counting = False
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+        self.count += event in ("/jax/core/compile/backend_compile_duration", compiled.LOADED)

@@ -71,7 +71,7 @@ def run(files, tmp_path_factory, monkeypatch, capsys):
     """Run the command in this process, in the folder of the files: (exit code, stdout, stderr)."""
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
     interrupted = signal.getsignal(signal.SIGINT)
 
     def run(*arguments):
@@ -122,7 +122,7 @@ def ended(files, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(files)
         patch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
         patch.setattr("signal.signal", lambda *_: None)
         patch.setattr(
             sys, "argv", ["llama-jax", "train", SMALL, "--workdir", str(folder), "--data", "text.txt", "--mesh", "data=1"]

@@ -28,7 +28,7 @@ CONFIG = make_goldens.KINDS["gqa"]
 def run(monkeypatch, capsys):
     """Run the program in this process: its exit code, stdout and stderr."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["llama-jax", "verify", *map(str, arguments)])

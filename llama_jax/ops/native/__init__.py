@@ -122,7 +122,7 @@ def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
 
 def has_tiles() -> bool:
     """Whether `multiply_floats` is as fast as XLA for many rows: this processor has AVX2 and its vectors."""
-    return "avx2" in _processor().split()
+    return "avx2" in processor().split()
 
 
 def usable(library: str) -> bool:
@@ -131,6 +131,13 @@ def usable(library: str) -> bool:
     ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
     """
     return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _register(library)
+
+
+def compiler() -> str | None:
+    """The path of the C++ compiler; None if there is none, or no kernel is wanted."""
+    if os.environ.get("LLAMA_JAX_NATIVE", "on") == "off":
+        return None
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
 
 
 @cache
@@ -155,29 +162,29 @@ def _compiled(source: Path) -> Path:
     Raises:
       OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
-    if compiler is None:
+    found = compiler()
+    if found is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-    version = run([compiler, "--version"], check=True).stdout
+    version = run([found, "--version"], check=True).stdout
     files = [file.read_text() for file in sorted((source, *FOLDER.glob("*.h")))]
-    about = (*files, version, " ".join(FLAGS), _processor(), jaxlib.__version__)
+    about = (*files, version, " ".join(FLAGS), processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
     library = folder / f"{source.stem}-{name}.so"
     if not library.exists():
         _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", library)
         with appearing(library) as made:
-            command = [compiler, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
+            command = [found, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
             done = run(command, check=False)
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise UserError(f"{compiler} fails: {first}")
+                raise UserError(f"{found} fails: {first}")
     return library
 
 
 @cache
-def _processor() -> str:
+def processor() -> str:
     """The processor's features, so that a cache folder shared by machines has a kernel for each kind."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

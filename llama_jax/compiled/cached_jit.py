@@ -1,0 +1,287 @@
+"""`jax.jit` for programs that are worth storing: the second process loads the executable, and traces nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src.config import trace_context  # the state that JAX keeps its own programs by; there is no public form
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from llama_jax.compiled import keys, store
+from llama_jax.errors import reason_of
+from llama_jax.ops import native
+from llama_jax.ops.attention import announce, observed
+
+LOADED = "/llama_jax/executable_load_duration"
+"""The event of `jax.monitoring` that says how long loading an executable took."""
+
+_log = logging.getLogger("llama_jax.compiled")
+
+Program = Callable[..., Any]
+
+
+class StoredProgram(NamedTuple):
+    """The content of a file: an executable, and what is needed to load it and to report what its tracing would have.
+
+    Attributes:
+      executable: as `jax.experimental.serialize_executable` makes it.
+      results: tree of the shapes and dtypes of its results.
+      native: the libraries of `ops.native` that it calls.
+      attention: the ways of computing attention that it has, as `observed` collects them.
+    """
+
+    executable: bytes
+    results: Any
+    native: tuple[str, ...]
+    attention: dict[str, str]
+
+
+def jit(
+    function: Program,
+    *,
+    static_argnums: int | tuple[int, ...] = (),
+    donate_argnums: int | tuple[int, ...] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+) -> CompiledFunction:
+    """`jax.jit` of a function of this library, whose executables are stored in the folder LLAMA_JAX_EXECUTABLES.
+
+    Without such a folder, within a function that is traced, and where an argument or the platform rules it out, it is the
+    plain `jax.jit`. All arguments are given by position.
+    """
+    static, donated = ((n,) if isinstance(n, int) else n for n in (static_argnums, donate_argnums))
+    return CompiledFunction(function, static, donated, dict(compiler_options or {}))
+
+
+class CompiledFunction:
+    """What `jit` makes.
+
+    Attributes:
+      lower, trace: of `jax.jit`, for those who look at the program.
+    """
+
+    def __init__(
+        self, function: Program, static: tuple[int, ...], donated: tuple[int, ...], options: dict[str, Any]
+    ) -> None:
+        self._function = function
+        self._static = static
+        self._about = f"static {static} donated {donated} options {sorted(options.items())}"
+        self._jitted: Any = jax.jit(
+            function, static_argnums=static, donate_argnums=donated, compiler_options=options or None
+        )
+        self._programs: dict[Hashable, Program | None] = {}  # by `_signature`; None: `jax.jit` is called
+        self._by_key: dict[str, tuple[Program, Any]] = {}  # and the shapes of the results
+        self._trees: dict[int, tuple[weakref.ref[Any], Hashable]] = {}  # the last tree in each place, and its signature
+        self.lower, self.trace = self._jitted.lower, self._jitted.trace
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the program for these arguments, which is loaded or made if there is none yet."""
+        folder = store.folder()
+        if folder is None:
+            return self._jitted(*args)
+        signature, dynamic = self._signature(args), self._dynamic(args)
+        program = self._programs.get(signature)
+        if program is not None:
+            try:
+                return program(*dynamic)
+            except (TypeError, ValueError):  # other dtypes or shardings of these shapes, or an outer function is traced
+                pass
+        elif signature in self._programs:
+            return self._jitted(*args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dynamic)):
+            return self._jitted(*args)
+        self._programs[signature] = program = self._find(folder, args)
+        return self._jitted(*args) if program is None else program(*dynamic)
+
+    def ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
+        """What a call with these arguments, or their shapes, returns, as shapes; and what compiles or loads its program.
+
+        The second may be called in another thread.
+        """
+        folder = store.folder()
+        if folder is not None:
+            try:
+                return self._prepare(folder, args)
+            except keys.UnkeyableError:
+                pass
+        lowered = self._jitted.lower(*args)
+        return lowered.out_info, lowered.compile
+
+    def _cache_size(self) -> int:
+        """The number of programs so far, as `jax.jit` has it."""
+        return len(self._by_key) + self._jitted._cache_size()
+
+    def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([arg for place, arg in enumerate(args) if place not in self._static])
+
+    def _signature(self, args: Sequence[Any]) -> Hashable:
+        """What is cheap to see of the arguments and the context: shapes above all. Programs check the rest themselves."""
+        parts: list[Hashable] = [trace_context(), jax.config.jax_debug_nans]  # type: ignore[attr-defined]
+        for place, arg in enumerate(args):
+            if place in self._static or arg is None:
+                parts.append(arg)
+            elif isinstance(arg, jax.Array | np.ndarray | np.generic):
+                parts.append((arg.shape, arg.dtype, getattr(arg, "weak_type", False)))
+            else:
+                last = self._trees.get(place)
+                if last is None or last[0]() is not arg:
+                    self._trees[place] = last = _reference(arg), _shapes_of(arg)
+                parts.append(last[1])
+        return tuple(parts)
+
+    def _find(self, folder: Path, args: Sequence[Any]) -> Program | None:
+        """The program for these arguments; None where it must be called by `jax.jit`."""
+        try:
+            # A second time where there was a file that does not load: it is gone then.
+            return self._prepare(folder, args)[1]() or self._prepare(folder, args)[1]()
+        except keys.UnkeyableError as reason:
+            _log.info("%s is traced in every process: it depends on %s", self._function.__qualname__, reason)
+            return None
+
+    def _prepare(self, folder: Path, args: Sequence[Any]) -> tuple[Any, Callable[[], Program | None]]:
+        """The shapes of the results, and what makes the program, without tracing: that is done here, if it must be.
+
+        Raises:
+          UnkeyableError: an argument or the context has no text that is the same in every process.
+        """
+        begun = time.perf_counter()
+        leaves, structure = jax.tree.flatten((self._dynamic(args), {}))
+        devices, bound = keys.devices_of(leaves)
+        about = (
+            keys.text_of(self._function),
+            self._about,
+            keys.text_of([args[place] for place in self._static if place < len(args)]),
+            keys.structure_of(structure),
+            *map(keys.leaf_of, leaves),
+            f"bound {bound}",
+            keys.surroundings(devices),
+        )
+        key = hashlib.sha256("\n".join(about).encode()).hexdigest()
+        if key in self._by_key:
+            program, results = self._by_key[key]
+            return results, lambda: program
+        path = folder / f"{self._function.__name__}-{key[:32]}{store.SUFFIX}"
+        stored = _read(path, key)
+        if stored is not None:
+            return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
+        with observed() as attention:
+            lowered = self._jitted.lower(*args)
+        _announce(attention)  # to a block around this one
+        results = jax.tree.map(_abstract, lowered.out_info)
+        return results, partial(self._make, path, key, lowered, results, attention)
+
+    def _load(
+        self, path: Path, key: str, stored: StoredProgram, begun: float, structure: Any, devices: Sequence[Any]
+    ) -> Program | None:
+        try:
+            program = serialize_executable.deserialize_and_load(
+                stored.executable,
+                structure,
+                jax.tree.structure(stored.results),
+                backend=devices[0].client,
+                execution_devices=devices,
+            )
+        except Exception as error:  # whatever XLA has against it
+            _log.info("%s is not used: %s", path, reason_of(error, 200))
+            store.remove(path)
+            return None
+        _announce(stored.attention)
+        jax.monitoring.record_event_duration_secs(LOADED, time.perf_counter() - begun)
+        self._by_key[key] = program, stored.results
+        return program
+
+    def _make(self, path: Path, key: str, lowered: Any, results: Any, attention: dict[str, str]) -> Program:
+        begun = time.perf_counter()
+        with _without_jax_cache():
+            program = lowered.compile()
+        self._by_key[key] = program, results
+        if time.perf_counter() - begun >= jax.config.jax_persistent_cache_min_compile_time_secs:  # type: ignore[attr-defined]
+            try:
+                executable = serialize_executable.serialize(program)[0]
+            except Exception as error:  # each platform has its own
+                why = reason_of(error, 200)
+                _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
+                return program
+            called = (name for name, symbols in native.SYMBOLS.items() if any(s.encode() in executable for s in symbols))
+            store.write(path, key, pickle.dumps(StoredProgram(executable, results, tuple(called), attention)))
+        return program
+
+
+def _read(path: Path, key: str) -> StoredProgram | None:
+    """What is stored in a file, if it can be used here."""
+    content = store.read(path, key)
+    if content is None:
+        return None
+    try:
+        stored = pickle.loads(content)
+    except Exception as error:  # whatever a pickle of another version of Python or NumPy lacks here
+        _log.info("%s is not used: %s", path, reason_of(error, 200))
+        return None
+    # They must be registered before the executable is loaded.
+    return stored if isinstance(stored, StoredProgram) and all(map(native.usable, stored.native)) else None
+
+
+def _announce(attention: Mapping[str, str]) -> None:
+    for name, why in attention.items():
+        announce(name, why)
+
+
+def _abstract(result: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, weak_type=getattr(result, "weak_type", False))
+
+
+def _shapes_of(tree: Any) -> Hashable:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([getattr(leaf, "shape", None) for leaf in leaves])
+
+
+def _reference(tree: Any) -> Any:
+    """A weak reference to a tree; to nothing where its type has none, as tuples."""
+    try:
+        return weakref.ref(tree)
+    except TypeError:
+        return lambda: None
+
+
+class _WithoutJaxCache:
+    """A context without JAX's own compilation cache, which several threads may be in: XLA for CPU serializes no executable
+    that it has itself loaded (the copy lacks its functions), and nothing need be stored twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = True
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+                self._switch(False)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._switch(self._before)
+
+    def _switch(self, on: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()  # JAX looks at the setting once
+
+
+_without_jax_cache = _WithoutJaxCache()
