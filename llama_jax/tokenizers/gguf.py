@@ -105,7 +105,7 @@ class _Reader:
             raise TokenizerError(
                 f"{self.where}: tokenizer.ggml.{name} has {len(value)} entries for {count} tokens; copy the file again"
             )
-        if not all(isinstance(each, kind) for each in value):
+        if not all(issubclass(found, kind) for found in set(map(type, value))):
             raise self.error(name, next(each for each in value if not isinstance(each, kind)), f"a list of {kind.__name__}")
         return list(value)
 
@@ -117,10 +117,11 @@ class _Reader:
         if "tokenizer.ggml.token_type" not in self.fields:
             return [EntryKind.NORMAL] * count
         found = self.values("token_type", int, count)
-        odd = next((kind for kind in found if not 0 <= kind <= max(EntryKind)), None)
+        known = {0: EntryKind.NORMAL} | {int(kind): kind for kind in EntryKind}
+        odd = next((kind for kind in found if kind not in known), None)
         if odd is not None:
             raise self.error("token_type", odd, f"one of {[int(kind) for kind in EntryKind]} for each token")
-        return [EntryKind(kind or EntryKind.NORMAL) for kind in found]
+        return [known[kind] for kind in found]
 
     def token(self, name: str, count: int, default: int | None = None) -> int | None:
         """The id in the field ``{name}_token_id``, else a default that the vocabulary has."""
@@ -299,7 +300,7 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     made = {text for left, right in pairs for text in (left, right, left + right) if text not in ids}
     missing = sorted(made.union(CHARACTER_BYTES if pre.spells_bytes else ()).difference(ids))
     byte_name = one_byte if pre.spells_bytes else list(BYTES).__getitem__
-    found_as = {text: i for i, text in enumerate(texts)}
+    found_as = ids if tokens is texts else {text: i for i, text in enumerate(texts)}
     spelled = [[found_as[name] for name in map(byte_name, text.encode()) if name in found_as] for text in missing]
     odd = {i: b"" for i, token in enumerate(texts) if token != tokens[i]}
     beyond = {text: len(tokens) + i for i, text in enumerate(missing)}
@@ -318,20 +319,21 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
             library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
             if name not in SPACES_AS_THEY_ARE:
                 library.normalizer = normalizers.Replace(" ", SPACE)
-        special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
+        looked_for = [i for i, kind in enumerate(kinds) if kind in LOOKED_FOR]
+        special_tokens = {tokens[i]: i for i in looked_for if kinds[i] != EntryKind.USER_DEFINED}
+        lines = [i for i, token in enumerate(tokens) if not token.strip("\n")] if name in KEEPS_LINES else []
         for special, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
             add(
                 [
                     AddedToken(
-                        token,
+                        tokens[i],
                         special=special,
                         normalized=False,
-                        lstrip=token == MASK and name in MASKED,
+                        lstrip=tokens[i] == MASK and name in MASKED,
                         rstrip=i in swallowing,
                     )
-                    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-                    if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n"))
-                    if (token in special_tokens) is special
+                    for i in sorted({*looked_for, *lines})
+                    if (tokens[i] in special_tokens) is special
                 ]
             )
         begin = [settings.bos_token] if settings.add_bos and settings.bos_token else []
@@ -339,8 +341,8 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
         library.post_processor = processors.TemplateProcessing(
             single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
         )
-    user_defined = {tokens[i]: i for i, kind in enumerate(kinds) if kind == EntryKind.USER_DEFINED}
-    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, user_defined, spelled, odd)
+    user_defined = {tokens[i]: i for i in looked_for if kinds[i] == EntryKind.USER_DEFINED}
+    found = HuggingFaceTokenizer(library, reader.where, len(tokens), settings, special_tokens, user_defined, spelled, odd)
     found.stop_ids = settings.stop_ids
     return found
 
@@ -349,14 +351,15 @@ def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
     """The merges of texts; of equal ones the first counts."""
     if not required and "tokenizer.ggml.merges" not in reader.fields:
         return []
-    found: dict[tuple[str, str], None] = {}
-    for merge in reader.values("merges", str):
-        middle = merge.find(" ", 1)
+    texts = dict.fromkeys(reader.values("merges", str))
+    found = []
+    for text in texts:
+        middle = text.find(" ", 1)  # the first token may begin with a space
         if middle < 0:
-            raise reader.error("merges", merge, "two tokens with a space between them")
-        found[merge[:middle], merge[middle + 1 :]] = None
-    if is_utf_8("".join(map("".join, found))):
-        return list(found)
+            raise reader.error("merges", text, "two tokens with a space between them")
+        found.append((text[:middle], text[middle + 1 :]))
+    if is_utf_8("".join(texts)):
+        return found
     return [pair for pair in found if is_utf_8("".join(pair))]
 
 

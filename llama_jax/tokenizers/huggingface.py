@@ -77,10 +77,11 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
         _add_tokens(library, settings)
         _set_prefix(library, settings.add_prefix_space)
         ids = library.get_vocab(with_added_tokens=True).values()
+        size = 1 + max(ids, default=-1)
     # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
-    if max(ids, default=0) > 2 * len(ids) + MOST_UNUSED:
-        raise TokenizerError(f"{where} gives a token the id {max(ids)}, but has {len(ids)} tokens; copy it again")
-    return HuggingFaceTokenizer(library, where, settings)
+    if size - 1 > 2 * len(ids) + MOST_UNUSED:
+        raise TokenizerError(f"{where} gives a token the id {size - 1}, but has {len(ids)} tokens; copy it again")
+    return HuggingFaceTokenizer(library, where, size, settings)
 
 
 class HuggingFaceTokenizer(EncodesParts):
@@ -93,6 +94,7 @@ class HuggingFaceTokenizer(EncodesParts):
         self,
         library: tokenizers.Tokenizer,
         where: str,
+        vocab_size: int,
         settings: Settings = Settings(),
         special_tokens: Mapping[str, int] | None = None,
         user_defined: Mapping[str, int] | None = None,
@@ -102,6 +104,7 @@ class HuggingFaceTokenizer(EncodesParts):
         """Take over a tokenizer of the library, found at `where`: this changes it.
 
         Args:
+          vocab_size: its largest id plus one, without those of `spelled`.
           special_tokens: their ids by their names; by default those that the library and the settings call so.
           user_defined: tokens of which the longest is taken first, wherever in a text it is; the library goes from left to
             right.
@@ -125,8 +128,7 @@ class HuggingFaceTokenizer(EncodesParts):
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
             library.no_padding()
-            whole = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-            self.vocab_size = whole - len(spelled)
+            self.vocab_size = vocab_size
             self._beyond = spelled
             self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
             self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)

@@ -95,7 +95,7 @@ def test_truncation_and_padding_of_the_file_are_off():
     library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
     library.enable_truncation(2)
     library.enable_padding(length=50)
-    tokenizer = HuggingFaceTokenizer(library, "here")
+    tokenizer = HuggingFaceTokenizer(library, "here", library.get_vocab_size())
     assert tokenizer.decode(tokenizer.encode("once upon a time", bos=False)) == "once upon a time"
 
 
@@ -123,7 +123,7 @@ def test_vocabularies_of_other_families_are_refused_by_name(decoder, name):
     library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
     library.decoder = decoder
     with pytest.raises(TokenizerError, match=f"here: the decoder {name} is not of a Llama"):
-        HuggingFaceTokenizer(library, "here")
+        HuggingFaceTokenizer(library, "here", library.get_vocab_size())
 
 
 def test_recognised_by_its_first_key():
