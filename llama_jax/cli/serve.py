@@ -171,6 +171,8 @@ class Serve(AdapterOptions, DraftOptions):
         serve(engine, served, limits, server, listening, ready)
         joined.tell(b"")
         _note("ended")
+        if joined.count == 1:
+            os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
 
     def _follow(self, joined: Processes) -> None:
         """Make the calls of process 0, until that ends."""

@@ -1,12 +1,14 @@
 """A server of a fake engine as a process: `python served_process.py '{"fail_at": 3, "drain": 5}'`.
 
 Its address goes to stdout, and in the end how many objects garbage collection leaves out. What it says of a prompt that
-begins with "wait" ends only when a line has come on stdin.
+begins with "wait" ends only when a line has come on stdin; a prompt that begins with "stuck" keeps the engine for ever.
 """
 
 import gc
 import json
+import socket
 import sys
+import threading
 
 from fakes import BYTES, FakeEngine, ids, served
 
@@ -19,15 +21,19 @@ def says(request):
     text = BYTES.decode(request.prompt)
     if text.startswith("wait"):
         sys.stdin.readline()
+    if text.startswith("stuck"):
+        threading.Event().wait()
     while text.startswith("for ever"):
         yield ids("x")[0]
     yield BYTES.eos_id
 
 
-def main(fail_at=None, drain=20.0):
-    engine = FakeEngine(says=says, fail_at=fail_at, context=10**9)
+def main(drain=20.0, buffer=None, **settings):
+    engine = FakeEngine(says=says, context=10**9, **settings)
     limits = Limits(vocab_size=BYTES.vocab_size, context=engine.context)
     listening = listen("127.0.0.1", 0)
+    if buffer:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections have it, too
     ready = lambda: print(address_of(listening), flush=True)
     serve(engine, served(), limits, ServerOptions(drain_seconds=drain), listening, ready)
     print("ended", gc.get_freeze_count(), flush=True)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,6 +116,41 @@ def test_a_second_signal_ends_at_once():
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 128 + signal.SIGTERM
         stream.rest()
+
+
+def ends_soon(running):
+    """The exit status after SIGTERM. The bound is generous: it takes 1.2 s and the time for draining."""
+    begun = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    found = running.wait(20)
+    assert time.monotonic() - begun < 4
+    return found
+
+
+def test_clients_that_do_not_read_do_not_hold_up_the_end():
+    with process(drain=0.1, buffer=4096, per_turn=64) as running:
+        streams = [completion(running.address, "for ever", stream=True) for _ in range(8)]
+        for stream in streams:
+            stream.until("begun")
+        while generated(running.address) < 500_000:  # much more than the buffers between server and clients hold
+            pass
+        assert ends_soon(running) == 0
+        for stream in streams:
+            stream.socket.close()
+
+
+def generated(address):
+    """How many tokens the engine has made."""
+    text = Connection(address, "GET", "/metrics").rest()
+    return float(text.partition("\nllama_jax:generation_tokens_total ")[2].split()[0])
+
+
+def test_an_engine_in_a_long_step_does_not_hold_up_the_end():
+    with process(drain=0.1) as running:
+        stream = completion(running.address, "stuck", stream=True)
+        stream.until("begun")
+        assert ends_soon(running) == 0
+        assert '"code":"draining"' in stream.rest()
 
 
 def test_an_engine_that_fails_ends_the_process_with_its_reason():

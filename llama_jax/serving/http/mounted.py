@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import UserError
 from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.server import LAST_WORDS, ServerOptions, drain, run_engine
+from llama_jax.serving.http.server import ServerOptions, drain, run_engine
 from llama_jax.serving.http.service import Served, Service, connect
 
 
@@ -61,7 +61,5 @@ class Mounted:
         await receive()
         if not ended.done():
             await drain(service, options.drain_seconds, ended)
-            self._engine.close()
-            await asyncio.wait([ended], timeout=LAST_WORDS + 10)
         service.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -26,7 +26,8 @@ from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 
 SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
-LAST_WORDS = 2.0  # seconds for telling clients of a failure before the process ends
+ENGINE_SECONDS = 0.5  # that the engine has after draining to end its step; then clients are answered without it
+LAST_WORDS = 0.5  # seconds after that, in all, in which clients can read what is left for them; then they are disconnected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,9 @@ def serve(
 
     Raises:
       what the engine raised, if it failed: all requests have then been answered.
+
+    It returns within a second and a half after `options.drain_seconds`, whatever clients and engine do. The engine's thread,
+    which is a daemon, may then still be in a step.
     """
     gc.collect()
     gc.freeze()
@@ -110,7 +114,6 @@ async def _serve(
         log_level="error",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(LAST_WORDS),
         backlog=2048,
     )
     server = _Server(config)
@@ -130,22 +133,24 @@ async def _serve(
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
         await drain(service, options.drain_seconds, ended)
-        engine.close()
-        await asyncio.wait([ended], timeout=LAST_WORDS + 10)
     stopping.cancel()
-    await _until(lambda: not service.switchboard.open, LAST_WORDS)
-    server.should_exit = True
-    await serving
+    await server.end(serving, LAST_WORDS)
     service.close()
-    if not ended.done():
+    if ended.done():
+        return ended.result()
+    if service.trouble() is not None:
         os._exit(1)  # the engine hangs in a program, so an orderly exit of Python would hang too
-    return ended.result()
+    return None  # it is in a long step, which nobody waits for
 
 
 async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
-    """Accept no new requests, and let running ones end."""
+    """Accept no new requests, let running ones end for so many seconds, and tell the clients of the others."""
     service.begin_drain()
     await _until(lambda: not service.switchboard.open or ended.done(), seconds)
+    service.engine.close()
+    await asyncio.wait([ended], timeout=ENGINE_SECONDS)
+    if not ended.done():
+        service.switchboard.cancel()
 
 
 async def _until(done: Callable[[], bool], seconds: float) -> None:
@@ -177,7 +182,18 @@ def _stop(number: int, asked: asyncio.Event) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server whose signals are handled here."""
+    """A uvicorn server whose signals are handled here, and whose end has a limit."""
+
+    async def end(self, serving: asyncio.Task[None], seconds: float) -> None:
+        """Close the connections once their responses have been sent, and after so many seconds the others."""
+        self.should_exit = True
+        await asyncio.wait([serving], timeout=seconds)
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # of a client that does not read, uvicorn would wait for
+        done, _ = await asyncio.wait([serving], timeout=seconds)
+        for task in done:
+            task.result()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
