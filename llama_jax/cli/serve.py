@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
     from llama_jax.parallel.processes import Processes
-    from llama_jax.serving.engine import Engine
     from llama_jax.serving.http.bodies import Limits
     from llama_jax.serving.http.mounted import Mounted
-    from llama_jax.serving.http.server import ServerOptions
+    from llama_jax.serving.http.server import ServerOptions, Started
     from llama_jax.serving.http.service import Served
+    from llama_jax.serving.http.starting import Startup
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Tokenizer
 
@@ -43,8 +43,9 @@ OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator"
 class Serve(AdapterOptions, DraftOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
-    It accepts requests once all programs are compiled, and says so. SIGTERM and Ctrl-C let running requests finish; a
-    second one stops at once. docs/serving describes the fields, the limits and what is safe by default.
+    It listens at once, and says how far it is until all programs are compiled; then it accepts requests. SIGTERM and Ctrl-C
+    let running requests finish; a second one stops at once. docs/serving describes the fields, the limits and what is safe
+    by default.
 
     A model that one host cannot hold is served by several processes: each runs the same command, with --distributed or a
     --process-id of its own, and the first one listens.
@@ -151,24 +152,22 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.serving.http.mounted import Mounted
 
         use_compilation_cache()
-        engine, served, notes, times = self._prepare(Processes())
-        _note(*notes, f"ready {times}")
-        limits = self._limits(engine.model.config.vocab_size, engine.context)
-        return Mounted(engine, served, limits, self._server_options(most_connections=0))
+        begun = time.perf_counter()
+        found = self._start(Processes(), self._startup())
+        _note(f"ready after {time.perf_counter() - begun:.1f} s")
+        return Mounted(*found, self._server_options(most_connections=0))
 
     def _serve(self, listening: socket, started: float, joined: Processes) -> None:
         from llama_jax.serving.http.server import address_of, serve
 
-        server = self._server_options(self.most_connections)
-        engine, served, notes, times = self._prepare(joined)
+        server, startup = self._server_options(self.most_connections), self._startup()
 
-        def ready() -> None:
-            key = "with a key" if server.access.api_key else "without a key"
-            seconds = time.perf_counter() - started
-            _note(*notes, f"listening on {address_of(listening)} {key} · ready after {seconds:.1f} s {times}")
+        def start() -> Started:
+            _note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
+            return self._start(joined, startup)
 
-        limits = self._limits(engine.model.config.vocab_size, engine.context)
-        serve(engine, served, limits, server, listening, ready)
+        ready = lambda: _note(f"ready after {time.perf_counter() - started:.1f} s")
+        serve(start, startup, server, listening, ready)
         joined.tell(b"")
         _note("ended")
         if joined.count == 1:
@@ -181,17 +180,28 @@ class Serve(AdapterOptions, DraftOptions):
 
         for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
             signal.signal(number, signal.SIG_IGN)
-        config, params, tokenizer = self._load(joined)
+        config, params, tokenizer = self._load(joined, self._startup())
         options = self._engine_options(self.drafter(tokenizer))
         _note(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
-    def _load(self, joined: Processes) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    def _startup(self) -> Startup:
+        from llama_jax.serving.http.starting import Startup
+
+        return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
+
+    def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
         import jax
 
-        from llama_jax.cli.runtime import start_backend
+        from llama_jax.cli.runtime import loading_bar, start_backend
 
+        def progress(layers: Sequence[int]) -> Iterator[int]:
+            for done, layer in enumerate(loading_bar(layers)):
+                startup.report("loading the model", done, len(layers))
+                yield layer
+
+        startup.report("loading the model")
         start_backend()
         if joined.count > 1:
             sizes, devices = self.mesh_sizes(), jax.device_count()
@@ -204,29 +214,30 @@ class Serve(AdapterOptions, DraftOptions):
             asked["adapters"] = list(self.named())
             joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
         self.check_draft()
-        config, params, tokenizer = self.load()
+        config, params, tokenizer = self.load(progress)
         joined.agree("the model", {"the model": repr(config)})
         return config, params, tokenizer
 
-    def _prepare(self, joined: Processes) -> tuple[Engine, Served, list[str], str]:
-        """The engine, warm; the model as clients see it; what is to be said of both, and of the seconds that they took."""
+    def _start(self, joined: Processes, startup: Startup) -> Started:
+        """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
         import jax
 
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
         from llama_jax.serving.group import leading
+        from llama_jax.serving.http.server import Started
         from llama_jax.serving.model import ServedModel
 
         begun = time.perf_counter()
-        config, params, tokenizer = self._load(joined)
+        config, params, tokenizer = self._load(joined, startup)
         served = self._served(tokenizer)
         options = self._engine_options(self.drafter(tokenizer))
         loaded = time.perf_counter()
         with observed() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
-            with _bar() as progress:
+            with _bar(startup) as progress:
                 compiled = engine.warm(progress)
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         mesh += f" over {joined.count} processes" if joined.count > 1 else ""
@@ -239,7 +250,8 @@ class Serve(AdapterOptions, DraftOptions):
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
-        return engine, served, notes, f"(load {loaded - begun:.1f}, compile {compiled:.1f})"
+        _note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
+        return Started(engine, served, self._limits(config.vocab_size, engine.context))
 
     def _check(self) -> None:
         for name in ("timeout", "drain", "wedged", "body_mb"):
@@ -334,13 +346,14 @@ def _check_extra() -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Shows programs being compiled, where somebody looks at stderr."""
+def _bar(startup: Startup) -> Iterator[Callable[[int, int], None]]:
+    """Shows programs being compiled, as a bar where somebody looks at stderr."""
     from tqdm import tqdm
 
     with tqdm(desc="compiling", unit=" programs", leave=False, delay=1.0, disable=None) as bar:
 
         def progress(done: int, of: int) -> None:
+            startup.report("compiling programs", done, of)
             bar.total = of
             bar.update(done - bar.n)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -17,22 +17,29 @@ from llama_jax.serving.programs import Programs
 MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
 
 
-def compile_ahead(model: ServedModel, run: Callable[[ServedModel], None], progress: Callable[[int, int], None]) -> None:
-    """Compile every program that `run` calls, for a model on one device: nothing is executed.
+def compile_ahead(
+    model: ServedModel,
+    steps: Callable[[ServedModel], Sequence[Callable[[], Any]]],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Compile every program that `steps` call, for a model on one device: nothing is executed.
 
     Tracing and lowering hold Python's lock, so one thread at a time can do them; compiling, or loading from the compilation
     cache, does not block other threads. JAX later finds the compiled programs, because it keeps them by their lowered form.
 
     Args:
-      run: makes the calls, on a model whose programs return shapes instead of arrays.
-      progress: called with the number of compiled programs and the total.
+      steps: gives functions that make the calls, on a model whose programs return shapes instead of arrays.
+      progress: called with the number of compiled programs and the total, which is at most the steps until all are lowered.
     """
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
         lowering = _Lowering(model, threads)
-        run(model.with_programs(Programs(*(partial(lowering.call, program) for program in model.programs))))
-        for done, compiled in enumerate(lowering.compiling, 1):
+        calls = steps(model.with_programs(Programs(*(partial(lowering.call, program) for program in model.programs))))
+        for left, step in zip(reversed(range(len(calls))), calls, strict=True):
+            step()
+            progress(sum(map(Future.done, lowering.compiling)), len(lowering.compiling) + left)
+        for compiled in as_completed(lowering.compiling):
             compiled.result()
-            progress(done, len(lowering.compiling))
+            progress(sum(map(Future.done, lowering.compiling)), len(lowering.compiling))
 
 
 class _Lowering:

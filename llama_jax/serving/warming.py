@@ -41,13 +41,9 @@ def warm(
         prompts = _Prompts(model, capacities, piece)
         return [_Rows(model, pool, prompts, may_move=pool is not pools[-1]) for pool in pools]
 
-    def lower(model: ServedModel) -> None:
-        for step in _steps(walks_of(model)):
-            step()
-
     ahead = model.layout.mesh is None  # over a mesh only a compiled program knows the sharding of its results
     if ahead:
-        compile_ahead(model, lower, progress)
+        compile_ahead(model, lambda model: _steps(walks_of(model)), progress)
     walks = walks_of(model)
     steps = _steps(walks)
     for done, step in enumerate(steps, 1):

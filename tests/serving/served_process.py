@@ -1,7 +1,8 @@
 """A server of a fake engine as a process: `python served_process.py '{"fail_at": 3, "drain": 5}'`.
 
-Its address goes to stdout, and in the end how many objects garbage collection leaves out. What it says of a prompt that
-begins with "wait" ends only when a line has come on stdin; a prompt that begins with "stuck" keeps the engine for ever.
+Its address goes to stdout when it is ready, and in the end how many objects garbage collection leaves out. With `starts` not
+"at once" the address goes there before as well, and it is ready, or fails, when a line has come on stdin. What it says of a
+prompt that begins with "wait" ends only when a line has come; one that begins with "stuck" keeps the engine for ever.
 """
 
 import gc
@@ -13,7 +14,8 @@ import threading
 from fakes import BYTES, FakeEngine, ids, served
 
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.server import ServerOptions, address_of, listen, serve
+from llama_jax.serving.http.server import ServerOptions, Started, address_of, listen, serve
+from llama_jax.serving.http.starting import Startup
 
 
 def says(request):
@@ -28,14 +30,26 @@ def says(request):
     yield BYTES.eos_id
 
 
-def main(drain=20.0, buffer=None, **settings):
+def main(drain=20.0, buffer=None, starts="at once", **settings):
     engine = FakeEngine(says=says, context=10**9, **settings)
     limits = Limits(vocab_size=BYTES.vocab_size, context=engine.context)
     listening = listen("127.0.0.1", 0)
     if buffer:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections have it, too
-    ready = lambda: print(address_of(listening), flush=True)
-    serve(engine, served(), limits, ServerOptions(drain_seconds=drain), listening, ready)
+    startup = Startup()
+    say = lambda: print(address_of(listening), flush=True)
+
+    def start():
+        if starts == "at once":
+            return Started(engine, served(), limits)
+        startup.report("compiling programs", 3, 7)
+        say()
+        sys.stdin.readline()
+        if starts == "never":
+            raise RuntimeError("there is no model")
+        return Started(engine, served(), limits)
+
+    serve(start, startup, ServerOptions(drain_seconds=drain), listening, say)
     print("ended", gc.get_freeze_count(), flush=True)
 
 

@@ -1,6 +1,7 @@
 """How a server begins and ends: signals, a failing engine, an address that is taken."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -107,6 +108,52 @@ def test_what_does_not_end_in_time_is_told_so():
         assert running.wait(20) == 0
 
 
+def test_until_it_is_ready_it_says_how_far_it_is():
+    with process(starts="at a line") as running:
+
+        def answer(path, body=None):
+            found = Connection(running.address, "POST" if body else "GET", path, body)
+            return found.status, found.rest()
+
+        assert answer("/health")[0] == 200
+        status, text = answer("/ready")
+        assert status == 503
+        assert '"code":"not_ready"' in text
+        assert re.search(r"the server is compiling programs, 3 of 7, about \d+ s left", text)
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/models", None), ("/nothing", None)):
+            status, text = answer(path, body)
+            assert status == 503
+            assert re.search(r"\r\nretry-after: [1-9]\d*\r\n.*\r\n\r\n.*3 of 7.*starting", text, re.DOTALL)
+        status, text = answer("/")
+        assert status == 503
+        assert "<p>The server is compiling programs, 3 of 7" in text
+        before = 'llama_jax:http_responses_total{path="/health",status="200"} 1.0'
+        assert before in answer("/metrics")[1]
+        running.stdin.write("go on\n")
+        running.stdin.flush()
+        assert running.stdout.readline().strip().removeprefix("http://") == running.address
+        assert answer("/ready")[0] == 200
+        assert answer("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+        assert before in answer("/metrics")[1]
+
+
+def test_a_start_that_fails_ends_the_process():
+    with process(starts="never") as running:
+        assert ready(running.address)[0] == 503
+        running.stdin.write("go on\n")
+        running.stdin.flush()
+        assert running.wait(20) == 1
+        assert "RuntimeError: there is no model" in running.stderr.read()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_ends_a_start_at_once(number, status):
+    with process(starts="at a line") as running:
+        assert ready(running.address)[0] == 503
+        running.send_signal(number)
+        assert running.wait(20) == status
+
+
 def test_a_second_signal_ends_at_once():
     with process() as running:
         stream = completion(running.address, "wait", stream=True)
@@ -197,4 +244,4 @@ def test_options_that_cannot_be_are_refused(arguments, said):
     ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
     assert said in ended.stderr
-    assert ended.stderr.count("\n") <= 2
+    assert ended.stderr.count("\n") <= 3
