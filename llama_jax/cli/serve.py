@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llama_jax.serving.http.server import ServerOptions, Started
     from llama_jax.serving.http.service import Served
     from llama_jax.serving.http.starting import Startup
+    from llama_jax.serving.memory import MemoryPlan
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Tokenizer
 
@@ -68,14 +69,14 @@ class Serve(AdapterOptions, DraftOptions):
     """A name by which this server is reached, beside localhost, --host and addresses; * for any. May be repeated."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
     """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
-    rows: int = 16
-    """Requests that are decoded in one batch."""
-    long_rows: int = 4
-    """The same for long requests, which have a batch of their own."""
+    rows: int | None = None
+    """Requests that are decoded in one batch; by default 16, or fewer where the memory is small."""
+    long_rows: int | None = None
+    """The same for long requests, which have a batch of their own; by default 4, or fewer where the memory is small."""
     short: int = 512
     """Most tokens of a short request, prompt and continuation together."""
     context: int | None = None
-    """Most tokens of prompt and continuation together; by default the model's context."""
+    """Most tokens of prompt and continuation together; by default the model's context, or less where the memory is small."""
     piece: int = 64
     """Prompts are read in chunks of this many tokens; between two chunks every running request gets a token."""
     cache: Literal["auto", "int8"] = "auto"
@@ -180,7 +181,9 @@ class Serve(AdapterOptions, DraftOptions):
 
         for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
             signal.signal(number, signal.SIG_IGN)
-        config, params, tokenizer = self._load(joined, self._startup())
+        startup = self._startup()
+        self._begin(joined, startup)
+        config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
         _note(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
@@ -190,16 +193,11 @@ class Serve(AdapterOptions, DraftOptions):
 
         return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
 
-    def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
-        """The model; with several processes this one's part of it, which is to be the same model in all."""
+    def _begin(self, joined: Processes, startup: Startup) -> None:
+        """Start the devices' backend, and make sure that all processes were asked for the same."""
         import jax
 
-        from llama_jax.cli.runtime import loading_bar, start_backend
-
-        def progress(layers: Sequence[int]) -> Iterator[int]:
-            for done, layer in enumerate(loading_bar(layers)):
-                startup.report("loading the model", done, len(layers))
-                yield layer
+        from llama_jax.cli.runtime import start_backend
 
         startup.report("loading the model")
         start_backend()
@@ -214,9 +212,60 @@ class Serve(AdapterOptions, DraftOptions):
             asked["adapters"] = list(self.named())
             joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
         self.check_draft()
+
+    def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model; with several processes this one's part of it, which is to be the same model in all."""
+        from llama_jax.cli.runtime import loading_bar
+
+        def progress(layers: Sequence[int]) -> Iterator[int]:
+            for done, layer in enumerate(loading_bar(layers)):
+                startup.report("loading the model", done, len(layers))
+                yield layer
+
         config, params, tokenizer = self.load(progress)
         joined.agree("the model", {"the model": repr(config)})
         return config, params, tokenizer
+
+    def _planned(self, joined: Processes) -> tuple[EngineOptions, MemoryPlan]:
+        """Options of the engine for which the memory is large enough, before anything is allocated, without a drafter.
+
+        Raises:
+          UserError: what was chosen does not fit.
+        """
+        import jax
+
+        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.checkpoints.loading import open_checkpoint, planned_weights
+        from llama_jax.cli.draft import PROMPT
+        from llama_jax.cli.rope import with_rope
+        from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
+
+        dtype = None if self.dtype == "auto" else self.dtype
+        opened = open_checkpoint(bundled() if self.model is None else self.model)
+        target, weights = planned_weights(opened, dtype, None if self.quantize == "auto" else self.quantize)
+        config = with_rope(opened.config, self.rope)
+        models = [(config, target)]
+        draft = parse_draft(self.draft)[0] if self.draft else PROMPT
+        if draft != PROMPT:
+            opened = open_checkpoint(draft)
+            target, more = planned_weights(opened, dtype)
+            models.append((replace(opened.config, max_seq_len=config.max_seq_len), target))  # if it is shorter, see `Engine`
+            weights += more
+        (device, *_) = jax.local_devices()
+        sizes, free = self.mesh_sizes(), free_memory(device)
+        parts = 1 if sizes is None else sizes.devices  # of what is divided, one is on each device
+        shares: tuple[float, ...] = ACCELERATOR_SHARES
+        if device.platform == "cpu":
+            parts, shares = 1 if joined.on_one_host else joined.count, MACHINE_SHARES
+
+        def plan_of(options: EngineOptions) -> MemoryPlan:
+            pool = sum(options.pool_bytes(*model) for model in models)
+            programs = options.programs(config) * sum(program_bytes(each, device.platform) for each, _ in models)
+            rest = {"weights": weights // parts, "prefix_cache": options.prefix_bytes // parts, "programs": programs}
+            return MemoryPlan(pool=pool // parts, free=free, **rest)
+
+        chosen = [name for name in ("rows", "long_rows", "context") if getattr(self, name) is not None]
+        return fit(self._engine_options(), config, plan_of, chosen, shares)
 
     def _start(self, joined: Processes, startup: Startup) -> Started:
         """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
@@ -227,18 +276,23 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.serving.engine import Engine
         from llama_jax.serving.group import leading
         from llama_jax.serving.http.server import Started
+        from llama_jax.serving.memory import return_freed_memory
         from llama_jax.serving.model import ServedModel
 
         begun = time.perf_counter()
+        self._begin(joined, startup)
+        options, plan = self._planned(joined)
+        _note(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
         served = self._served(tokenizer)
-        options = self._engine_options(self.drafter(tokenizer))
+        options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
         with observed() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
             with _bar(startup) as progress:
                 compiled = engine.warm(progress)
+        return_freed_memory()
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         mesh += f" over {joined.count} processes" if joined.count > 1 else ""
         weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
@@ -246,7 +300,7 @@ class Serve(AdapterOptions, DraftOptions):
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {self.rows} + {self.long_rows} rows",
+            f" · context {engine.context} tokens · {options.rows} + {options.long_rows} rows",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
@@ -280,8 +334,8 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(
-            rows=self.rows,
-            long_rows=self.long_rows,
+            rows=16 if self.rows is None else self.rows,
+            long_rows=4 if self.long_rows is None else self.long_rows,
             short=self.short,
             context=self.context,
             piece=self.piece,
@@ -353,7 +407,7 @@ def _bar(startup: Startup) -> Iterator[Callable[[int, int], None]]:
     with tqdm(desc="compiling", unit=" programs", leave=False, delay=1.0, disable=None) as bar:
 
         def progress(done: int, of: int) -> None:
-            startup.report("compiling programs", done, of)
+            startup.report("compiling and trying programs", done, of)
             bar.total = of
             bar.update(done - bar.n)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+
+import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
+from llama_jax.model.cache import cache_bytes
 from llama_jax.model.options import Compute
 from llama_jax.model.window import CacheOptions
 
@@ -107,6 +111,31 @@ class EngineOptions:
                 f" context={self.draft.config.max_seq_len} (--context), or a draft that can read as many"
             )
         return context
+
+    def pool_bytes(self, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> int:
+        """Most bytes of keys and values that running requests of the model take, whose computation is in `dtype`.
+
+        Every pool at its largest, half of the largest one again, from which it grows, and a prompt that is read into a row
+        of its own, likewise.
+        """
+        kept = self.cache.dtype or dtype
+        pools = [cache_bytes(config, pool.rows[-1], pool.capacities[-1], kept) for pool in self.pools(config)]
+        row = cache_bytes(config, 1, self.capacities(config)[-1], kept)
+        return sum(pools) + (max(pools) + 3 * row) // 2
+
+    def programs(self, config: LlamaConfig) -> int:
+        """About how many programs are compiled: three for each number of rows and of slots."""
+        return 3 * sum(len(pool.rows) * len(pool.capacities) for pool in self.pools(config, True))
+
+    def smaller(self, config: LlamaConfig, fixed: Collection[str] = ()) -> Iterator[EngineOptions]:
+        """The same options, then with fewer long rows, less context, and fewer rows, by halves; but for `fixed` ones."""
+        context = self.context_of(config)
+        options = replace(self, context=context)
+        yield options
+        for name, least in (("long_rows", 1), ("context", min(self.short, context)), ("rows", 1)):
+            while name not in fixed and (value := getattr(options, name)) > least:
+                options = replace(options, **{name: max(value // 2, least)})
+                yield options
 
     @property
     def _smallest(self) -> int:

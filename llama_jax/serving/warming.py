@@ -15,6 +15,7 @@ from llama_jax.inference.state import Reading, Request
 from llama_jax.model.options import Places
 from llama_jax.serving.ahead import compile_ahead
 from llama_jax.serving.choosing import Wishes
+from llama_jax.serving.memory import return_freed_memory
 from llama_jax.serving.model import STOPS, ServedModel, Slots
 from llama_jax.serving.options import SMALLEST_PIECE
 from llama_jax.serving.pool import BURST, Pool, neighbours
@@ -34,7 +35,7 @@ def warm(
     Args:
       capacities: of the caches that prompts are read into.
       piece: tokens that are read at once.
-      progress: called after each program with the number done and the total.
+      progress: called after each program that is compiled, and each that is run, with how many that were and the total.
     """
 
     def walks_of(model: ServedModel) -> list[_Rows]:
@@ -42,14 +43,20 @@ def warm(
         return [_Rows(model, pool, prompts, may_move=pool is not pools[-1]) for pool in pools]
 
     ahead = model.layout.mesh is None  # over a mesh only a compiled program knows the sharding of its results
-    if ahead:
-        compile_ahead(model, lambda model: _steps(walks_of(model)), progress)
-    walks = walks_of(model)
+    compiled, walks = 0, walks_of(model)
     steps = _steps(walks)
-    for done, step in enumerate(steps, 1):
+
+    def compiling(done: int, of: int) -> None:
+        nonlocal compiled
+        compiled = done
+        progress(done, of + len(steps))
+
+    if ahead:
+        compile_ahead(model, lambda model: _steps(walks_of(model)), compiling)
+    for done, step in enumerate(steps, compiled + 1):
         jax.block_until_ready(step())
-        if not ahead:
-            progress(done, len(steps))
+        return_freed_memory()
+        progress(done, compiled + len(steps))
     for pool, walk in zip(pools, walks, strict=True):
         pool.slots = walk.beginning()
 

@@ -14,6 +14,7 @@ import pytest
 from commands import run_here
 
 from llama_jax.errors import UserError
+from llama_jax.serving.http import starting
 from llama_jax.serving.http.server import address_of, listen
 
 SCRIPT = Path(__file__).with_name("served_process.py")
@@ -137,6 +138,17 @@ def test_until_it_is_ready_it_says_how_far_it_is():
         assert before in answer("/metrics")[1]
 
 
+def test_a_start_is_logged_now_and_then(monkeypatch):
+    now, lines = [100.0], []
+    monkeypatch.setattr(starting.time, "monotonic", lambda: now[0])
+    startup = starting.Startup(log=lines.append)
+    for report in (("loading the model", 1, 4), ("compiling", 1, 9), ("compiling", 3, 9), ("x",)):
+        startup.report(*report)
+        now[0] += 6
+    assert lines == ["compiling, 3 of 9, about 12 s left"]
+    assert str(startup) == "x"
+
+
 def test_a_start_that_fails_ends_the_process():
     with process(starts="never") as running:
         assert ready(running.address)[0] == 503
@@ -243,5 +255,22 @@ def test_the_command_says_what_is_missing(monkeypatch):
 def test_options_that_cannot_be_are_refused(arguments, said):
     ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
-    assert said in ended.stderr
-    assert ended.stderr.count("\n") <= 3
+    assert said in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("free", "arguments", "remedy"),
+    [
+        (1e9, ["--rows", "1024", "--context", "512"], "--rows 512 would fit"),
+        (3e8, ["--prefix-cache", "1000"], "choose fewer bits (--quantize q4_0), --prefix-cache 0, or a smaller model"),
+    ],
+)
+def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeypatch, free, arguments, remedy):
+    monkeypatch.setattr("llama_jax.serving.memory.free_memory", lambda device: round(free))
+    monkeypatch.setattr("llama_jax.load", None)
+    ended = run_here("serve", "--port", "0", "--prefix-cache", "0", *arguments)
+    assert ended.returncode == 2
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("llama-jax: error: the memory is too small: weights 5, keys and values at most ")
+    assert last.endswith(f" of {free / 1e6:,.0f} MB free; {remedy}")

@@ -52,7 +52,7 @@ class Mounted:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         loop, options = asyncio.get_running_loop(), self._options
-        timing = {"seconds": options.seconds, "wedged_after": options.wedged_after}
+        timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
         service = self._service = connect(self._engine, self._served, self._limits, **timing)
         self._app = make_app(service, options.access)
         ended: asyncio.Future[BaseException | None] = loop.create_future()

@@ -150,12 +150,13 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     starting = asyncio.wrap_future(DaemonThreadPool("starting", 1).submit(start))
-    await asyncio.wait([starting, serving], return_when=asyncio.FIRST_COMPLETED)
+    first: list[asyncio.Future[Any]] = [starting, serving]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done() or starting.exception() is not None:
         await server.end(serving, LAST_WORDS)
         return starting.exception()
     engine, served, limits = starting.result()
-    timing = {"seconds": options.seconds, "wedged_after": options.wedged_after}
+    timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
     service = connect(engine, served, limits, metrics=metrics, **timing)
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     thread = threading.Thread(target=run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
@@ -166,7 +167,7 @@ async def _serve(
     app = make_app(service, options.access, connections)
     ready()
     stopping = asyncio.create_task(asked.wait())
-    first: list[asyncio.Future[Any]] = [ended, stopping, serving]
+    first = [ended, stopping, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
         await drain(service, options.drain_seconds, ended)

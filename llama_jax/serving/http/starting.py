@@ -35,9 +35,12 @@ class Startup:
     """
 
     log: Callable[[str], None] | None = None
-    _now: tuple[str, int, int] = ("starting", 0, 0)
-    _begun: float = field(default_factory=time.monotonic)
-    _logged: float = field(default_factory=time.monotonic)
+    _now: tuple[str, int, int] = field(init=False, default=("starting", 0, 0))
+    _begun: float = field(init=False)
+    _logged: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begun = self._logged = time.monotonic()
 
     def report(self, doing: str, done: int = 0, of: int = 0) -> None:
         """Record what is being done, as "compiling programs", and how much of it."""
