@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
 from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
@@ -19,14 +21,14 @@ from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
-from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize, log_what_becomes_floats
+from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_kept, check_quantize, log_what_becomes_floats
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
-from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import dequantize, layers_apart
+from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.fit import fitted
@@ -173,6 +175,25 @@ def load(
     if table:
         params = attached_table(opened.config, params, table, mesh)
     return Checkpoint(config, params, read_tokenizer, read_about)
+
+
+def planned_weights(
+    opened: Opened | store.Stored, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
+) -> tuple[np.dtype, int]:
+    """The type of the computation and the bytes of the weights that `load` gives for these arguments; nothing is read."""
+    names = opened.names if isinstance(opened, Opened) else {}
+    tables = (names.get(name, name) for name in ("embedding", "lm_head"))
+    embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None is damaged
+    own = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
+    target = jnp.dtype(own if dtype is None else dtype)
+    if quantize is not None and quantize != "keep":
+        return target, bytes_in_memory(quantized_params(param_shapes(opened.config, target, stacked=False), quantize))
+    keep = quantize == "keep" or dtype is None
+    sizes = (
+        tensor.nbytes if keep and can_be_kept(tensor) else math.prod(tensor.shape) * target.itemsize
+        for tensor in opened.tensors.values()
+    )
+    return target, sum(sizes)
 
 
 @taking_the_newest

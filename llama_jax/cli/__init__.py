@@ -149,8 +149,10 @@ def _end(said: str) -> NoReturn:
 
 
 def _collect_seldom() -> None:
-    """Let Python look for garbage in cycles at every 10,000 new objects instead of 700, and not once more at its end: imports
-    and traced programs are a million objects that stay. A fifth of what `generate` takes."""
+    """Let Python look for garbage in cycles at every 10,000 new objects, not 700, and not once more at its end.
+
+    Imports and traced programs are a million objects that stay. A fifth of what `generate` takes.
+    """
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
 

@@ -101,9 +101,7 @@ class Compile(LoadOptions):
 
         start_backend()
         options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
-        engine, _, notes, _ = Serve(**options)._prepare(Processes())
-        print(*notes, sep="\n", file=sys.stderr)
-        engine.close()
+        Serve(**options).start(Processes()).engine.close()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

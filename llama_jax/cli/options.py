@@ -18,6 +18,7 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
+    from llama_jax.checkpoints.assemble import Progress
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
@@ -103,12 +104,13 @@ class LoadOptions(CompileOptions):
             ops.compile_native(params)
 
     def load_beside(
-        self, adapter: Location | None = None, adapters: Sequence[Location] = ()
+        self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
     ) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
 
         Args:
           adapter, adapters: for all rows, or a table of them, see `checkpoints.load`.
+          progress: wraps the layers as they are read; by default in a bar.
         """
         import jax.numpy as jnp
 
@@ -132,7 +134,7 @@ class LoadOptions(CompileOptions):
             adapter=adapter,
             adapters=adapters,
             mesh=mesh,
-            progress=loading_bar,
+            progress=progress or loading_bar,
         )
         if self.model is None:
             size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
@@ -172,9 +174,9 @@ class AdapterOptions(LoadOptions):
             found[name] = locate(path)
         return found
 
-    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    def load(self, progress: Progress | None = None) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model, with its adapters, and its vocabulary, see `load_beside`."""
-        return self.load_beside(self.for_all(), tuple(self.named().values()))
+        return self.load_beside(self.for_all(), tuple(self.named().values()), progress)
 
 
 @dataclass(frozen=True, kw_only=True)

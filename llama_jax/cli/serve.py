@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
     from llama_jax.parallel.processes import Processes
-    from llama_jax.serving.engine import Engine
     from llama_jax.serving.http.bodies import Limits
     from llama_jax.serving.http.mounted import Mounted
-    from llama_jax.serving.http.server import ServerOptions
+    from llama_jax.serving.http.server import ServerOptions, Started
     from llama_jax.serving.http.service import Served
+    from llama_jax.serving.http.starting import Startup
+    from llama_jax.serving.memory import MemoryPlan
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Tokenizer
 
@@ -43,8 +44,9 @@ OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator"
 class Serve(AdapterOptions, DraftOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
-    It accepts requests once all programs are compiled, and says so. SIGTERM and Ctrl-C let running requests finish; a
-    second one stops at once. docs/serving describes the fields, the limits and what is safe by default.
+    It listens at once, and says how far it is until all programs are compiled; then it accepts requests. SIGTERM and Ctrl-C
+    let running requests finish; a second one stops at once. docs/serving describes the fields, the limits and what is safe
+    by default.
 
     A model that one host cannot hold is served by several processes: each runs the same command, with --distributed or a
     --process-id of its own, and the first one listens.
@@ -67,13 +69,13 @@ class Serve(AdapterOptions, DraftOptions):
     """A name by which this server is reached, beside localhost, --host and addresses; * for any. May be repeated."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
     """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
-    rows: int = 16
-    """Requests that are served at a time."""
+    rows: int | None = None
+    """Requests that are served at a time; by default 16, or fewer where the memory is small."""
     cache_tokens: int | None = None
     """Tokens for which the cache has room, of all requests together: by default 512 for each row, and one whole context at
     least. Where it is full, requests wait, and the youngest are read again later."""
     context: int | None = None
-    """Most tokens of prompt and continuation together; by default the model's context."""
+    """Most tokens of prompt and continuation together; by default the model's context, or less where the memory is small."""
     piece: int = 64
     """Prompts are read in chunks of this many tokens; between two chunks every running request gets a token."""
     cache: Literal["auto", "int8"] = "auto"
@@ -150,26 +152,26 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.serving.http.mounted import Mounted
 
         use_compilation_cache(self.no_cache)
-        engine, served, notes, times = self._prepare(Processes())
-        _note(*notes, f"ready {times}")
-        limits = self._limits(engine.model.config.vocab_size, engine.context)
-        return Mounted(engine, served, limits, self._server_options(most_connections=0))
+        begun = time.perf_counter()
+        found = self.start(Processes())
+        _note(f"ready after {time.perf_counter() - begun:.1f} s")
+        return Mounted(*found, self._server_options(most_connections=0))
 
     def _serve(self, listening: socket, started: float, joined: Processes) -> None:
         from llama_jax.serving.http.server import address_of, serve
 
-        server = self._server_options(self.most_connections)
-        engine, served, notes, times = self._prepare(joined)
+        server, startup = self._server_options(self.most_connections), self._startup()
 
-        def ready() -> None:
-            key = "with a key" if server.access.api_key else "without a key"
-            seconds = time.perf_counter() - started
-            _note(*notes, f"listening on {address_of(listening)} {key} · ready after {seconds:.1f} s {times}")
+        def start() -> Started:
+            _note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
+            return self.start(joined, startup)
 
-        limits = self._limits(engine.model.config.vocab_size, engine.context)
-        serve(engine, served, limits, server, listening, ready)
+        ready = lambda: _note(f"ready after {time.perf_counter() - started:.1f} s")
+        serve(start, startup, server, listening, ready)
         joined.tell(b"")
         _note("ended")
+        if joined.count == 1:
+            os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
 
     def _follow(self, joined: Processes) -> None:
         """Make the calls of process 0, until that ends."""
@@ -178,17 +180,25 @@ class Serve(AdapterOptions, DraftOptions):
 
         for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
             signal.signal(number, signal.SIG_IGN)
-        config, params, tokenizer = self._load(joined)
+        startup = self._startup()
+        self._begin(joined, startup)
+        config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
         _note(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
-    def _load(self, joined: Processes) -> tuple[LlamaConfig, Llama, Tokenizer]:
-        """The model; with several processes this one's part of it, which is to be the same model in all."""
+    def _startup(self) -> Startup:
+        from llama_jax.serving.http.starting import Startup
+
+        return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
+
+    def _begin(self, joined: Processes, startup: Startup) -> None:
+        """Start the devices' backend, and make sure that all processes were asked for the same."""
         import jax
 
         from llama_jax.cli.runtime import start_backend
 
+        startup.report("loading the model")
         start_backend()
         if joined.count > 1:
             sizes, devices = self.mesh_sizes(), jax.device_count()
@@ -201,12 +211,63 @@ class Serve(AdapterOptions, DraftOptions):
             asked["adapters"] = list(self.named())
             joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
         self.check_draft()
-        config, params, tokenizer = self.load()
+
+    def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model; with several processes this one's part of it, which is to be the same model in all."""
+        from llama_jax.cli.runtime import loading_bar
+
+        def progress(layers: Sequence[int]) -> Iterator[int]:
+            for done, layer in enumerate(loading_bar(layers)):
+                startup.report("loading the model", done, len(layers))
+                yield layer
+
+        config, params, tokenizer = self.load(progress)
         joined.agree("the model", {"the model": repr(config)})
         return config, params, tokenizer
 
-    def _prepare(self, joined: Processes) -> tuple[Engine, Served, list[str], str]:
-        """The engine, warm; the model as clients see it; what is to be said of both, and of the seconds that they took."""
+    def _planned(self, joined: Processes) -> tuple[EngineOptions, MemoryPlan]:
+        """Options of the engine for which the memory is large enough, before anything is allocated, without a drafter.
+
+        Raises:
+          UserError: what was chosen does not fit.
+        """
+        import jax
+
+        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.checkpoints.loading import open_checkpoint, planned_weights
+        from llama_jax.cli.draft import PROMPT
+        from llama_jax.cli.rope import with_rope
+        from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
+
+        dtype = None if self.dtype == "auto" else self.dtype
+        opened = open_checkpoint(bundled() if self.model is None else self.model)
+        target, weights = planned_weights(opened, dtype, None if self.quantize == "auto" else self.quantize)
+        config = with_rope(opened.config, self.rope)
+        models = [(config, target)]
+        draft = parse_draft(self.draft)[0] if self.draft else PROMPT
+        if draft != PROMPT:
+            opened = open_checkpoint(draft)
+            target, more = planned_weights(opened, dtype)
+            models.append((replace(opened.config, max_seq_len=config.max_seq_len), target))  # if it is shorter, see `Engine`
+            weights += more
+        (device, *_) = jax.local_devices()
+        sizes, free = self.mesh_sizes(), free_memory(device)
+        parts = 1 if sizes is None else sizes.devices  # of what is divided, one is on each device
+        shares: tuple[float, ...] = ACCELERATOR_SHARES
+        if device.platform == "cpu":
+            parts, shares = 1 if joined.on_one_host else joined.count, MACHINE_SHARES
+
+        def plan_of(options: EngineOptions) -> MemoryPlan:
+            pool = sum(options.pool_bytes(*model) for model in models)
+            programs = options.programs(config) * sum(program_bytes(each, device.platform) for each, _ in models)
+            rest = {"weights": weights // parts, "prefix_cache": options.prefix_bytes // parts, "programs": programs}
+            return MemoryPlan(pool=pool // parts, free=free, **rest)
+
+        chosen = [name for name in ("rows", "cache_tokens", "context") if getattr(self, name) is not None]
+        return fit(self._engine_options(), config, plan_of, chosen, shares)
+
+    def start(self, joined: Processes, startup: Startup | None = None) -> Started:
+        """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
         import jax
 
         from llama_jax.model.pages import PAGE
@@ -214,18 +275,24 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
         from llama_jax.serving.group import leading
+        from llama_jax.serving.http.server import Started
+        from llama_jax.serving.memory import return_freed_memory
         from llama_jax.serving.model import ServedModel
 
-        begun = time.perf_counter()
-        config, params, tokenizer = self._load(joined)
+        begun, startup = time.perf_counter(), startup or self._startup()
+        self._begin(joined, startup)
+        options, plan = self._planned(joined)
+        _note(f"memory: {plan}")
+        config, params, tokenizer = self._load(joined, startup)
         served = self._served(tokenizer)
-        options = self._engine_options(self.drafter(tokenizer))
+        options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
         with observed() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
-            with _bar() as progress:
+            with _bar(startup) as progress:
                 compiled = engine.warm(progress)
+        return_freed_memory()
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         mesh += f" over {joined.count} processes" if joined.count > 1 else ""
         weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
@@ -233,11 +300,12 @@ class Serve(AdapterOptions, DraftOptions):
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {self.rows} rows · a cache of {engine.pages.count * PAGE:,} tokens",
+            f" · context {engine.context} tokens · {options.rows} rows · a cache of {engine.pages.count * PAGE:,} tokens",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
-        return engine, served, notes, f"(load {loaded - begun:.1f}, compile {compiled:.1f})"
+        _note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
+        return Started(engine, served, self._limits(config.vocab_size, engine.context))
 
     def _check(self) -> None:
         for name in ("timeout", "drain", "wedged", "body_mb"):
@@ -266,7 +334,7 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(
-            rows=self.rows,
+            rows=16 if self.rows is None else self.rows,
             cache_tokens=self.cache_tokens,
             context=self.context,
             piece=self.piece,
@@ -331,13 +399,14 @@ def _check_extra() -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Shows programs being compiled, where somebody looks at stderr."""
+def _bar(startup: Startup) -> Iterator[Callable[[int, int], None]]:
+    """Shows programs being compiled, as a bar where somebody looks at stderr."""
     from tqdm import tqdm
 
     with tqdm(desc="compiling", unit=" programs", leave=False, delay=1.0, disable=None) as bar:
 
         def progress(done: int, of: int) -> None:
+            startup.report("compiling and trying programs", done, of)
             bar.total = of
             bar.update(done - bar.n)
 

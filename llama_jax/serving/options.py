@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
+from llama_jax.model.cache import cache_bytes
 from llama_jax.model.options import Compute
 from llama_jax.model.pages import PAGE
 from llama_jax.model.window import CacheOptions
@@ -82,6 +86,23 @@ class EngineOptions:
                 f" context={self.draft.config.max_seq_len} (--context), or a draft that can read as many"
             )
         return context
+
+    def pool_bytes(self, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> int:
+        """Bytes of the cache of a model whose computation is in `dtype`."""
+        return cache_bytes(config, 1, self.pages(config) * PAGE, self.cache.dtype or dtype)
+
+    def programs(self, config: LlamaConfig) -> int:
+        """About how many programs are compiled: one for each step, a burst, a scoring, and what empties and enters rows."""
+        return len(self.steps) + 4
+
+    def smaller(self, config: LlamaConfig, fixed: Collection[str] = ()) -> Iterator[EngineOptions]:
+        """The same options, then with less context and fewer rows, by halves; but for `fixed` ones."""
+        options = replace(self, context=self.context_of(config))
+        yield options
+        for name, least in (("context", TOKENS_OF_ROW), ("rows", 1)):
+            while name not in fixed and (value := getattr(options, name)) > least:
+                options = replace(options, **{name: max(value // 2, least)})
+                yield options
 
     def pages(self, config: LlamaConfig) -> int:
         """Pages of the cache.

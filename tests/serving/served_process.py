@@ -1,17 +1,21 @@
 """A server of a fake engine as a process: `python served_process.py '{"fail_at": 3, "drain": 5}'`.
 
-Its address goes to stdout, and in the end how many objects garbage collection leaves out. What it says of a prompt that
-begins with "wait" ends only when a line has come on stdin.
+Its address goes to stdout when it is ready, and in the end how many objects garbage collection leaves out. With `starts` not
+"at once" the address goes there before as well, and it is ready, or fails, when a line has come on stdin. What it says of a
+prompt that begins with "wait" ends only when a line has come; one that begins with "stuck" keeps the engine for ever.
 """
 
 import gc
 import json
+import socket
 import sys
+import threading
 
 from fakes import BYTES, FakeEngine, ids, served
 
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.server import ServerOptions, address_of, listen, serve
+from llama_jax.serving.http.server import ServerOptions, Started, address_of, listen, serve
+from llama_jax.serving.http.starting import Startup
 
 
 def says(request):
@@ -19,17 +23,33 @@ def says(request):
     text = BYTES.decode(request.prompt)
     if text.startswith("wait"):
         sys.stdin.readline()
+    if text.startswith("stuck"):
+        threading.Event().wait()
     while text.startswith("for ever"):
         yield ids("x")[0]
     yield BYTES.eos_id
 
 
-def main(fail_at=None, drain=20.0):
-    engine = FakeEngine(says=says, fail_at=fail_at, context=10**9)
+def main(drain=20.0, buffer=None, starts="at once", **settings):
+    engine = FakeEngine(says=says, context=10**9, **settings)
     limits = Limits(vocab_size=BYTES.vocab_size, context=engine.context)
     listening = listen("127.0.0.1", 0)
-    ready = lambda: print(address_of(listening), flush=True)
-    serve(engine, served(), limits, ServerOptions(drain_seconds=drain), listening, ready)
+    if buffer:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections have it, too
+    startup = Startup()
+    say = lambda: print(address_of(listening), flush=True)
+
+    def start():
+        if starts == "at once":
+            return Started(engine, served(), limits)
+        startup.report("compiling programs", 3, 7)
+        say()
+        sys.stdin.readline()
+        if starts == "never":
+            raise RuntimeError("there is no model")
+        return Started(engine, served(), limits)
+
+    serve(start, startup, ServerOptions(drain_seconds=drain), listening, say)
     print("ended", gc.get_freeze_count(), flush=True)
 
 

@@ -157,7 +157,7 @@ def test_nothing_is_compiled_once_it_is_warm(model, similar, force):  # noqa: F8
     force(at_random(rng))
     engine = Engine(*model, replace(SMALL, draft=similar))
     engine.warm(lambda done, of: told.append((done, of)))
-    assert told[-1] == (len(told), len(told))
+    assert told[-1] == (told[-1][1],) * 2
     for _ in range(40):
         Client(engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
         engine.turn()
@@ -230,8 +230,9 @@ class TestWhatCannotBe:
         ):
             ended = run_here(command, *given, "--draft", draft)
             assert ended.returncode == 2
-            assert said in ended.stderr
-            assert ended.stderr.count("\n") == 1
+            *before, last = ended.stderr.splitlines()
+            assert said in last
+            assert not [line for line in before if "listening on" not in line]
 
 
 class Row:

@@ -157,12 +157,12 @@ def group():
         said = ""
         for line in running[0].stderr:
             said += line
-            if "listening on " in line:
+            if "ready after " in line:
                 break
         else:
             raise AssertionError(said + running[1].stderr.read())
         assert "mesh data=1,fsdp=1,tensor=2 over 2 processes" in said
-        yield running, line.partition("listening on ")[2].split()[0]
+        yield running, said.partition("listening on ")[2].split()[0]
     finally:
         for process in running:
             process.kill()

@@ -10,7 +10,7 @@ from fakes import FakeEngine, talk
 
 from llama_jax.cli.serve import KEY, Serve
 from llama_jax.serving.http.guard import OPEN, Access
-from llama_jax.serving.http.server import LAST_WORDS
+from llama_jax.serving.http.server import ENGINE_SECONDS, LAST_WORDS
 from llama_jax.serving.options import EngineOptions
 
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"
@@ -115,7 +115,7 @@ def test_probes_ask_for_what_answers_without_a_key(deployment):
 def test_there_is_time_to_drain(deployment):
     pod, options = deployment["spec"]["template"]["spec"], options_of(deployment)
     waits = container_of(deployment)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    ending = options.drain + 10 + 3 * LAST_WORDS  # as `server._serve` has it
+    ending = options.drain + ENGINE_SECONDS + 2 * LAST_WORDS  # as `server._serve` has it
     assert waits + ending < pod["terminationGracePeriodSeconds"]
     # New requests go elsewhere before the server refuses them.
     assert waits >= container_of(deployment)["readinessProbe"]["periodSeconds"]

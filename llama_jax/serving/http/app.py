@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -22,10 +22,12 @@ from llama_jax.serving.http.bodies import ChatAsked, CompletionAsked, read_chat,
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.formats import ChatFormat, CompletionFormat, Format
 from llama_jax.serving.http.guard import Access, Guard
+from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.openapi import described, detokenize_fields, tokenize_fields
 from llama_jax.serving.http.service import Service, Work
 
 A = TypeVar("A", CompletionAsked, ChatAsked)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -48,12 +50,21 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
         "/metrics": ("GET", routes.metrics),
         "/openapi.json": ("GET", routes.openapi),
     }
-    guard = Middleware(Guard, access=access, paths=tuple(table), answered=service.metrics.answered, connections=connections)
-    return Starlette(
-        routes=[Route(path, handler, methods=[method]) for path, (method, handler) in table.items()],
-        middleware=[guard],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _surprise},
-    )
+    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _surprise}
+    return guarded(table, access, service.metrics, connections, handlers)
+
+
+def guarded(
+    table: Mapping[str, tuple[str, Handler]],
+    access: Access,
+    metrics: ServerMetrics,
+    connections: Callable[[], int],
+    handlers: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]],
+) -> Starlette:
+    """An application of routes, each with its method, that only those may ask whom `access` allows to."""
+    guard = Middleware(Guard, access=access, paths=tuple(table), answered=metrics.answered, connections=connections)
+    routes = [Route(path, handler, methods=[method]) for path, (method, handler) in table.items()]
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
 class Routes:
@@ -122,15 +133,14 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         trouble = self._service.trouble()
-        return _status(trouble, "unhealthy")
+        return status_response(trouble, "unhealthy")
 
     async def ready(self, request: Request) -> Response:
         trouble = "the server is shutting down" if self._service.draining else self._service.trouble()
-        return _status(trouble, "not_ready")
+        return status_response(trouble, "not_ready")
 
     async def metrics(self, request: Request) -> Response:
-        media = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self._service.metrics.text(), headers={"Content-Type": media})
+        return Response(self._service.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(described(self._service))
@@ -147,7 +157,8 @@ class Routes:
         return HTMLResponse(files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8"), headers=headers)
 
 
-def _status(trouble: str | None, code: str) -> Response:
+def status_response(trouble: str | None, code: str) -> Response:
+    """The answer to a probe: 200, or 503 with what is not as it should be."""
     if trouble is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse(ApiError(503, trouble, code=code).body(), 503)

@@ -59,6 +59,12 @@ class Exchange:
             before.finish, before.error, before.ended_by = update.finish, update.error, update.ended_by
         self._wake()
 
+    def cancel(self) -> None:
+        """End every choice that has not ended, where the engine cannot."""
+        for index in range(len(self.tickets)):
+            if index not in self._updates or self._updates[index].finish is None:
+                self.put(index, Update(finish="cancelled"))
+
     def leave(self) -> None:
         """Record that the client has disconnected and wants nothing more."""
         self.left = True
@@ -101,6 +107,11 @@ class Switchboard:
             raise
         self.open.add(exchange)
         return exchange
+
+    def cancel(self) -> None:
+        """End every response as cancelled without the engine, which is in a long step."""
+        for exchange in list(self.open):
+            exchange.cancel()
 
     def wake(self) -> None:
         """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""

@@ -45,20 +45,21 @@ class ServerMetrics(Collector):
     """All metrics of a server. Only the event loop writes and reads them.
 
     Attributes:
+      stats: gives the engine's numbers; None until there is an engine.
       first_token, between_tokens, whole: seconds of requests that were answered.
       asked: requests that the engine accepted, by the model that they asked for.
       compiling: returns how many requests wait for their grammars.
       answered: HTTP responses by path and status; 499 where the client disconnected before.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self) -> None:
+        self.stats: Callable[[], EngineStats] | None = None
         self.compiling: Callable[[], int] = lambda: 0
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(BETWEEN_TOKENS)
         self.whole = Histogram(WHOLE)
         self.asked: Counter[str] = Counter()
         self.answered: Counter[tuple[str, int]] = Counter()
-        self._stats = stats
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -70,7 +71,14 @@ class ServerMetrics(Collector):
         return []  # so that registering asks no engine for its numbers
 
     def collect(self) -> Iterator[Metric]:
-        now = self._stats()
+        if self.stats is not None:
+            yield from self._of_engine(self.stats())
+        answered = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["path", "status"])
+        for (path, status), value in sorted(self.answered.items()):
+            answered.add_metric([path, str(status)], value)
+        yield answered
+
+    def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
         gauges = {
             "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
             "num_requests_waiting": (
@@ -108,10 +116,6 @@ class ServerMetrics(Collector):
         for name, value in sorted(self.asked.items()):
             asked.add_metric([name], value)
         yield asked
-        answered = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["path", "status"])
-        for (path, status), value in sorted(self.answered.items()):
-            answered.add_metric([path, str(status)], value)
-        yield answered
         yield self.first_token.family("time_to_first_token_seconds", "From the request to its first token.")
         yield self.between_tokens.family("inter_token_latency_seconds", "Between tokens of a choice.")
         yield self.whole.family("e2e_request_latency_seconds", "From the request to the end of its answer.")

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import UserError
 from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.server import LAST_WORDS, ServerOptions, drain, run_engine
+from llama_jax.serving.http.server import ServerOptions, drain, run_engine
 from llama_jax.serving.http.service import Served, Service, connect
 
 
@@ -52,7 +52,7 @@ class Mounted:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         loop, options = asyncio.get_running_loop(), self._options
-        timing = {"seconds": options.seconds, "wedged_after": options.wedged_after}
+        timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
         service = self._service = connect(self._engine, self._served, self._limits, **timing)
         self._app = make_app(service, options.access)
         ended: asyncio.Future[BaseException | None] = loop.create_future()
@@ -61,7 +61,5 @@ class Mounted:
         await receive()
         if not ended.done():
             await drain(service, options.drain_seconds, ended)
-            self._engine.close()
-            await asyncio.wait([ended], timeout=LAST_WORDS + 10)
         service.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -23,10 +23,14 @@ from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.service import Served, Service, connect
+from llama_jax.serving.http.starting import Startup, make_starting_app
+from llama_jax.serving.thread_pool import DaemonThreadPool
 
 SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
-LAST_WORDS = 2.0  # seconds for telling clients of a failure before the process ends
+ENGINE_SECONDS = 0.5  # that the engine has after draining to end its step; then clients are answered without it
+LAST_WORDS = 0.5  # seconds after that, in all, in which clients can read what is left for them; then they are disconnected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,80 +76,119 @@ def address_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Started(NamedTuple):
+    """What a server serves: an `Engine` that is warm, the model as clients see it, and what they may ask for."""
+
+    engine: Any
+    served: Served
+    limits: Limits
+
+
 def serve(
-    engine: Any, served: Served, limits: Limits, options: ServerOptions, listening: socket.socket, ready: Callable[[], None]
+    start: Callable[[], Started],
+    startup: Startup,
+    options: ServerOptions,
+    listening: socket.socket,
+    ready: Callable[[], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT, and then until the requests that run have ended; call on the main thread.
 
     Args:
-      engine: an `Engine` that is warm.
+      start: called on a thread once the server listens. Until it returns every request is answered with how far it is, and
+        signals do what they did before: it cannot be interrupted.
+      startup: what `start` reports to.
       ready: called once requests are accepted.
 
     Objects that exist by then are left out of every later garbage collection: a full one would scan all that JAX has traced,
     some 300,000 objects, and stop all threads for a tenth of a second or more.
 
     Raises:
-      what the engine raised, if it failed: all requests have then been answered.
+      what `start` raised; or the engine, if it failed: all requests have then been answered.
+
+    It returns within a second and a half after `options.drain_seconds`, whatever clients and engine do. The engine's thread,
+    which is a daemon, may then still be in a step.
     """
-    gc.collect()
-    gc.freeze()
+
+    def begin() -> Started:
+        found = start()
+        gc.collect()
+        gc.freeze()
+        return found
+
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failure = runner.run(_serve(engine, served, limits, options, listening, ready))
+        failure = runner.run(_serve(begin, startup, options, listening, ready))
     if failure is not None:
         raise failure
 
 
 async def _serve(
-    engine: Any, served: Served, limits: Limits, options: ServerOptions, listening: socket.socket, ready: Callable[[], None]
+    start: Callable[[], Started],
+    startup: Startup,
+    options: ServerOptions,
+    listening: socket.socket,
+    ready: Callable[[], None],
 ) -> BaseException | None:
     loop = asyncio.get_running_loop()
-    service = connect(engine, served, limits, seconds=options.seconds, wedged_after=options.wedged_after)
     config = uvicorn.Config(
         lambda *arguments: app(*arguments),
         interface="asgi3",
         http=Connection,
         ws="none",
         lifespan="off",
+        log_config=None,  # which would close every handler that there is
         log_level="error",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(LAST_WORDS),
         backlog=2048,
     )
     server = _Server(config)
-    app = make_app(service, options.access, lambda: len(server.server_state.connections))
+    connections = lambda: len(server.server_state.connections)
+    metrics = ServerMetrics()
+    app = make_starting_app(startup, options.access, metrics, connections)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    starting = asyncio.wrap_future(DaemonThreadPool("starting", 1).submit(start))
+    first: list[asyncio.Future[Any]] = [starting, serving]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done() or starting.exception() is not None:
+        await server.end(serving, LAST_WORDS)
+        return starting.exception()
+    engine, served, limits = starting.result()
+    timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
+    service = connect(engine, served, limits, metrics=metrics, **timing)
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     thread = threading.Thread(target=run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(_stop, number, asked))
     thread.start()
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
+    app = make_app(service, options.access, connections)
     ready()
     stopping = asyncio.create_task(asked.wait())
-    first: list[asyncio.Future[Any]] = [ended, stopping, serving]
+    first = [ended, stopping, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
         await drain(service, options.drain_seconds, ended)
-        engine.close()
-        await asyncio.wait([ended], timeout=LAST_WORDS + 10)
     stopping.cancel()
-    await _until(lambda: not service.switchboard.open, LAST_WORDS)
-    server.should_exit = True
-    await serving
+    await server.end(serving, LAST_WORDS)
     service.close()
-    if not ended.done():
+    if ended.done():
+        return ended.result()
+    if service.trouble() is not None:
         os._exit(1)  # the engine hangs in a program, so an orderly exit of Python would hang too
-    return ended.result()
+    return None  # it is in a long step, which nobody waits for
 
 
 async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
-    """Accept no new requests, and let running ones end."""
+    """Accept no new requests, let running ones end for so many seconds, and tell the clients of the others."""
     service.begin_drain()
     await _until(lambda: not service.switchboard.open or ended.done(), seconds)
+    service.engine.close()
+    await asyncio.wait([ended], timeout=ENGINE_SECONDS)
+    if not ended.done():
+        service.switchboard.cancel()
 
 
 async def _until(done: Callable[[], bool], seconds: float) -> None:
@@ -177,7 +220,18 @@ def _stop(number: int, asked: asyncio.Event) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server whose signals are handled here."""
+    """A uvicorn server whose signals are handled here, and whose end has a limit."""
+
+    async def end(self, serving: asyncio.Task[None], seconds: float) -> None:
+        """Close the connections once their responses have been sent, and after so many seconds the others."""
+        self.should_exit = True
+        await asyncio.wait([serving], timeout=seconds)
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # of a client that does not read, uvicorn would wait for
+        done, _ = await asyncio.wait([serving], timeout=seconds)
+        for task in done:
+            task.result()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

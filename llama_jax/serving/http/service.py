@@ -355,13 +355,27 @@ class Service:
         self._chat_grammars.close()
 
 
-def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0, wedged_after: float = 120.0) -> Service:
-    """A service of an engine; call on the event loop that is to run it."""
+def connect(
+    engine: Any,
+    served: Served,
+    limits: Limits,
+    *,
+    seconds: float = 0.0,
+    wedged_after: float = 120.0,
+    metrics: ServerMetrics | None = None,
+) -> Service:
+    """A service of an engine; call on the event loop that is to run it.
+
+    Args:
+      metrics: those that have counted before there was an engine.
+    """
+    metrics = ServerMetrics() if metrics is None else metrics
+    metrics.stats = engine.stats
     switchboard = Switchboard(engine, asyncio.get_running_loop())
     longest = max(limits.longest_prompt, CHARACTERS_OF_A_TOKEN * engine.context)
     limits = replace(limits, context=engine.context, longest_prompt=longest)
     names = TokenNames(served.tokenizer)
-    return Service(engine, served, limits, seconds, wedged_after, switchboard, ServerMetrics(engine.stats), names)
+    return Service(engine, served, limits, seconds, wedged_after, switchboard, metrics, names)
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
