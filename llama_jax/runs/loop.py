@@ -187,6 +187,8 @@ def train(
             preparing.check_data(note, task, reweigh=reweigh)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
+        if backend == "jit":  # by pmap it is compiled in the first step
+            preparing.tell_of_compiling(log, folder)
         program = make_program(recipe, task.objective, mesh, backend, frozen)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
@@ -265,7 +267,8 @@ class _TrainingRun:
         if self.processes.index == 0:
             self.metrics = Metrics(self.folder.path)
             self.tracking = Tracking(self.track, self.folder.path, to_dict(recipe), begin, self.log)
-        self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
+        kind, took = "start" if note is None else "resume", round(self.program.compile_seconds, 3)
+        self._write("event", begin, event=kind, devices=self.program.devices, compile_seconds=took)
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None
@@ -284,9 +287,12 @@ class _TrainingRun:
                     (every and step % every == 0) or step == recipe.steps
                     for every in (recipe.log_every, recipe.evaluate_every, recipe.save_every)
                 )
-                if reports or saves:
+                first = step == begin + 1
+                if reports or saves or first:
                     self._check(step, running)
                     running = None
+                if first and not reports:
+                    self._first(step, time.perf_counter() - began)
                 if reports:
                     self._report(step, metrics, marked, began)
                     marked = step
@@ -332,6 +338,12 @@ class _TrainingRun:
                 f" batch {step - 1} of seed {self.recipe.seed}; {kept}; try a lower optimizer.learning_rate or a longer"
                 f" warm-up, or look at llama_jax.data.training_batches(..., start={step - 1})"
             )
+
+    def _first(self, step: int, seconds: float) -> None:
+        """That steps are made, where the first of many would be silent for long."""
+        every = self.recipe.log_every
+        ahead = min((step // every + 1) * every, self.recipe.steps) - step
+        self.log.progress(f"first step in {seconds:.1f} s; the next line comes in about {duration(ahead * seconds)}")
 
     def _report(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
         """The line of progress, and the same numbers in the file; and what has become of the last save."""
