@@ -1,3 +1,4 @@
+import ctypes
 import subprocess
 import sys
 
@@ -5,7 +6,16 @@ import pytest
 
 from llama_jax import flags
 from llama_jax.errors import UserError
-from llama_jax.flags import FLAGS, Settled, compiler_options, decoding_on_tpu, flags_for, set_flags, startable
+from llama_jax.flags import (
+    FLAGS,
+    Settled,
+    compiler_options,
+    decoding_on_tpu,
+    flags_for,
+    keep_freed_memory,
+    set_flags,
+    startable,
+)
 
 COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable]
 
@@ -22,6 +32,30 @@ def libraries(tmp_path, monkeypatch):
     monkeypatch.setattr(flags, "_has_started", lambda: False)
     yield tmp_path
     flags._holds.cache_clear()
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from llama_jax.flags import keep_freed_memory
+done = sys.argv[1] == "keep" and keep_freed_memory(("cpu",), {})
+np.ones(1 << 24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+np.ones(1 << 24)
+print(done, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
+def test_freed_memory_is_kept():
+    """Counted in pages that the system has to give once more, of 128 MB; they may be large ones."""
+    run = lambda how: subprocess.check_output([sys.executable, "-c", FAULTS, how], text=True).split()
+    (done, kept), (_, given_back) = run("keep"), run("not")
+    assert done == "True"
+    assert int(kept) * 10 < int(given_back)
+    assert not keep_freed_memory(("cpu", "gpu"), {})
+    assert not keep_freed_memory(("cpu",), {"MALLOC_ARENA_MAX": "2"})
+    assert not keep_freed_memory(("cpu",), {"LLAMA_JAX_FLAGS": "off"})
 
 
 def test_every_flag_has_a_reason_and_is_there_once():

@@ -16,7 +16,7 @@ import platformdirs
 
 from llama_jax import compiled
 from llama_jax.errors import UserError, reason_of
-from llama_jax.flags import set_flags
+from llama_jax.flags import keep_freed_memory, set_flags
 
 LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
@@ -69,6 +69,8 @@ def start_backend(*, training: bool = False) -> None:
 
     A missing backend is an error of one line, before anything is loaded; flags unknown to this version of XLA are reported.
     """
+    if training:
+        keep_freed_memory()
     unknown = set_flags(training=training).unknown
     if unknown:
         print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
