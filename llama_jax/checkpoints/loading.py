@@ -187,7 +187,7 @@ def planned_weights(
     own = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
     target = jnp.dtype(own if dtype is None else dtype)
     if quantize is not None and quantize != "keep":
-        return target, bytes_in_memory(quantized_params(param_shapes(opened.config, target, stacked=False), quantize))
+        return target, bytes_in_memory(quantized_params(param_shapes(opened.config, target), quantize))
     keep = quantize == "keep" or dtype is None
     sizes = (
         tensor.nbytes if keep and can_be_kept(tensor) else math.prod(tensor.shape) * target.itemsize
