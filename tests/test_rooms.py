@@ -69,7 +69,6 @@ MOST_ARGUMENTS = 7
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
     "inference/generate.py stream": 10,  # those of generate, and turns
-    "model/cache.py init_cache": 8,  # three of its keywords are fields of the KVCache that it makes
 }
 
 

@@ -10,7 +10,7 @@ from llama_jax.errors import UserError
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options that no value follows, of the commands that `arranged` knows.
 HELP = ("--help", "-h")
-FLAGS = ("--resume", "--reweigh", "--distributed", "--json", *HELP)
+FLAGS = ("--resume", "--reweigh", "--distributed", "--json", "--no-cache", *HELP)
 LISTS = ("--data", "--validation-data")
 
 

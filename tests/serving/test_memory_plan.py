@@ -35,7 +35,7 @@ def planned(free, pool_bytes=lambda options: options.pool_bytes(CONFIG, "bfloat1
         (3 * ROW, (16, 131_072)),
         (ROW, (16, 32_768)),
         (ROW // 16, (4, 512)),
-        (ROW // 250, (1, 512)),  # more than half of it
+        (ROW // 200, (1, 512)),  # more than half of it
     ],
 )
 def test_defaults_follow_the_memory(free, found):
