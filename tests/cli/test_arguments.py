@@ -49,7 +49,8 @@ def test_changes_and_other_options_between_the_files():
 
 def test_every_option_without_a_value_is_known():
     for command in COMMANDS.values():
-        flags = {f"--{name.replace('_', '-')}" for name, kind in command.__dataclass_fields__.items() if kind.type in ("bool", bool)}
+        names = [name for name, kind in command.__dataclass_fields__.items() if kind.type in ("bool", bool)]
+        flags = {f"--{name.replace('_', '-')}" for name in names}
         assert flags <= set(FLAGS)
 
 

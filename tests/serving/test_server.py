@@ -262,7 +262,7 @@ def test_options_that_cannot_be_are_refused(arguments, said):
 @pytest.mark.parametrize(
     ("free", "arguments", "remedy"),
     [
-        (5e8, ["--rows", "1024", "--context", "512"], "--rows 512 would fit"),
+        (5e8, ["--rows", "1024", "--context", "512"], "--rows 256 would fit"),
         (3e8, ["--prefix-cache", "1000"], "choose fewer bits (--quantize q4_0), --prefix-cache 0, or a smaller model"),
     ],
 )
