@@ -81,7 +81,7 @@ class Serve(AdapterOptions, DraftOptions):
     cache: Literal["auto", "int8"] = "auto"
     """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
     prefix_cache: int = 256
-    """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
+    """Most megabytes of the cache that keep prefixes of former prompts; 0 keeps none."""
     most_waiting: int = 256
     """Most requests in the queue; further ones are answered with 429."""
     most_waiting_tokens: int = 262_144
@@ -260,7 +260,7 @@ class Serve(AdapterOptions, DraftOptions):
         def plan_of(options: EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
             programs = options.programs(config) * sum(program_bytes(each, device.platform) for each, _ in models)
-            rest = {"weights": weights // parts, "prefix_cache": options.prefix_bytes // parts, "programs": programs}
+            rest = {"weights": weights // parts, "programs": programs}
             return MemoryPlan(pool=pool // parts, free=free, **rest)
 
         chosen = [name for name in ("rows", "cache_tokens", "context") if getattr(self, name) is not None]

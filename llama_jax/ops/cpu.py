@@ -297,7 +297,9 @@ def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slot
         with jax.numpy_rank_promotion("allow"):
             each = each if each.shape[1] == tokens else each + jnp.arange(tokens, dtype=each.dtype)
             places = ((layer * rows + jnp.arange(rows)[:, None]) * heads + jnp.arange(heads)) * buffer.shape[3]
-            places = jnp.where(each[:, None] < buffer.shape[3], places[..., None] + each[:, None], buffer.size)
+            places = jnp.where(
+                each[:, None] < buffer.shape[3], places[..., None] + each[:, None], math.prod(buffer.shape[:4])
+            )
         return native.put_rows(buffer, new, places.astype(jnp.int32).reshape(-1))
     count, layer, rest = each.shape[1], layer.astype(slots.dtype), (zero,) * (new.ndim - 3)
 
@@ -475,7 +477,7 @@ def attend_in_stack(plain: Callable[..., jax.Array], queries: jax.Array, view: A
     few = seen.by_slot and options.get("window") is None and queries.shape[2] <= MOST_QUERIES
     dtypes = {str(getattr(x, "dtype", None)) for x in (queries, view.keys, view.values)}
     plainly = options.get("backend", "auto") == "auto"
-    if view.layer is None or not (native_code.value and few and plainly and len(dtypes) == 1):
+    if view.layer is None or is_divided() or not (native_code.value and few and plainly and len(dtypes) == 1):
         return plain(queries, view, seen, **options)
     if not dtypes <= {"float32", "bfloat16"}:
         return plain(queries, view, seen, **options)
@@ -493,7 +495,7 @@ def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array,
 
 def attend_paged(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, **options: Any) -> jax.Array:
     """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
-    if not native_code.value or str(view.pages.dtype) not in ("float32", "bfloat16", "int8"):
+    if not native_code.value or is_divided() or str(view.pages.dtype) not in ("float32", "bfloat16", "int8"):
         return plain(queries, view, **options)
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
 

@@ -94,13 +94,26 @@ _cast_and_gathered.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped` of a quantized weight; it has a derivative for `x` alone."""
+    """`grouped` of a weight, which has a derivative for `x`, and for the weight where that is of floats in a stack."""
     multiply_block = partial(multiply_group, out_dtype=x.dtype)
     return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
 
 
+def _of_floats(weight: Any) -> bool:
+    """Whether a weight is read where it lies in a stack of floats."""
+    is_quantized = lambda leaf: hasattr(leaf, "planes")
+    return hasattr(weight, "stack") and not any(map(is_quantized, jax.tree.leaves(weight, is_leaf=is_quantized)))
+
+
+def _project_forward(x: jax.Array, weight: Any, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _grouped_project(x, weight, sizes), (x if _of_floats(weight) else None, weight, sizes)
+
+
 def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    weight, sizes = residuals
+    x, weight, sizes = residuals
+    if x is not None:
+        plain = lambda x, weight: grouped(x, weight.decoded(), sizes)
+        return (*jax.vjp(plain, x, weight)[1](gradient), None)
     dtype, (_, _, columns) = gradient.dtype, weight.shape
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
@@ -111,7 +124,7 @@ def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     return _by_blocks(transposed, gradient, weight, sizes, like), None, None
 
 
-_grouped_project.defvjp(lambda x, weight, sizes: (_grouped_project(x, weight, sizes), (weight, sizes)), _project_backward)
+_grouped_project.defvjp(_project_forward, _project_backward)
 
 
 # --- the operation: linear in both arrays, so its derivatives are the same operation in another mode -----------------------

@@ -244,7 +244,7 @@ class Engine:
         request begins for which there are no pages, nor one that came after it.
         """
         oldest = min((row.ticket for row in self.rows), key=_age, default=None)
-        reading = [row.ticket for row in self.rows if row.reads]
+        reading = [row.ticket for row in self.rows if row.reads and row.accepting is None]
         there = [one for one in reading if one.row.pages or one is oldest or self._fits(one)]
         with self._changed:  # callers that submit wait for this lock: nothing is searched where there is no seat
             waiting = list(self._queue) if self._seats and len(there) == len(reading) else []
@@ -332,9 +332,13 @@ class Engine:
         if reader is not None:
             self._find_prefix(reader)
             wanted.insert(0, (reader, min(reader.unread, self.options.piece)))
+        begins = {id(row): row.read for row, _ in wanted}
+        # A row that an older one takes the pages of meanwhile must read again, and has no part in this step.
+        stays = lambda row: row.read == begins[id(row)] and (row is reader or not row.reads) and not row.ended
         for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
-            self._reserve(row, count)
-        parts = [RowPart(row, row.read, count) for row, count in wanted if not row.ended and not row.lacks(count)]
+            if stays(row):
+                self._reserve(row, count)
+        parts = [RowPart(row, row.read, count) for row, count in wanted if stays(row) and not row.lacks(count)]
         if reader is not None and parts and parts[0].row is reader:
             self._read_draft(parts[:1])
             if reader.scoring:
@@ -368,7 +372,7 @@ class Engine:
                 self._counts["prompt_tokens"] += len(row.request.prompt)
                 self.pages.used(row.digests)
             row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
-            if own == self.options.piece and begin // own < len(row.digests):
+            if own == self.options.piece and not begin % own and begin // own < len(row.digests):
                 self.pages.keep(row.digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
         return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
@@ -568,9 +572,9 @@ class Engine:
             self.after_turn()
 
 
-def _age(ticket: Ticket) -> float:
+def _age(ticket: Ticket) -> int:
     """By which rows are ordered: the older one has the smaller."""
-    return ticket.arrived
+    return ticket.number
 
 
 def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:

@@ -33,21 +33,19 @@ class MemoryPlan:
 
     Attributes:
       weights: of the model, and of one that drafts.
-      pool: most that keys and values of running requests can take, in pages or in rows.
-      prefix_cache: most that those of former prompts can take.
+      pool: of the pages for keys and values, of running requests and of prefixes that are kept.
       programs: an estimate for the compiled programs.
       free: what there is for all of this; None where nothing says.
     """
 
     weights: int
     pool: int
-    prefix_cache: int
     programs: int
     free: int | None
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.prefix_cache + self.programs
+        return self.weights + self.pool + self.programs
 
     @property
     def room(self) -> int | None:
@@ -59,7 +57,7 @@ class MemoryPlan:
         return self.room is None or self.pool <= share * self.room
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "keys and values at most": self.pool, "prefix cache at most": self.prefix_cache}
+        parts = {"weights": self.weights, "keys and values": self.pool}
         parts |= {"programs about": self.programs, "all": self.total}
         free = "" if self.free is None else f" of {self.free / 1e6:,.0f} MB free"
         return f"{', '.join(f'{name} {size / 1e6:,.0f}' for name, size in parts.items())}{free}"
@@ -88,7 +86,7 @@ def fit(
     smallest, plan = found[-1]
     fitting = next((smaller for smaller in options.smaller(config) if plan_of(smaller).fits(shares[-1])), None)
     if fitting is None:
-        remedy = "choose fewer bits (--quantize q4_0), --prefix-cache 0, or a smaller model"
+        remedy = "choose fewer bits (--quantize q4_0), or a smaller model"
     else:
         names = [name for name in chosen if getattr(fitting, name) != getattr(smallest, name)]
         remedy = " ".join(f"--{name.replace('_', '-')} {getattr(fitting, name)}" for name in names) + " would fit"

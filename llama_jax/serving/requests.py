@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ class Ticket:
       arrays: the request of a state of one row.
       deliver: called on the engine's thread with what is new.
       arrived: by `time.monotonic`.
+      number: in the order of arrival.
       row: while it is served; the engine's own, as is the following.
       ended: it has had its last update.
     """
@@ -126,6 +128,7 @@ class Ticket:
     deliver: Callable[[Update], None]
     _cancel: Callable[[Ticket], None]
     arrived: float = field(default_factory=time.monotonic)
+    number: int = field(default_factory=itertools.count().__next__)
     row: Any = None
     ended: bool = False
 

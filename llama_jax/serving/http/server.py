@@ -154,7 +154,7 @@ async def _serve(
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done() or starting.exception() is not None:
         await server.end(serving, LAST_WORDS)
-        return starting.exception()
+        return starting.exception() if starting.done() else None
     engine, served, limits = starting.result()
     timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
     service = connect(engine, served, limits, metrics=metrics, **timing)
