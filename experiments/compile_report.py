@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
 
 RESULTS = Path(__file__).parent / "results"
-Kind = Literal["train", "pmap", "decode", "prefill", "turn", "burst", "drafted", "catch-up", "insert", "rollout"]
+Kind = Literal["train", "pmap", "decode", "prefill", "step", "burst", "drafted", "read-draft", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Case:
     Attributes:
       hardware: names of which each compiles it, with its mesh.
       batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
-      options: of `train_programs` or `decode_programs`; of a turn, how many adapters lie beside the model, and their rank;
-        of one with drafts, how many of each row, and the smaller model that makes them; of a rollout, the rank of the
-        adapters that are trained, and how many answers each prompt gets.
+      options: of `train_programs` or `decode_programs`; of a step, how many tokens of a prompt it reads besides, how many
+        adapters lie beside the model and their rank, how many drafts each row has, and the smaller model that makes them; of
+        a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
       largest: double the batch while it fits.
     """
 
@@ -63,6 +63,7 @@ QLORA = LORA | {"weights": "nf4"}
 TABLE = LORA | {"adapters": 4}
 WIDE_TABLE = LORA | {"adapters": 16}
 ROLLOUT = LORA | {"group": 8}
+PIECE = {"piece": 64}
 LOOKUP = {"drafted": 8}
 DRAFT: dict[str, Any] = {"drafted": 4, "draft": "llama-3.2-1b"}
 
@@ -109,24 +110,23 @@ CASES = (
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
-    # A server's turn, in which every row gets a token, or one that is alone several; and a prompt that has been read, as it
-    # becomes a row.
-    Case("8b-turn", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
-    Case("8b-turn-64", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    # A server's step, in which every row gets a token, also while it reads a piece of a prompt; or a row that is alone gets
+    # several.
+    Case("8b-step", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
+    Case("8b-step-64", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    Case("8b-step-reading", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, PIECE),
     Case("1b-burst", "burst", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
     # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
-    Case("8b-turn-adapters", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
-    Case("8b-turn-own", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
-    # With drafts: such as the host has found, and those of a smaller model, which reads up to 16 tokens of each row apart
-    # where turns had none.
-    Case("8b-turn-lookup", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, LOOKUP),
-    Case("8b-turn-draft", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, DRAFT),
-    Case("1b-catch-up", "catch-up", "llama-3.2-1b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
+    Case("8b-step-adapters", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
+    Case("8b-step-own", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
+    # With drafts: such as the host has found, and those of a smaller model, which reads prompts as well.
+    Case("8b-step-lookup", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, LOOKUP),
+    Case("8b-step-draft", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, DRAFT),
+    Case("1b-read-draft", "read-draft", "llama-3.2-1b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, PIECE),
     # Answers that training by rewards samples, from bfloat16 with adapters: half of a row is the prompt, half the answer.
     Case("1b-rollout", "rollout", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-rollout", "rollout", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-rollout-fsdp", "rollout", "llama-3.1-8b", on("fsdp=8", "tpu-v5e"), 64, 512, ROLLOUT),
-    Case("8b-insert", "insert", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
 )  # fmt: skip
 
 
@@ -202,12 +202,8 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = pmap_programs(*shape, dtype="bfloat16")
     elif case.kind == "rollout":
         programs = [rollout(config, case, mesh, **case.options)]
-    elif case.kind in ("turn", "burst", "insert"):
+    elif case.kind in ("step", "burst", "drafted", "read-draft"):
         programs = [served(config, case, mesh)]
-    elif case.kind == "drafted":
-        programs = [drafted(config, case, mesh, **case.options)]
-    elif case.kind == "catch-up":
-        programs = [catching_up(config, case, mesh)]
     else:
         programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
     (program,) = programs
@@ -215,110 +211,91 @@ def program_of(case: Case, mesh: Mesh) -> Program:
 
 
 def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """A program of the engine, see `llama_jax.serving.programs`."""
-    import jax
-    from llama_jax.serving.pool import BURST
+    """A program of the engine, see `llama_jax.serving.programs`, of rows that have pages for all their tokens.
 
-    from llama_jax.inference.placement import layout_of
-    from llama_jax.model.options import Compute
-    from llama_jax.serving.programs import programs_for, take_burst, take_turn
-
-    decode = decoding(config, case, mesh)
-    params, state, _ = decode.arguments
-    layout = layout_of(params)
-    if case.kind == "insert":
-        _, one, _ = decoding(config, replace(case, batch=1), mesh).arguments
-        return replace(
-            decode,
-            name="insert",
-            function=programs_for(mesh.devices.flat[0].platform).insert,
-            arguments=(state, everywhere(mesh, "int32"), one),
-            beside=decode.known.parameters,
-            per_token=0,
-        )
-    if case.options:
-        decode, params = with_table(config, decode, mesh, **case.options)
-    if case.kind == "burst":
-        burst = lambda params, *args: take_burst(config, params, *args, BURST, Compute(), layout)
-        arguments = params, state, wishes_of(config, case, mesh), everywhere(mesh, "int32")
-        function = jax.jit(burst, donate_argnums=1, compiler_options=told(mesh))
-        return replace(decode, name="burst", function=function, arguments=arguments)
-    turn = jax.jit(
-        lambda params, state, wishes: take_turn(config, params, state, wishes, Compute(), layout),
-        donate_argnums=1,
-        compiler_options=told(mesh),
-    )
-    return replace(decode, name="turn", function=turn, arguments=(params, state, wishes_of(config, case, mesh)))
-
-
-def drafted(config: LlamaConfig, case: Case, mesh: Mesh, drafted: int, draft: str | None = None) -> Program:
-    """A turn of the engine in which each row has so many drafts, which the host tells or a smaller model makes.
-
-    The least that is read is then the smaller model's weights and cache for each draft, beside the model's once.
+    The least that it reads are weights and pages, and with a smaller model its own for each draft. Over several devices,
+    which attend in loops over as many pages as there are, only the weights.
     """
     import jax
 
     from llama_jax import preset
+    from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.options import Compute
-    from llama_jax.serving.programs import take_drafts, take_own_drafts
+    from llama_jax.model.pages import PAGE
+    from llama_jax.serving import programs
+    from llama_jax.serving.model import BURST
+    from llama_jax.serving.rows import batch_of, settings_of
 
-    decode = decoding(config, case, mesh)
-    params, state, _ = decode.arguments
-    layout, wishes = layout_of(params), wishes_of(config, case, mesh)
-    if draft is None:
-        turn = jax.jit(
-            lambda params, state, wishes, drafts: take_drafts(config, params, state, wishes, drafts, Compute(), layout),
-            donate_argnums=1,
-            compiler_options=told(mesh),
+    rows, options = case.batch, dict(case.options)
+    piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
+    decode = in_pages(config, case, mesh)
+    params, state, *_ = decode.arguments
+    layout, compute = layout_of(params), Compute()
+    if options:
+        decode, params = with_table(config, decode, mesh, **options)
+    batch, settings = jax.tree.map(
+        lambda a: everywhere(mesh, a.dtype, *a.shape),
+        (batch_of([], (rows, rows + piece), case.length // PAGE, rows), settings_of([], rows, config.vocab_size)),
+    )
+    arguments: tuple[Any, ...] = (params, state, batch, settings)
+    run: Any
+    if case.kind == "burst":
+        arguments += (everywhere(mesh, "int32"),)
+        run = lambda *args: programs.burst(config, *args, BURST, compute, layout)
+    elif case.kind == "drafted" and draft is None:
+        arguments += (everywhere(mesh, "int32", rows, number),)
+        run = lambda *args: programs.verify_drafts(config, *args, compute, layout)
+    elif case.kind == "drafted":
+        small = preset(draft)
+        beside = in_pages(small, case, mesh)
+        small_params, small_state, *_ = beside.arguments
+        arguments = params, state.replace(draft_pages=small_state.pages), batch, settings, small_params
+        arguments += (everywhere(mesh, "int32", rows, 2),)
+        run = lambda params, state, batch, settings, small_params, two: programs.verify_own_drafts(
+            *(config, params, small, small_params, state, batch, settings, two, number),
+            *(compute, layout, layout_of(beside.arguments[0])),
         )
-        drafts = everywhere(mesh, "int32", case.batch, drafted)
-        return replace(decode, name="drafted", function=turn, arguments=(params, state, wishes, drafts))
-    small = preset(draft)
-    beside = decoding(small, case, mesh)
-    small_params, small_state, _ = beside.arguments
-    layouts = Compute(), layout, layout_of(small_params)
-    turn = jax.jit(
-        lambda params, small_params, state, memory, wishes, two: take_own_drafts(
-            config, params, small, small_params, state, memory, wishes, two, drafted, *layouts
-        ),
-        donate_argnums=(2, 3),
-        compiler_options=told(mesh),
-    )
-    known = replace(
-        decode.known,
-        parameters=decode.known.parameters + beside.known.parameters,
-        cache=decode.known.cache + beside.known.cache,
-    )
-    two = everywhere(mesh, "int32", case.batch, 2)
+        known = replace(
+            decode.known,
+            parameters=decode.known.parameters + beside.known.parameters,
+            cache=decode.known.cache + beside.known.cache,
+        )
+        decode = replace(decode, known=known, per_token=decode.per_token + number * beside.per_token)
+    elif case.kind == "read-draft":
+        arguments = params, state.pages, batch
+        run = lambda *args: programs.read_draft(config, *args, layout)
+        decode = replace(decode, per_token=0)
+    else:
+        run = lambda *args: programs.step(config, *args, compute, layout)
+    told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
     return replace(
         decode,
-        name="drafted",
-        function=turn,
-        arguments=(params, small_params, state, small_state.cache, wishes, two),
-        known=known,
-        per_token=decode.per_token + drafted * beside.per_token,
+        name=case.kind,
+        function=jax.jit(run, donate_argnums=1, compiler_options=told),
+        arguments=arguments,
     )
 
 
-def catching_up(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """A smaller model reads what came without drafts, a few tokens of each row."""
+def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
+    """What decodes as many rows, with the engine's state instead of a generation's; its function is not the engine's."""
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    from llama_jax.inference.placement import layout_of
-    from llama_jax.serving.options import SMALLEST_PIECE
-    from llama_jax.serving.programs import catch_up
+    from llama_jax.analysis.memory import bytes_per_device
+    from llama_jax.model.pages import PAGE, init_pages
+    from llama_jax.serving.programs import ServingState
 
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
-    layout, numbers = layout_of(params), everywhere(mesh, "int32", case.batch)
-    read = jax.jit(
-        lambda params, cache, tokens, starts, lengths: catch_up(config, params, cache, tokens, starts, lengths, layout),
-        donate_argnums=1,
-    )
-    tokens = everywhere(mesh, "int32", case.batch, SMALLEST_PIECE)
-    arguments = (params, state.cache, tokens, numbers, numbers)
-    return replace(decode, name="catch-up", function=read, arguments=arguments, per_token=0)
+    shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE, "bfloat16"))
+    place = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+    pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    serving = ServingState(pages, None, everywhere(mesh, "int32", case.batch), state.seen)
+    known = replace(decode.known, cache=bytes_per_device(pages))
+    weights = decode.per_token - decode.known.cache
+    per_token = weights + (known.cache if mesh.size == 1 else 0)
+    return replace(decode, arguments=(params, serving), known=known, per_token=per_token)
 
 
 def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
@@ -335,22 +312,6 @@ def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-
-def wishes_of(config: LlamaConfig, case: Case, mesh: Mesh) -> Any:
-    """What the host says of every row of a turn."""
-    import jax
-
-    from llama_jax.serving.choosing import Wishes
-
-    return jax.tree.map(lambda a: everywhere(mesh, a.dtype, *a.shape), Wishes.none(case.batch, config.vocab_size))
-
-
-def told(mesh: Mesh) -> dict[str, Any] | None:
-    """What the engine tells the compiler of its turns."""
-    from llama_jax.flags import decoding_on_tpu
-
-    return decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None
 
 
 def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:

@@ -45,11 +45,11 @@ def hardware_of(device: jax.Device) -> str | None:
 def cases_of(hardware: str | None) -> tuple[Case, ...]:
     """Programs of one device: those of the report for that hardware, or small ones where there is none of it.
 
-    The engine's are left out: `bench_serve` runs it.
+    The engine's are left out, which `bench_serve` runs, and rollouts.
     """
     if hardware is None:
         return SMALL
-    cases = (case for case in compile_report.CASES if case.kind not in ("turn", "insert"))
+    cases = (case for case in compile_report.CASES if case.kind in ("train", "prefill", "decode"))
     return tuple(replace(case, hardware={hardware: ONE}) for case in cases if case.hardware.get(hardware) == ONE)
 
 

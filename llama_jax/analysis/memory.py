@@ -27,7 +27,7 @@ from llama_jax.model.adapters import Lora, adapter_shapes, with_base
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize
+from llama_jax.model.trees import layers_apart, param_shapes, planned_in_kinds, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
 from llama_jax.ops.weights import Name, Pure
@@ -292,6 +292,8 @@ def decode_programs(
     specs = param_specs(config, sizes, fitted=True)
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
     params = _in_kinds(params, weights)
+    if mesh.devices.flat[0].platform == "gpu":
+        params = layers_apart(params)  # as `load` gives them there
     layout, compute = layout_of(params), Compute(attention=attention)
 
     def cache_of(capacity: int) -> KVCache:

@@ -37,6 +37,7 @@ _MOVES = {
 _PARTS = {"dynamic-slice", "slice", "gather"}  # of their first operand they read what they give
 _ALIASED = "output_to_operand_aliasing="  # of a fusion inside of another whose result is its operand
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written over the first
+_OVER_PAGES = re.compile(r'op_name="[^"]*/(attend_paged|ragged_paged_attention\w*)/')  # kernels of `ops.attend_paged`
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,12 @@ def multiplies(text: ProgramText, one: Instruction) -> bool:
     return any(multiplies(text, inner) for inner in inside)
 
 
-def bytes_read(text: ProgramText, computation: str, one: Instruction) -> int:
-    """Bytes of the device's memory that an instruction reads."""
+def bytes_read(text: ProgramText, computation: str, one: Instruction, layers: int = 1) -> int:
+    """Bytes of the device's memory that an instruction reads.
+
+    Args:
+      layers: of the model. Attention over pages has those of all layers as operands, after the queries, and reads one's.
+    """
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
     if one.opcode in ("iota", "broadcast"):
@@ -113,6 +118,9 @@ def bytes_read(text: ProgramText, computation: str, one: Instruction) -> int:
         return sum(map(text.memory_bytes, types[1:]))
     if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
         return sum(math.ceil(text.memory_bytes(type) * _share(text, one.called[0], i)) for i, type in enumerate(types))
+    if one.opcode == "custom-call" and _OVER_PAGES.search(one.rest):
+        numbers = [type for type in types if not type.startswith("s32[")]
+        return sum(map(text.memory_bytes, types)) - sum(map(text.memory_bytes, numbers[1:])) * (layers - 1) // layers
     return sum(map(text.memory_bytes, types))
 
 
@@ -254,18 +262,18 @@ def token_of(text: ProgramText, n_layers: int, chunk: int, least: int = 0) -> To
     while True:
         loops = [one for one in text.computations[turn] if one.opcode == "while"]
         loops = [one for one in loops if text.trips(turn, one) in (None, chunk)]
-        most = max(loops, key=lambda one: _reads(text, one.calls("body")), default=None)
+        most = max(loops, key=lambda one: _reads(text, one.calls("body"), n_layers), default=None)
         if most is None:
             break
-        once = _reads(text, most.calls("body"))
+        once = _reads(text, most.calls("body"), n_layers)
         inside = once * (text.trips(turn, most) or 1)
-        if 2 * once < least or (turn != text.entry and 2 * inside < _reads(text, turn)):
+        if 2 * once < least or (turn != text.entry and 2 * inside < _reads(text, turn, n_layers)):
             break  # not where the weights are read
         turn = most.calls("body")
     kernels: Counter[str] = Counter()
     read = written = collectives = 0
     for where, one, times, _ in text.run(turn, cheapest=True):
-        read += times * bytes_read(text, where, one)
+        read += times * bytes_read(text, where, one, n_layers)
         written += times * bytes_written(text, where, one)
         if is_kernel(text, one):
             kernels[f"{one.opcode} {re.sub(r'{[^}]*}', '', one.type)}"] += times
@@ -274,5 +282,6 @@ def token_of(text: ProgramText, n_layers: int, chunk: int, least: int = 0) -> To
     return Token(read, written, sum(kernels.values()), layered, collectives)
 
 
-def _reads(text: ProgramText, computation: str) -> int:
-    return sum(bytes_read(text, where, one) * times for where, one, times, _ in text.run(computation, cheapest=True))
+def _reads(text: ProgramText, computation: str, layers: int) -> int:
+    run = text.run(computation, cheapest=True)
+    return sum(bytes_read(text, where, one, layers) * times for where, one, times, _ in run)

@@ -157,10 +157,14 @@ print(json.dumps(examine(program).as_dict()))
 
 @pytest.mark.accelerators
 @pytest.mark.parametrize(
-    ("hardware", "mesh", "most"), [("tpu-v5e", "tensor=8", 25), ("tpu-v5p", "data=1", 25), ("h100", "data=1", 17)]
+    ("hardware", "mesh", "most"), [("tpu-v5e", "tensor=8", 32), ("tpu-v5p", "data=1", 30), ("h100", "data=1", 17)]
 )
 def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
-    """Of 8 layers, whose few kernels of other shapes at the ends count as well: 22.2, 20.1 and 15.1 a layer of 32."""
+    """Of 8 layers, whose few kernels of other shapes at the ends count as well: 31.1 and 29.0 on TPUs.
+
+    In a loop over layers, with which a program does not grow, XLA makes for each layer what it made once for all when they
+    were written out: masks, places of the new tokens and angles, about nine kernels of at most some KB.
+    """
     found = look(hardware, DECODE, mesh)
     assert found["copies"]["bytes"] == 0
     assert found["token"]["written"] < 0.1 * found["bytes_per_device"]["cache"] or hardware == "h100"  # splits its sums
@@ -168,7 +172,7 @@ def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
     assert found["token"]["kernels_per_layer"] < most
 
 
-TURN = """
+STEP = """
 import json, sys
 from dataclasses import replace
 import jax
@@ -180,29 +184,30 @@ from llama_jax.analysis.compilers import mesh_for
 from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
-cases = [compile_report.Case("", kind, "", {}, 16, 2048) for kind in ("turn", "insert")]
-programs = [compile_report.served(config, case, mesh) for case in cases]
-programs.append(compile_report.drafted(config, cases[0], mesh, drafted=8))
-if mesh.size == 1:  # heads of 64, as of a draft, a TPU copies whatever is done
-    programs.append(compile_report.drafted(config, cases[0], mesh, drafted=4, draft="llama-3.2-1b"))
-print(json.dumps([examine(program).as_dict() for program in programs]))
+asked = [("step", 16, {}), ("step", 16, {"piece": 64}), ("drafted", 16, {"drafted": 8}), ("burst", 1, {})]
+if sys.argv[1] == "h100":  # pages with heads of 64, as of a draft, a TPU copies before and after
+    asked.append(("drafted", 16, {"drafted": 4, "draft": "llama-3.2-1b"}))
+cases = [compile_report.Case("", kind, "", {}, rows, 2048, options) for kind, rows, options in asked]
+print(json.dumps([examine(compile_report.served(config, case, mesh)).as_dict() for case in cases]))
 """
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.mark.accelerators
-@pytest.mark.parametrize(("hardware", "mesh"), [("tpu-v5e", "tensor=8"), ("h100", "data=1")])
-def test_a_turn_of_the_engine_copies_no_slots(hardware, mesh):
-    """Nor does a prompt that becomes a row, or a turn with drafts; a turn reads little more than weights and cache."""
-    turn, insert, *drafted = look(hardware, TURN, mesh, str(EXPERIMENTS))
-    layer = turn["bytes_per_device"]["cache"] // 8
-    assert turn["copies"]["bytes"] < layer // 4
-    assert insert["copies"]["bytes"] == 0
-    assert turn["token"]["read_ratio"] < 1.15  # of 8 layers; the vocabulary's logits are read several times
-    for found in drafted:
-        assert found["copies"]["bytes"] < layer // 4
+@pytest.mark.parametrize(("hardware", "mesh"), [("tpu-v5e", "tensor=8"), ("tpu-v5e", "data=1"), ("h100", "data=1")])
+def test_a_step_of_the_engine_copies_no_pages(hardware, mesh):
+    """Nor weights, also where it reads a piece of a prompt, or drafts; it reads little more than weights and pages."""
+    step, reading, lookup, burst, *draft = look(hardware, STEP, mesh, str(EXPERIMENTS))
+    logits = 16 * 128256 * 4
+    for found in (step, reading, lookup, burst, *draft):
+        assert found["copies"]["bytes"] <= 2 * logits  # of rows that sampling sorts
+    assert step["token"]["read_ratio"] < 1.05
+    assert burst["token"]["read_ratio"] < 1.05
+    assert reading["token"]["read_ratio"] < 1.1  # the vocabulary's logits and the activations are read several times
+    assert lookup["token"]["read_ratio"] < 1.1
+    for found in draft:
         assert found["token"]["read_ratio"] < 1.5
-    assert drafted[0]["token"]["kernels_per_layer"] < 2 * turn["token"]["kernels_per_layer"]  # written by one scatter
+    assert lookup["token"]["kernels_per_layer"] < 2 * step["token"]["kernels_per_layer"]  # written by one scatter
 
 
 ROLLOUT = """
@@ -216,7 +221,6 @@ import llama_jax
 from llama_jax.analysis.compilers import mesh_for
 from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
-# Of four layers and fewer XLA makes no loop, and the report tells nothing of a token.
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 case = compile_report.Case("", "rollout", "", {}, 64, 512)
 print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, group=8)).as_dict()))

@@ -215,8 +215,15 @@ def apart(stack: Any) -> MixedStack:
         layers = [(stack.stacks[which], at) for which, at in stack.places]
     else:
         layers = [(stack, layer) for layer in range(stack.shape[0])]
-    alone = tuple(jax.tree.map(lambda array, at=at: array[at : at + 1], one) for one, at in layers)
+    alone = tuple(jax.tree.map(partial(_alone, layer=at), one) for one, at in layers)
     return MixedStack(alone, tuple((layer, 0) for layer in range(len(alone))))
+
+
+def _alone(array: Any, layer: int) -> Any:
+    """A layer of an array [L, ...], or of its shape, as [1, ...]."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype, sharding=array.sharding)
+    return array[layer : layer + 1]
 
 
 def layer_of(stacked: Any, layer: int) -> Any:
