@@ -312,6 +312,22 @@ class TestFullCache:
         engine.pages.most_bytes = 0
         assert engine.pages.available == engine.pages.count
 
+    def test_what_gave_way_leaves_only_prefixes_of_its_own_tokens(self, model):
+        """A row that an older one takes the pages of while a step is made begins again, and not in the middle."""
+        rng, engine = random.Random(4), Engine(*model, replace(FULL, piece=64))  # a seed with which it did not
+        draw = lambda least, most: [1, *rng.choices(range(5, 500), k=rng.randrange(least, most))]
+        for _ in range(6):
+            prompt = draw(60, 95)
+            Client(engine, prompt=draw(2, 40), max_new_tokens=rng.randrange(20, 80))
+            for _ in range(rng.randrange(30)):
+                engine.turn()
+            Client(engine, prompt=prompt, max_new_tokens=20)
+            exhaust(engine)
+            again = Client(engine, prompt=[*prompt[:-3], 7], max_new_tokens=6)
+            exhaust(engine)
+            assert again.ids == alone(model, again.request).tokens
+        assert engine.stats().preempted
+
     def test_a_request_waits_for_the_pages_of_its_prompt_and_none_passes_it(self, model):
         engine = Engine(*model, FULL)
         first = Client(engine, prompt=[1, *range(5, 100)], max_new_tokens=10)
