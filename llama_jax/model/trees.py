@@ -258,5 +258,6 @@ def _join(leaves: Sequence[Any]) -> Any:
     stacks = [
         jax.tree.map(join, *(leaf for leaf, own in zip(leaves, forms, strict=True) if own == form)) for form in different
     ]
+    stacks = [stack.arranged() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
     places = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))
     return stacks[0] if len(stacks) == 1 else MixedStack(tuple(stacks), places)

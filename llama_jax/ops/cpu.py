@@ -291,9 +291,11 @@ def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slot
     XLA copies the whole buffer for a scatter into it, and does one on 16-bit floats by way of float32; so the bits are
     written as integers.
     """
+    if is_divided():
+        return restore(jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new)))
     rows, heads, tokens = new.shape[:3]
     each, zero = jnp.asarray(slots).reshape(rows, -1), jnp.zeros((), slots.dtype)
-    if native_code.value and not is_divided():
+    if native_code.value:
         with jax.numpy_rank_promotion("allow"):
             each = each if each.shape[1] == tokens else each + jnp.arange(tokens, dtype=each.dtype)
             places = ((layer * rows + jnp.arange(rows)[:, None]) * heads + jnp.arange(heads)) * buffer.shape[3]

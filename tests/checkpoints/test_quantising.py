@@ -217,8 +217,8 @@ def as_on_a_tpu(monkeypatch):
 
 
 def groups_first(params) -> bool:
-    down = layers_of(params)[0].feed_forward.down  # the matrix whose rows are whole groups of 128
-    return down.kind == "int4" and down.planes[0].format.layout.major_to_minor == (1, 0, 2)
+    down = params.blocks.feed_forward.down  # the matrix whose rows are whole groups of 128
+    return down.kind == "int4" and down.planes[0].format.layout.major_to_minor == (0, 2, 1, 3)
 
 
 @pytest.mark.slow

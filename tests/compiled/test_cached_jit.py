@@ -434,7 +434,7 @@ def test_commands_say_that_a_folder_is_not_their_users_own(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_a_second_server_traces_nothing(folder, loads):
     config = llama_jax.preset("stories-260k")
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    params = llama_jax.init(config, jax.random.key(0))
     traced = []
 
     def listen(event, seconds, **_):
@@ -443,7 +443,7 @@ def test_a_second_server_traces_nothing(folder, loads):
     def serve():
         programs_for.cache_clear()  # as in a process of its own
         jax.clear_caches()
-        engine = Engine(config, params, EngineOptions(rows=1, context=16, piece=16, smallest_capacity=16))
+        engine = Engine(config, params, EngineOptions(rows=1, context=16, piece=16))
         traced.clear()
         engine.warm()
         count = sum(traced)

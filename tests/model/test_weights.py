@@ -38,7 +38,8 @@ class Adapted(struct.PyTreeNode):
         return ops.project(x, self.weight, out_dtype=out_dtype) + ops.project(thin, self.up, out_dtype=out_dtype)
 
     def merged(self) -> jax.Array:
-        return self.weight + jnp.einsum("l...r,lrd->l...d", self.up, self.down)  # of all layers
+        layers = "l" * (self.down.ndim - 2)
+        return self.weight + jnp.einsum(f"{layers}...r,{layers}rd->{layers}...d", self.up, self.down)
 
 
 def adapt(params: Llama) -> Llama:

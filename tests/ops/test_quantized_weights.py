@@ -452,10 +452,10 @@ def test_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
 @pytest.mark.parametrize("level", ["cascadelake", "x86-64-v3", "x86-64-v2"])
 def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     """With AVX-512 but no instruction for bfloat16, with AVX2, and with neither AVX2 nor VNNI."""
-    if level == "cascadelake" and "avx512_vnni" not in native._processor().split():
+    if level == "cascadelake" and "avx512_vnni" not in native.processor().split():
         pytest.skip("this processor has no AVX-512")
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
-    for name in ("TARGET", "FLOATS", "ATTENTION"):
+    for name in ("TARGET", "FLOATS", "ATTENTION", "PAGED_ATTENTION", "PUT"):
         monkeypatch.setattr(native, name, f"{getattr(native, name)}_{level}")
     assert native._register.__wrapped__("blocks")
     assert native._register.__wrapped__("floats")

@@ -151,7 +151,7 @@ def test_over_a_mesh_and_quantised(model, alone, tmp_path):
         save_adapter(tmp_path / str(i), config, *one)
     folders = [tmp_path / str(i) for i in range(3)]
     on_mesh = llama_jax.load(tmp_path / "model", adapters=folders, mesh=parse_mesh("tensor=4"))[:2]
-    assert len(on_mesh[1].blocks[0].attention.qkv.low_rank.b.sharding.device_set) == 4
+    assert len(on_mesh[1].blocks.attention.qkv.low_rank.b.sharding.device_set) == 4
     engine = Engine(*on_mesh, TINY)
     clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=8, adapter=adapter) for i, adapter in enumerate((1, -1, 2))]
     exhaust(engine)
