@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import jit_logits
-from make_joined_goldens import CONFIG, JOINED, OPTIMIZERS, TOKENS, logits_of, recipe_of, write_text
+from make_joined_goldens import CONFIG, JOINED, TOKENS, logits_of, recipe_of, write_text
 
 import llama_jax
 from llama_jax.checkpoints.store import name_of
