@@ -32,9 +32,9 @@ and their arguments:
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
-To serve requests as they arrive, use the parts of `generate`: `llama_jax.inference.requests.prepare`, and
-`read` and `start` of `llama_jax.inference.state`, `insert` and `step` of `llama_jax.inference.batching`: pure functions from
-one `State` to the next.
+To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
+`generate`: `llama_jax.inference.requests.prepare`, `read` and `start` of `llama_jax.inference.state`, `insert` and `step` of
+`llama_jax.inference.batching`: pure functions from one `State` to the next.
 """
 
 from __future__ import annotations

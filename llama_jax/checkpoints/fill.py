@@ -91,7 +91,7 @@ class StackParts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all layers."""
+        """The shape of all layers' array."""
         return (len(self.layers), *self.layers[0].shape)
 
 

@@ -24,7 +24,7 @@ from llama_jax.errors import UserError
 from llama_jax.writing import appearing
 
 VARIABLE = "LLAMA_JAX_EXECUTABLES"
-"""Of the environment: the folder, or "off". Without it nothing is stored: the commands set it, Python programs may."""
+"""The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""
 MAGIC = b"llama_jax executable 1"
 SUFFIX = ".executable"
 LIMIT = 2 * 10**9  # bytes of the folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise

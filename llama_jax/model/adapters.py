@@ -302,7 +302,7 @@ def _names_at(path: str) -> list[str]:
 
 
 def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B for the matrix of all layers at a path of the table."""
+    """The shapes of A and B for the matrix of all layers at a path of the table."""
     parts = len(_names_at(path))
     several = (parts,) if parts > 1 else ()
     return (shape[0], *several, rank, shape[-1]), (*shape[:-1], rank)

@@ -168,7 +168,7 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array) ->
 
 @for_cpu(cpu.put)
 def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
-    """Of [L, B, K, S, ...] and [B, K, T, ...]."""
+    """`write` of [B, K, T, ...] into [L, B, K, S, ...]."""
     layer = layer.astype(slots.dtype)
     zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)
     if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter

@@ -64,7 +64,7 @@ def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layou
     return rest.replace(cache=state.cache), packed
 
 
-@partial(jax.jit, static_argnums=3)  # so that states with any number of slots share its trace; XLA inlines it
+@partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
 def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     valid = ~state.done
     barred = state.count < wishes.least

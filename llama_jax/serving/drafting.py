@@ -21,7 +21,7 @@ SOFTENING = 0.25  # share of an increase in time that is believed: another proce
 FORGETTING = 1.001  # factor by which the estimate for drafts falls after each plain turn, so that they are tried again
 CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
 
-Shape = tuple[int, int]  # rows and slots
+Shape = tuple[int, int]  # rows and tokens
 Kind = tuple[Any, int]  # what decides how long a turn takes: the shape, and how many tokens each row drafts
 
 
@@ -68,7 +68,7 @@ class Drafting(ABC):
 
     @abstractmethod
     def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
-        """Record how long turns of these kinds, one of each pool, took; None if other work was in that time."""
+        """Record how long turns of these kinds took; None if other work was in that time."""
 
 
 def drafting_by(draft: Drafter | None) -> Drafting | None:

@@ -32,7 +32,7 @@ class QueryBlocks(NamedTuple):
 
     @classmethod
     def of(cls, view: Any, tokens: int, size: int) -> QueryBlocks:
-        """Of all T tokens: at most one block that is not full for each row."""
+        """The blocks of all T tokens: at most one that is not full for each row."""
         new = view.starts[1:] - view.starts[:-1]
         ends = jnp.cumsum(-(-new // size))
         block = jnp.arange(min(tokens, tokens // size + len(new)), dtype=jnp.int32)

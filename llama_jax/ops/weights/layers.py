@@ -35,22 +35,22 @@ class MixedStack(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all layers."""
+        """[L, *out, D]."""
         return (len(self.places), *self.stacks[0].shape[1:])
 
     @property
     def ndim(self) -> int:
-        """Of all layers."""
+        """The number of axes, with that of layers."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.stacks[0].dtype
 
     @property
     def sharding(self) -> Any:
-        """Of the first stack, and so of all."""
+        """The sharding of the first stack, and so of all."""
         return self.stacks[0].sharding
 
     def decoded(self) -> Any:
@@ -74,17 +74,17 @@ class LayerWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """[*out, D]."""
         return self.stack.shape[1 if self.number is None else 2 :]
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """The number of axes of the matrix."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.stack.dtype
 
     def expert(self, number: jax.Array) -> LayerWeight:

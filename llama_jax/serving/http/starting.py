@@ -20,7 +20,7 @@ from llama_jax.serving.http.metrics import ServerMetrics
 LOG_SECONDS = 10.0  # between two lines of the log
 RETRY_SECONDS = 1, 60  # bounds of Retry-After; the first also where the end cannot be estimated
 FEW = 2  # after which nothing can be estimated yet
-PAGE = (
+STARTING_PAGE = (
     '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>llama_jax</title>'
     "<p>The server is {0}. This page loads itself again."
 )
@@ -79,7 +79,9 @@ def make_starting_app(
         return Response(metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:
-        return HTMLResponse(PAGE.format(html.escape(str(startup))), 503, {"Content-Security-Policy": "default-src 'none'"})
+        return HTMLResponse(
+            STARTING_PAGE.format(html.escape(str(startup))), 503, {"Content-Security-Policy": "default-src 'none'"}
+        )
 
     async def other(request: Request, error: Exception) -> Response:
         least, most = RETRY_SECONDS
