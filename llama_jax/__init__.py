@@ -77,7 +77,7 @@ _HOME = {
     "init_adapters": "model.adapters",
     "merge": "model.adapters",
     "with_base": "model.adapters",
-    "CacheOptions": "model.window",
+    "CacheOptions": "model.cache",
     "KVCache": "model.cache",
     "cache_bytes": "model.cache",
     "grow": "model.cache",
@@ -229,14 +229,13 @@ if TYPE_CHECKING:
     from llama_jax.inference.state import Piece
     from llama_jax.model.adapter_table import adapter_table, choose_adapters
     from llama_jax.model.adapters import Lora, adapted, init_adapters, merge, with_base
-    from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
+    from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
     from llama_jax.model.forward import forward, unembed
     from llama_jax.model.options import Compute, Layout, Places
     from llama_jax.model.params import Llama
     from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
     from llama_jax.model.whole import logits, observe
-    from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.divergence import Divergence, divergence
     from llama_jax.runs.evaluate import Evaluation, evaluate

@@ -275,7 +275,7 @@ def test_stories(text, tmp_path, capsys):
 def test_capped_attention_is_attention_where_scores_are_small(window):
     keys = jax.random.split(jax.random.key(0), 3)
     queries = jax.random.normal(keys[0], (2, 2, 8, 3, 4))
-    view = View.of(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
+    view = View(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
     seen = Seen.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
 
     @jax.jit

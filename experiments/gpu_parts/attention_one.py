@@ -67,7 +67,7 @@ def attend(
 
     def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         whole = Seen.whole(keys.shape[2])
-        return ops.attend(queries, View.of(keys, values), whole, scale=width**-0.5, backend=backend)
+        return ops.attend(queries, View(keys, values), whole, scale=width**-0.5, backend=backend)
 
     if of_mixed is None:
         return program(queries, keys, values)

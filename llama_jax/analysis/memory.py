@@ -24,7 +24,7 @@ from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
 from llama_jax.model.adapters import Lora, adapter_shapes, with_base
-from llama_jax.model.cache import KVCache, grow, init_cache
+from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_apart, param_shapes, planned_in_kinds, quantize
@@ -296,14 +296,15 @@ def decode_programs(
         params = layers_apart(params)  # as `load` gives them there
     layout, compute = layout_of(params), Compute(attention=attention)
 
-    def cache_of(capacity: int) -> KVCache:
+    def cache_of() -> KVCache:
         kept = jnp.dtype(jnp.int8 if quantized else dtype)
-        return _placed(jax.eval_shape(lambda: init_cache(config, batch, capacity, kept)), placement)
+        made = lambda: init_cache(config, batch, capacity, kept, parts=layout.shares)
+        return _placed(jax.eval_shape(made), placement)
 
     def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:
         return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
 
-    cache, half = cache_of(capacity), cache_of(capacity // 2)
+    cache = cache_of()
     share = bytes_per_device(params)
     known = Memory(parameters=share, cache=bytes_per_device(cache))
     looked_up = 0 if params.lm_head is None else bytes_per_device(params.embedding)
@@ -316,13 +317,10 @@ def decode_programs(
     )
     read_before = Reading(cache, per_row(dtype, config.dim))
 
-    larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
-    both = replace(known, cache=known.cache + bytes_per_device(half))
-
     reading = Program("prefill", reads, (params, read_before, tokens, places), known, layers=config.n_layers)
     if sizes.context > 1:
         check_length(sizes, capacity)
-        over = jax.jit(prefill_over(config, mesh), out_shardings=(placement, rows))
+        over = jax.jit(prefill_over(config, mesh, capacity), out_shardings=(placement, rows))
         reading = Program(
             "prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known, layers=config.n_layers
         )
@@ -344,7 +342,6 @@ def decode_programs(
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [
         reading,
-        Program("grow", larger, (half,), both, beside=share, layers=config.n_layers),
         Program("decode", run, (params, state, turns), known, layers=config.n_layers, per_token=per_token),
     ]
 

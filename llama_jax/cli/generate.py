@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from llama_jax.cli.runtime import Clock
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafting import Counts
+    from llama_jax.model.cache import CacheOptions
     from llama_jax.model.params import Llama
-    from llama_jax.model.window import CacheOptions
     from llama_jax.tokenizers.text import Text
 
 BATCH = 8  # prompts that are continued at once
@@ -241,11 +241,11 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.generate import SMALLEST_CACHE, ring_of
+    from llama_jax.inference.generate import SMALLEST_CACHE, prefill_piece
     from llama_jax.model.cache import bucket, cache_bytes
 
-    capacity = bucket(prompt + new, SMALLEST_CACHE) if options.window is None else ring_of(options, prompt)[0]
-    return cache_bytes(config, 1, capacity, options.dtype or dtype)
+    capacity = bucket(prompt + new + 1, SMALLEST_CACHE)
+    return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_piece(options, prompt))
 
 
 def _summary(s: dict) -> str:

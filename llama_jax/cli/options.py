@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
+    from llama_jax.model.cache import CacheOptions
     from llama_jax.model.params import Llama
-    from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
 
@@ -53,7 +53,7 @@ class RememberOptions:
 
     def cache_options(self) -> CacheOptions:
         """How to remember; GenerationError for an impossible value."""
-        from llama_jax.model.window import CacheOptions
+        from llama_jax.model.cache import CacheOptions
 
         return CacheOptions(dtype=None if self.cache == "auto" else self.cache, window=self.window, sinks=self.sinks)
 

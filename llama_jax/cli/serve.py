@@ -270,7 +270,7 @@ class Serve(AdapterOptions, DraftOptions):
         """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
         import jax
 
-        from llama_jax.model.pages import PAGE
+        from llama_jax.model.cache import PAGE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
@@ -329,8 +329,8 @@ class Serve(AdapterOptions, DraftOptions):
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
     def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
+        from llama_jax.model.cache import CacheOptions
         from llama_jax.model.options import Compute
-        from llama_jax.model.window import CacheOptions
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(

@@ -10,8 +10,8 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.checks import check_tokens
-from llama_jax.model.window import CacheOptions
 
 
 def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:

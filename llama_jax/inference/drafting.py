@@ -14,11 +14,11 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import room_before_turning
 from llama_jax.inference.state import Piece, Request, State
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 
 Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
-MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`ring_of`)
+MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_piece`)
 
 
 class Drafter(ABC):
@@ -44,21 +44,24 @@ class Drafter(ABC):
     ) -> None:
         """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
 
-    def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[Drafter, Any]:
-        """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them."""
+    def begin(self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions) -> tuple[Drafter, Any]:
+        """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them.
+
+        Args:
+          capacity: tokens that a row may have in the end.
+        """
         return self, ()
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]] | None:
         """A function that counts the drafts of a piece that were or would have been right, and all; None if drafts cost."""
         return None
 
-    def follow(self, memory: Any, history: np.ndarray, known: np.ndarray, capacity: int) -> Any:
+    def follow(self, memory: Any, history: np.ndarray, known: np.ndarray) -> Any:
         """The memory after tokens that came without drafting, before `propose` is compiled.
 
         Args:
           history: int32[B, S], all tokens of the rows.
           known: int32[B], how many there are.
-          capacity: tokens that a row may have before this is called again.
         """
         return memory
 

@@ -20,15 +20,14 @@ from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, ask, decode, empty_reading, enlarge, read, start
-from llama_jax.model.cache import KVCache, bucket
+from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, ask, decode, empty_reading, read, start
+from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 from llama_jax.ops.platform import device_elsewhere
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
-SMALLEST_CACHE = 256  # a step with a smaller cache costs the same
+SMALLEST_CACHE = 256  # tokens: one program for all short texts
 LONGEST_PIECE = 64  # turns of the decode loop between two looks at its result
 
 
@@ -162,30 +161,25 @@ class Run:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
         again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
-        state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, first)
+        capacity = capacity_for(lengths, request)
+        state, packed = self.start(self.read_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
         given = [piece]
         yield piece
 
-        filled = int(lengths.max())
         most = min(turns, LONGEST_PIECE)
         while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
                 with transferring():
-                    state, filled = _ask(state, request, self.layout), again
+                    state = _ask(state, request, self.layout)
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
-                    state = state.replace(cache=self.read_again(tokens, lengths, given, again, options))
+                    state = state.replace(cache=self.read_again(tokens, lengths, given, again, capacity, options))
                 given, again = [], 0
                 continue
-            room = most
-            if options.window is None:  # with a window slots are reused
-                state = state.replace(cache=self.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
-                room = min((state.cache.capacity - filled) // CHUNK, most)
-            state, packed = self.decode(state, room, most)
-            piece, done, taken = unpack(packed)
-            filled += taken * CHUNK
+            state, packed = self.decode(state, most, most)
+            piece, done, _ = unpack(packed)
             if again:
                 given.append(piece)
             yield piece
@@ -200,29 +194,30 @@ class Run:
         with ops.native_anyway(self.natively), transferring():
             return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
 
-    def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
-        return _enlarge(cache, capacity, self.layout) if capacity > cache.capacity else cache
-
     def read_again(
-        self, tokens: np.ndarray, lengths: np.ndarray, given: Sequence[Piece], count: int, options: CacheOptions
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        given: Sequence[Piece],
+        count: int,
+        capacity: int,
+        options: CacheOptions,
     ) -> KVCache:
         """The cache of the first `count` tokens of prompts and what they were given, as they are in a longer row."""
         history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
         new, valid = (np.concatenate([getattr(piece, name) for piece in given], axis=1) for name in ("tokens", "valid"))
         for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
             history[row, :count] = np.resize(np.append(prompt[:length], new[row][valid[row]]), count)
-        return self.read_prompts(history, np.full(len(tokens), count, np.int32), options, longer=1).cache
+        return self.read_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
 
-    def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions, longer: int = 0) -> Reading:
-        """Prefill in pieces of at most LARGEST_PREFILL tokens, of rows `longer` than that; the cache grows with them."""
+    def read_prompts(
+        self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions, longer: int = 0
+    ) -> Reading:
+        """Prefill in pieces, of rows that are to become `longer` than these tokens."""
         batch, width = tokens.shape
-        capacity = piece = min(width, LARGEST_PREFILL)
-        if options.window is not None:
-            capacity, piece = ring_of(options, width)
-        reading = _empty_reading(self.config, self.params, batch, capacity, options, self.layout)
+        piece = prefill_piece(options, width)
+        reading = _empty_reading(self.config, self.params, batch, capacity, options, self.layout, piece)
         for begin in range(0, int(lengths.max()), piece):
-            if options.window is None and begin + piece > reading.cache.capacity:
-                reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
             places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + piece]
             with ops.native_anyway(self.natively), transferring():
@@ -286,18 +281,22 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
     return state, pack(produced, state.done, taken)
 
 
-_empty_reading = compiled.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
+_empty_reading = compiled.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5, 6))
 _read = compiled.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = compiled.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
 _ask = compiled.jit(ask, static_argnums=2)
-_enlarge = compiled.jit(enlarge, static_argnums=(1, 2))
 
 
-def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
-    """Slots of a cache with a window, and the prompt tokens that are read at once: both cost time in decoding."""
-    window = options.window or 0
-    piece = min(bucket(min(window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
-    return options.sinks + window + piece - 1, piece
+def capacity_for(lengths: np.ndarray, request: Request) -> int:
+    """Tokens that a row of the cache has room for: the longest prompt with the most new tokens."""
+    return bucket(int(lengths.max()) + int(request.limit.max()) + 1, SMALLEST_CACHE)
+
+
+def prefill_piece(options: CacheOptions, longest: int) -> int:
+    """Prompt tokens that are read at once. With a window they take pages of their own."""
+    if options.window is None:
+        return min(longest, LARGEST_PREFILL)
+    return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
 
 
 @functools.cache

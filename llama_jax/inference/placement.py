@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import lax
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
-from llama_jax.ops.attention import Division, Seen, View, attend
+from llama_jax.ops.attention import Division
 from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.platform import device_elsewhere
 
@@ -54,9 +53,9 @@ class Placement:
                 spec = P(self.rows)
             case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
                 spec = P(self.rows, self.vocabulary)
-            case "cache":  # [L, B, K, S, H]
-                spec = P(None, self.rows, self.heads)
-            case "pages":  # [L, P, page, 2K, H], or [L, P, page, 2K]: the key and the value of a head lie side by side
+            case "cache":  # [L, P, page, 2K, H], or [L, P, page, 2K]: the key and the value of a head lie side by side
+                spec = P(None, self.rows, None, self.heads)
+            case "pages":  # the same of a server, whose rows share all pages
                 spec = P(None, None, None, self.heads)
             case "everywhere":  # what the host reads
                 spec = P()
@@ -68,16 +67,6 @@ class Placement:
     def _lookup(self) -> Axes:
         """The axes that shard the rows of an embedding lookup; the columns may be sharded over others."""
         return tuple(axis for axis in self.rows if axis not in self.width)
-
-
-@dataclass(frozen=True)
-class _DividedAttention:
-    """`ops.attend` with the sharding of rows and heads; equal where these are, so that `jax.jit` finds its program again."""
-
-    division: Division
-
-    def __call__(self, queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
-        return attend(queries, view, seen, division=self.division, **options)
 
 
 def layout_of(params: Llama) -> Layout:
@@ -98,7 +87,9 @@ def layout_of(params: Llama) -> Layout:
     gate, experts = params.blocks.feed_forward.gate, None
     if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
         experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
-    return Layout(placement, _DividedAttention(Division(rows, heads)), experts, mesh=_abstract(sharding.mesh))
+    shares = math.prod(sharding.mesh.shape[axis] for axis in rows)
+    division = Division(rows, heads)
+    return Layout(placement, division=division, experts=experts, shares=shares, mesh=_abstract(sharding.mesh))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:

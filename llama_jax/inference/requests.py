@@ -11,9 +11,8 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import check_context, checked_limits, checked_prompts, token_ids
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
-from llama_jax.model.cache import bucket
+from llama_jax.model.cache import CacheOptions, bucket
 from llama_jax.model.checks import check_tokens
-from llama_jax.model.window import CacheOptions
 
 SMALLEST_PREFILL = 16
 

@@ -13,12 +13,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, enlarge, lay_out, logits_of, read
-from llama_jax.model.cache import init_cache, over_buffers
+from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, lay_out, logits_of, read
+from llama_jax.model.cache import branch, init_cache
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-
-SLOTS = 16  # a cache has a multiple of this many
 
 
 class Prompts(NamedTuple):
@@ -87,7 +85,7 @@ def roll_out(
 ) -> Answers:
     """Sample `group` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
 
-    A prompt is read once, and its keys and values are copied for its answers. The loop ends when all answers have ended. For
+    A prompt is read once, and its answers share its pages in the cache. The loop ends when all answers have ended. For
     `jax.jit` with `config`, `options`, `compute` and `layout` bound: one program for all prompts of at most W tokens.
 
     Args:
@@ -95,7 +93,7 @@ def roll_out(
       layout: see `parallel.serving.layout_to_generate`; P must be divisible by the ways in which it divides rows.
     """
     reading = _read(config, params, prompts, compute, layout)
-    width, batch = prompts.tokens.shape[1], prompts.tokens.shape[0] * options.group
+    batch = prompts.tokens.shape[0] * options.group
     state = _started(reading, prompts, options, layout)
     turns = -(-options.most // CHUNK)
 
@@ -120,7 +118,6 @@ def roll_out(
         state, taken, _ = carry
         return (taken < turns) & ~jnp.all(state.done)
 
-    assert state.cache.capacity >= width + options.most
     with layout.context():
         state, logprobs = choose(
             state, logits_of(config, params, _repeated(reading.hidden, options, layout), layout), layout
@@ -138,7 +135,7 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
-    cache = init_cache(config, batch, width, dtype, fresh=True)
+    cache = init_cache(config, batch, width, dtype, parts=layout.shares)
     reading = Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]
@@ -150,13 +147,12 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
 def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout: Layout) -> State:
     """A state with `group` rows for each prompt, before the first token of any."""
     batch = reading.hidden.shape[0] * options.group
-    repeated = over_buffers(lambda buffer: jnp.repeat(buffer, options.group, axis=1), reading.cache)
-    cache = repeated.replace(length=jnp.repeat(reading.cache.length, options.group))
-    capacity = -(-(cache.capacity + options.most) // SLOTS) * SLOTS
+    with layout.context():
+        cache = branch(reading.cache, options.group, options.most, layout.division)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return State(
-        cache=enlarge(cache, capacity, layout),
+        cache=lay_out(cache, layout),
         request=Request(sampling, jnp.full(batch, options.most, jnp.int32), stop),
         token=jnp.zeros(batch, jnp.int32),
         seen=jnp.zeros((batch, 1), bool),  # for a repetition penalty, which is not used here

@@ -1,9 +1,8 @@
 """The state of a generation, and the pure functions from one to the next: read prompts, start, decode.
 
 A `State` has a row for every sequence that is being generated. Rows are independent: each has its own position, settings
-and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done; a server inserts rows
-into a state as requests arrive (`inference.batching`). Everything runs under `jax.jit`; if the state is donated, the cache
-is never copied.
+and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done. Everything runs under
+`jax.jit`; if the state is donated, the cache is never copied.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import Restriction, Sampling, sample
-from llama_jax.model.cache import KVCache, grow, init_cache, over_buffers
+from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 
 CHUNK = 4  # tokens per turn of the decode loop; it can only exit between turns, so turns are short
 
@@ -88,8 +86,9 @@ def empty_reading(
     capacity: int,
     options: CacheOptions = CacheOptions(),
     layout: Layout = Layout(),
+    at_once: int = 1,
 ) -> Reading:
-    """An empty cache in the parameters' dtype, and hidden states before any token."""
+    """An empty cache in the parameters' dtype, and hidden states before any token; arguments as for `init_cache`."""
     dtype = params.embedding.dtype
     cache = init_cache(
         config,
@@ -98,7 +97,8 @@ def empty_reading(
         jnp.dtype(options.dtype or dtype),
         window=options.window,
         sinks=options.sinks,
-        fresh=not options.sinks,  # the first piece may be longer than the window: queries then see the sinks from afar
+        at_once=at_once,
+        parts=layout.shares,
     )
     return Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
 
@@ -176,8 +176,6 @@ def decode(
 ) -> tuple[State, jax.Array, Piece]:
     """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
 
-    The cache must have room for the new tokens: `turns` * CHUNK slots after the longest row.
-
     Args:
       turns: int32[], at most `most`.
       most: turns that the result has room for.
@@ -245,10 +243,6 @@ def advance(
 
 def lay_out(cache: KVCache, layout: Layout) -> KVCache:
     """The same cache, placed as the layout requires."""
-    placed = over_buffers(lambda buffer: layout.constrain(buffer, "cache"), cache)
-    return placed.replace(length=layout.constrain(cache.length, "row"))
-
-
-def enlarge(cache: KVCache, capacity: int, layout: Layout = Layout()) -> KVCache:
-    """`grow`, and the result placed as the layout requires."""
-    return lay_out(grow(cache, capacity), layout)
+    pages = jax.tree.map(lambda x: layout.constrain(x, "cache"), cache.pages)
+    table, length = (layout.constrain(x, "row") for x in (cache.table, cache.length))
+    return cache.replace(pages=pages, table=table, length=length)

@@ -21,7 +21,7 @@ def complete(
     """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
 
     Args:
-      capacity: slots of the cache, from `capacity_for`.
+      capacity: tokens that a row has room for, from `whole_capacity`.
       tokens, lengths, request: as `prepare` gives them.
 
     Returns:
@@ -47,6 +47,6 @@ def complete(
     return Piece(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))
 
 
-def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
-    """Slots for a whole generation: prompts of up to `longest` tokens, padded to `width`, and the rest of the last chunk."""
-    return bucket(max(width, longest + max_new_tokens + CHUNK), SMALLEST_CACHE)
+def whole_capacity(longest: int, max_new_tokens: int) -> int:
+    """Tokens of a row for a whole generation: prompts of up to `longest` tokens, and the rest of the last chunk."""
+    return bucket(longest + max_new_tokens + CHUNK, SMALLEST_CACHE)

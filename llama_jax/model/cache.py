@@ -1,208 +1,244 @@
-"""The key/value cache: an immutable tree of arrays that the caller threads through `forward`."""
+"""The key/value cache: an immutable tree of arrays that the caller threads through `forward`.
+
+Keys and values are kept in pages of one pool, and each row has a table of its pages (Kwon et al. 2023, section 4).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.model.window import check_window, ring_positions, ring_slots
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.attention import Division, PagedView, View
 from llama_jax.ops.platform import mesh_in_force
-from llama_jax.ops.quantized import Quantized, over_rows, quantize
+from llama_jax.ops.quantized import Quantized, dequantize, over_rows
 
-Buffer = jax.Array | Quantized
-MOST_SCATTERED = 16  # tokens of a row that are written by one scatter
+PAGE = 16  # tokens of a page
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a generation remembers.
+
+    Attributes:
+      dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
+        parameters.
+      window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
+      sinks: first tokens that stay visible, without which the loss of a model that was trained to see all tokens rises
+        sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+
+    Raises:
+      GenerationError: an invalid value.
+    """
+
+    dtype: Literal["int8"] | None = None
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "int8"):
+            raise GenerationError(f"dtype={self.dtype!r} of the cache must be 'int8', or None for that of the parameters")
+        for name, value, least in (("window", self.window, 1), ("sinks", self.sinks, 0)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise GenerationError(f"{name}={value!r} must be an integer of at least {least}")
+        if self.window is None and self.sinks:
+            raise GenerationError(f"sinks={self.sinks} are for a cache with a window; without one every token is kept")
 
 
 class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens that the model has read.
 
-    Attributes:
-      k, v: [L, B, K, S, H]; `Quantized` for a cache of int8. Head-major, so that the product with a query reads contiguous
-        memory.
-      length: int32[B], tokens that each row has read. Rows may have different lengths.
-      window: how many positions back a token sees, or None for all. With it the slots are a ring: see `ring_slots`.
-      sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
-      fresh: nothing has been read, and this is known when the program is traced: the first tokens then attend to their own
-        keys and values as whole rows, and the slots are not read. `forward` returns a cache that is not fresh. It is part of
-        the tree's structure, so that programs for the two differ; a loop must carry a cache that is not fresh.
+    Rows of any lengths share the pages of one pool, and rows that begin alike may have the same pages: which pages a row
+    may write to, the caller keeps in mind. `init_cache` gives every row its own.
 
-    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; later slots have weight
-    zero in attention. A step reads all S slots of the capacity, filled or not. The capacity is therefore kept close to the
-    filled length and enlarged with `grow`: a slice of a larger cache would be copied before every product.
+    Attributes:
+      pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side; `Quantized` for int8.
+      table: int32[R, n], the pages of each row in order. With a window those that have left it are used again, so that an
+        entry may name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and
+        pages are counted within the part of a row's device.
+      length: int32[R], tokens that each row has read.
+      window: how many positions back a token sees, or None for all.
+      sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
     """
 
-    k: Any
-    v: Any
+    pages: Any
+    table: Any
     length: Any  # each an array, or what stands for one in a tree of the same form: a shape, a partition spec
     window: int | None = struct.field(pytree_node=False, default=None)
     sinks: int = struct.field(pytree_node=False, default=0)
-    fresh: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def capacity(self) -> int:
-        """S, the slots of each row."""
-        return self.k.shape[-2]
+        """Tokens that a row can have."""
+        return self.table.shape[-1] * self.pages.shape[2]
+
+    def view(self, new: int, starts: jax.Array | None) -> PagedView:
+        """What the layers read, without the pages and the layer.
+
+        Args:
+          new: tokens that each row reads; with `starts` there are others for every row, see `Positions.starts`.
+        """
+        if starts is not None:
+            return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
+        starts = jnp.arange(len(self.length) + 1, dtype=jnp.int32) * new
+        return PagedView(None, None, self.table, self.length + new, starts, new)
 
 
 def init_cache(
     config: LlamaConfig,
     batch: int,
     capacity: int,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     window: int | None = None,
     sinks: int = 0,
-    fresh: bool = False,
+    at_once: int = 1,
+    parts: int = 1,
 ) -> KVCache:
-    """An empty cache for `batch` rows of at most `capacity` tokens.
+    """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own.
 
     Args:
       dtype: that of the parameters; or int8, with a factor for each head and position.
-      window: positions that a token sees back; rows may then have any length. `sinks` and `window` slots of the capacity are
-        taken, and the rest, plus one, is the most tokens that can be read at once.
+      window: positions that a token sees back. A row then takes pages for the window only, however large the capacity.
       sinks: first tokens of each row that are seen from everywhere.
-      fresh: see `KVCache`.
+      at_once: with a window, the most tokens of a row that are read at once.
+      parts: in how many the mesh divides the rows.
+
+    Raises:
+      GenerationError: an invalid value.
     """
-    for name, value in (("batch", batch), ("capacity", capacity)):
+    CacheOptions(window=window, sinks=sinks)
+    for name, value in (("batch", batch), ("capacity", capacity), ("at_once", at_once)):
         if not isinstance(value, int) or value < 1:
             raise GenerationError(f"{name}={value!r} must be a positive integer")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
-    if window is not None or sinks:
-        check_window(window, sinks, capacity)
-    shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
-
-    def zeros() -> Buffer:
-        if dtype == jnp.int8:
-            return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
-        return jnp.zeros(shape, dtype)
-
-    return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32), window, sinks, fresh)
+    first, ring = pages_of(capacity, window, sinks, at_once)
+    entry = np.arange(-(-capacity // PAGE))
+    entry = np.where(entry < first, entry, first + (entry - first) % max(ring, 1))
+    pages = init_pages(config, batch * (first + ring), dtype)
+    return KVCache(pages, _own_pages(batch, parts, first + ring, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
 
 
-def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jax.typing.DTypeLike) -> int:
+def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page: int = PAGE) -> Any:
+    """`count` empty pages [L, P, page, 2K, H]; of int8 `Quantized`, with a factor for each head and position."""
+    shape = (config.n_layers, count, page, 2 * config.n_kv_heads, config.head_dim)
+    if jnp.dtype(dtype) == jnp.int8:
+        return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+    return jnp.zeros(shape, dtype)
+
+
+def _own_pages(batch: int, parts: int, count: int, entry: np.ndarray) -> jax.Array:
+    """The table of rows with `count` pages each: int32[B, n], from the number of an entry's page among its row's, int[n]."""
+    row = np.arange(batch) % max(batch // parts, 1)
+    return jnp.asarray(row[:, None] * count + entry, jnp.int32)
+
+
+def pages_of(capacity: int, window: int | None, sinks: int, at_once: int) -> tuple[int, int]:
+    """Pages of a row that are kept for good, those of the sinks, and others, which with a window are a ring."""
+    whole = -(-capacity // PAGE)
+    if window is None:
+        return 0, whole
+    first = min(-(-sinks // PAGE), whole)
+    # The most pages that the positions which `at_once` new tokens see can touch: what is overwritten is out of all windows.
+    return first, min((window + at_once - 3) // PAGE + 2, whole - first)
+
+
+def cache_bytes(
+    config: LlamaConfig,
+    batch: int,
+    length: int,
+    dtype: jax.typing.DTypeLike,
+    options: CacheOptions = CacheOptions(),
+    at_once: int = 1,
+) -> int:
     """Bytes of the keys and values of `batch` rows of `length` tokens: 2 L B K S times H of `dtype`.
 
-    For int8 there are 4 more bytes for the factor of each head and position.
+    For int8 there are 4 more bytes for the factor of each head and position. With a window S is that of its pages.
     """
+    if options.window is not None:
+        length = min(length, PAGE * sum(pages_of(length, options.window, options.sinks, at_once)))
     rows = 2 * config.n_layers * batch * config.n_kv_heads * length
     dtype = jnp.dtype(dtype)
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
 
 
-def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with room for `capacity` tokens in each row.
-
-    Raises:
-      GenerationError: `capacity` is below the present one, so that tokens could be lost; or the cache has a window, which
-        needs no more room and is a ring that cannot be enlarged.
-    """
-    missing = capacity - cache.capacity
-    if missing < 0:
-        raise GenerationError(f"a cache of {cache.capacity} slots cannot shrink to capacity={capacity}")
-    if cache.window is not None:
-        raise GenerationError(f"a cache with window={cache.window} never needs to grow: its slots are reused")
-
-    def extend(buffer: jax.Array) -> jax.Array:
-        return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)])
-
-    return over_buffers(extend, cache)
+def cache_of(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int, parts: int = 1) -> KVCache:
+    """The cache of rows whose keys and values [L, B, K, T, H] are known, with room for `capacity` tokens, T or more."""
+    layers, batch, heads, new, width = keys.shape
+    both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
+    entries = -(-capacity // PAGE)
+    both = jnp.pad(both, [(0, 0), (0, 0), (0, entries * PAGE - new)] + [(0, 0)] * 3)
+    pages = both.reshape(layers, batch * entries, PAGE, 2 * heads, width)
+    return KVCache(pages, _own_pages(batch, parts, entries, np.arange(entries)), length)
 
 
 def is_quantized(cache: KVCache) -> bool:
     """Whether it is a cache of int8, whose keys are kept as `ops.smooth_keys` has them."""
-    return isinstance(cache.k, Quantized)
+    return isinstance(cache.pages, Quantized)
 
 
-def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KVCache:
-    """The same cache with `change` of every buffer; for int8 also of the factors, as [..., S, 1]."""
+def branch(cache: KVCache, group: int, room: int, division: Division | None = None) -> KVCache:
+    """A cache with `group` rows for each row of `cache`, consecutive ones, and room in each for `room` more tokens.
 
-    def of(buffer: Buffer) -> Buffer:
-        return over_rows(change, buffer) if isinstance(buffer, Quantized) else change(buffer)
-
-    k, v = jax.tree.map(of, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
-    return cache.replace(k=k, v=v)
-
-
-def slots_of(cache: KVCache, new: int) -> jax.Array:
-    """Where the next `new` tokens of each row are written: the slot of the first one, int32[B], or of each, int32[B, T]."""
-    if cache.window is None:
-        return cache.length
-    slots = ring_slots(cache.length, new, cache.capacity, cache.sinks)
-    return slots[:, 0] if new == 1 else slots
-
-
-def key_positions(cache: KVCache, new: int) -> jax.Array | None:
-    """int32[B, S], which position each slot holds once `new` tokens are written; None where slot s holds position s."""
-    return None if cache.window is None else ring_positions(cache.length, new, cache.capacity, cache.sinks)
-
-
-def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array) -> Buffer:
-    """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
-
-    No gradient flows into the cache. Positions are not checked here (`forward` does if it can): XLA drops a single token
-    without a slot, and shifts several that do not fit, or drops them.
+    They share the whole pages of the row; of its last page, which they go on writing to, each has a copy.
 
     Args:
-      buffer: [L, B, K, S, H].
-      new: [B, K, T, H].
-      slots: int32[B], the slot of each row's first new token; or int32[B, T], of each token.
-      layer: int32[].
+      cache: without a window.
+      division: over which axes of the mesh rows and heads are divided.
     """
-    new = lax.stop_gradient(new)
-    if isinstance(buffer, Quantized):
-        short = quantize(new)
-        return Quantized(_put(buffer.values, short.values, slots, layer), _put(buffer.scales, short.scales, slots, layer))
-    return _put(buffer, new.astype(buffer.dtype), slots, layer)
+
+    def of_part(pages: Any, table: jax.Array, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        count, page = pages.shape[1:3]
+        each = -(-room // page) + 1
+        table, length = (jnp.repeat(x, group, axis=0) for x in (table, length))
+        own = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
+        table = jnp.pad(table, ((0, 0), (0, each)))
+        whole, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        last = jnp.take_along_axis(table, whole, axis=1)[:, 0]
+        after = jnp.take_along_axis(own, jnp.clip(entry - whole, 0, each - 1), axis=1)
+        table = jnp.where(entry < whole, table, after)
+
+        def longer(pages: jax.Array) -> jax.Array:
+            pages = jnp.pad(pages, [(0, 0), (0, own.size)] + [(0, 0)] * (pages.ndim - 2))
+            return pages.at[:, own[:, 0]].set(pages[:, last])
+
+        return jax.tree.map(longer, pages), table, length
+
+    run: Callable[..., Any] = of_part
+    if division is not None and math.prod(mesh_in_force().values()) > 1:
+        rows, heads = division.mesh_axes_of_rows or None, division.mesh_axes_of_heads or None
+        specs = P(None, rows, None, heads), P(rows), P(rows)
+        run = jax.shard_map(of_part, in_specs=specs, out_specs=specs, check_vma=False)
+    pages, table, length = run(cache.pages, cache.table, cache.length)
+    return cache.replace(pages=pages, table=table, length=length)
 
 
-@for_cpu(cpu.put)
-def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
-    """`write` of [B, K, T, ...] into [L, B, K, S, ...]."""
-    layer = layer.astype(slots.dtype)
-    zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)
-    if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter
-        return lax.dynamic_update_slice(buffer, new[None], (layer, zero, zero, slots[0], *(zero for _ in rest)))
-    mesh, count = mesh_in_force(), new.shape[2]
-    if count <= MOST_SCATTERED:
-        # One scatter, of each row, head and token: of updates by whole rows a TPU makes a loop over the rows.
-        slots = slots[:, None] + jnp.arange(count, dtype=slots.dtype)[None] if slots.ndim == 1 else slots
-        plainly: Any = dict(unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds")
-        if math.prod(mesh.values()) == 1:
-            rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
-            return buffer.at[layer, rows, heads, slots[:, None]].set(new, **plainly)
+def gathered(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> View:
+    """Keys and values for an attention that knows no pages: of each row [R, K, S, H], or of each of `count` new tokens'
+    rows [T, K, S, H] where rows read different numbers of tokens. Those of int8 in `dtype`."""
+    table = view.table if view.each is not None else view.table[view.tokens(count)[0]]
 
-        # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
-        # Of more than one head on a device a TPU would then want the heads first and copy the cache.
-        def put_head(head: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [L, S, ...], [T, ...], [T]
-            return head.at[layer, slots].set(new, **plainly)
+    def of(first: int) -> Any:
+        def take(pages: jax.Array) -> jax.Array:
+            layer = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
+            found = layer[table][..., first::2, :]  # [R, n, page, K, H]
+            return found.reshape(len(table), -1, *found.shape[3:]).swapaxes(1, 2)
 
-        if new.shape[1] <= mesh.get("tensor", 1):
-            if math.prod(mesh.values()) == mesh.get("tensor", 1):
-                # Rows that are not divided are indices, in the order of the cache: a TPU wants it as it lies, and copies no
-                # cache at the ends of a loop over tokens (8B over 8 chips, 8 rows: 134 MB for each run of the program).
-                rows = jnp.arange(new.shape[0])[:, None]
-                put_heads = lambda heads, new: heads.at[layer, rows, slots].set(new, **plainly)
-                return jax.vmap(put_heads, (2, 1), 2)(buffer, new)
-            return jax.vmap(jax.vmap(put_head, (1, 0, None), 1), (1, 0, 0), 1)(buffer, new, slots)
+        found = over_rows(take, view.pages)
+        return dequantize(found, dtype) if isinstance(found, Quantized) else found
 
-    def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [L, K, S, ...], [K, T, ...], [] or [T]
-        if slots.ndim == 0:
-            return lax.dynamic_update_slice(row, new[None], (layer, zero, slots, *(zero for _ in rest)))
-        one_head = lambda row, new: row.at[layer, slots].set(new, unique_indices=True, mode="promise_in_bounds")
-        return jax.vmap(one_head, in_axes=(1, 0), out_axes=1)(row, new)
-
-    return jax.vmap(put_row, in_axes=(1, 0, 0), out_axes=1)(buffer, new, slots)
+    return View(of(0), of(1))
 
 
 def bucket(length: int, smallest: int) -> int:

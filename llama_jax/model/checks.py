@@ -12,16 +12,13 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.model.cache import KVCache
+from llama_jax.model.cache import KVCache, pages_of
 from llama_jax.model.options import Attend, Compute, Places
-from llama_jax.model.pages import PagedCache
 from llama_jax.model.params import TABLE, Llama, Row, rows
 from llama_jax.ops.attention import Seen, View
 
 
-def check_arguments(
-    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | PagedCache | None, places: Places
-) -> None:
+def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
     """Raise for arguments that `forward` does not accept; see there for the errors."""
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
@@ -45,49 +42,39 @@ def check_arguments(
             raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
         if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
             raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
-    if isinstance(cache, PagedCache):
-        _check_pages(config, tokens, cache, places)
+    if cache is not None:
+        _check_cache(config, tokens, cache, places)
     elif places.starts is not None:
-        raise GenerationError("starts are for a cache of pages; leave them out")
-    elif cache is not None:
-        _check_cache(config, params, cache, batch, new)
+        raise GenerationError("starts are for rows of a cache; leave them out")
 
 
-def _check_pages(config: LlamaConfig, tokens: jax.Array, cache: PagedCache, places: Places) -> None:
-    """Raise for a paged cache of another model, and for rows that are not said, or are not those of the table."""
+def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, places: Places) -> None:
+    """Raise for a cache of another model or of other rows, and for tokens that do not fit: they would be dropped."""
     wanted, found = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (found[0], *found[3:]) != wanted:
-        raise GenerationError(f"pages {list(found)} are not of this configuration: [layers, pages, page, 2 heads, width] is")
-    rows = cache.table.shape[0]
-    if places.starts is None or jnp.shape(places.starts) != (rows + 1,) or tokens.shape[1] != 1:
-        said = None if places.starts is None else list(jnp.shape(places.starts))
         raise GenerationError(
-            f"tokens {list(tokens.shape)} and starts {said} for {rows} rows of pages; int[T, 1] and int[{rows + 1}] are"
-            " needed"
+            f"a cache with pages {list(found)}, [layers, pages, page, 2 heads, width], is not one of this configuration;"
+            " make it with init_cache"
         )
-
-
-def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
-    """Raise if `new` tokens do not fit: XLA would shift the write and overwrite earlier tokens."""
-    if cache.length.shape[0] != batch:
-        raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
-    layers, (heads, _, width) = cache.k.shape[0], cache.k.shape[-3:]
-    if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
-        raise GenerationError(
-            f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"
-        )
-    if cache.window is not None:
-        if cache.sinks + cache.window + new - 1 > cache.capacity:
+    (batch, new), rows = tokens.shape, cache.table.shape[0]
+    if places.starts is not None:
+        if jnp.shape(places.starts) != (rows + 1,) or new != 1:
             raise GenerationError(
-                f"{new} tokens at once do not fit into a cache of capacity={cache.capacity} with window={cache.window} and"
-                f" sinks={cache.sinks}: at most {cache.capacity - cache.sinks - cache.window + 1} do"
+                f"tokens {[batch, new]} and starts {list(jnp.shape(places.starts))} for {rows} rows of a cache; int[T, 1]"
+                f" and int[{rows + 1}] are needed"
             )
         return
+    if rows != batch:
+        raise GenerationError(f"tokens have batch={batch} but the cache has {rows} rows")
+    pages = cache.pages.shape[1] // rows
+    if cache.window is not None and pages < sum(pages_of(cache.capacity, cache.window, cache.sinks, new)):
+        raise GenerationError(
+            f"{new} tokens at once do not fit into the {pages} pages of a row with window={cache.window} and"
+            f" sinks={cache.sinks}; make the cache with at_once={new}"
+        )
     filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
     if filled + new > cache.capacity:
-        raise GenerationError(
-            f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}; use grow() first"
-        )
+        raise GenerationError(f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}")
 
 
 def check_params(config: LlamaConfig, params: Llama) -> None:

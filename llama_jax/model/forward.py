@@ -13,16 +13,14 @@ from jax import lax
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, key_positions, slots_of, write
+from llama_jax.model.cache import KVCache, gathered, is_quantized
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
-from llama_jax.model.pages import PagedCache, gathered
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
-from llama_jax.ops.attention import PagedView, Seen, View
+from llama_jax.ops.attention import Division, PagedView, Seen, View
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.ops.quantized import Quantized
 from llama_jax.ops.weights.layers import is_held, split
 
 
@@ -30,7 +28,7 @@ def forward(
     config: LlamaConfig,
     params: Llama,
     tokens: jax.Array,
-    cache: KVCache | PagedCache | None = None,
+    cache: KVCache | None = None,
     *,
     places: Places = Places(),
     compute: Compute = Compute(),
@@ -43,10 +41,10 @@ def forward(
 
     Args:
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
-        a position beyond `config.max_seq_len`, which `generate` refuses. With a `PagedCache` int32[T, 1]: rows read
-        different numbers of tokens, and `places.starts` says which are whose.
+        a position beyond `config.max_seq_len`, which `generate` refuses. Where rows read different numbers of tokens,
+        int32[T, 1], and `places.starts` says which are whose.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. No gradient flows through
-        it, not even through the new tokens' own keys and values unless it is fresh: leave it out to differentiate.
+        it, not even through the new tokens' own keys and values: leave it out to differentiate.
       places: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialisation, attention.
       layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
@@ -85,17 +83,13 @@ class _Step(NamedTuple):
     Attributes:
       rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
       seen: which keys each query sees, for each different one of `_chunks`.
-      slots: where the new tokens are written, see `slots_of`; None without a cache.
-      lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
       sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
       query_scale: what queries are multiplied by, float32[B, 1, T, 1, 1], or None.
-      paged: of a `PagedCache`, without the pages and the layer.
+      paged: which pages are whose, without the pages and the layer; None without a cache.
     """
 
     rope: tuple[Rope, ...]
     seen: tuple[Seen, ...]
-    slots: jax.Array | None = None
-    lengths: jax.Array | None = None
     sink_rope: tuple[Rope, ...] | None = None
     query_scale: jax.Array | None = None
     paged: PagedView | None = None
@@ -105,7 +99,7 @@ def run(
     config: LlamaConfig,
     params: Llama,
     tokens: jax.Array,
-    cache: KVCache | PagedCache | None,
+    cache: KVCache | None,
     options: Options,
     tap: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, Any, Any]:
@@ -116,7 +110,11 @@ def run(
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunks(config, tokens, cache, places)
-    mix = _mixing_of(config, compute, layout, cache, chunks)
+    # Rows that read different numbers of tokens are not divided: their pages are one pool.
+    division = layout.division
+    if division is not None and places.starts is not None:
+        division = Division((), division.mesh_axes_of_heads)
+    mix = _mixing_of(config, compute, layout, cache, chunks, division)
     step = _step_of(config, tokens, cache, places, chunks)
     embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
@@ -130,30 +128,27 @@ def run(
         return _times(norm(layout.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
-        block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array, layer: int | None = None
+        block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
     ) -> Any:
         # Where layers are scanned and differ, which kind one is is known when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
         normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, kind)
-        kept = _smoothed(config, block, heads) if buffers is not None and isinstance(buffers[0], Quantized) else heads
-        buffers, view = _view_of(cache, buffers, kept, step, index)
+        kept = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
+        pages, view = _view_of(pages, kept, step, index, division)
         mixed = mix(kind, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
         normed = layout.constrain(norm(after, block.ffn_norm), "normed")
         after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
         after = layout.constrain(after, "residual")
-        return after, buffers, None if tap is None else tap(hidden, after, heads.keys, heads.values)
+        return after, pages, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
     def step_of(layer: int | None) -> Callable[..., Any]:
         one = partial(run_layer, layer=layer)
         return one if compute.remat == "none" else rematerialise(compute.remat, one)
 
-    buffers: Any = None
-    if cache is not None:
-        buffers = (cache.pages,) if isinstance(cache, PagedCache) else (cache.k, cache.v)
-    carry: Any = hidden, buffers
+    carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
     held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     sliced, layer_of = split(params.blocks, held)
@@ -173,16 +168,13 @@ def run(
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
-    hidden, buffers = carry
+    hidden, pages = carry
     hidden = finish(config, params, hidden)
     if cache is None:
         return hidden, None, taken
-    if isinstance(cache, PagedCache):
-        assert step.paged is not None
-        return hidden, cache.replace(pages=buffers[0], length=step.paged.lengths), taken
-    k, v = buffers
-    new = tokens.shape[1] if places.lengths is None else places.lengths
-    return hidden, cache.replace(k=k, v=v, length=cache.length + new, fresh=False), taken
+    assert step.paged is not None
+    lengths = step.paged.lengths if places.lengths is None else cache.length + places.lengths
+    return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
 def finish(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
@@ -198,13 +190,20 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _mixing_of(
-    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | PagedCache | None, chunks: list[int | None]
+    config: LlamaConfig,
+    compute: Compute,
+    layout: Layout,
+    cache: KVCache | None,
+    chunks: list[int | None],
+    division: Division | None,
 ) -> Callable[[int | jax.Array, _Heads, View | PagedView, tuple[Seen, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
     check_attend(config, compute)
-    attend = layout.attend or ops.attend if compute.attend is None else checked_attention(compute.attend)
+    attend = layout.attend or partial(ops.attend, division=division)
+    if compute.attend is not None:
+        attend = checked_attention(compute.attend)
     options: dict[str, Any] = {"scale": config.score_scale}
     remembered = () if cache is None or cache.window is None else (cache.window,)
     own = [() if layer.window is None else (layer.window,) for layer in config.layer_kinds]
@@ -214,28 +213,28 @@ def _mixing_of(
     ]
     different = list(dict.fromkeys(masks))
 
-    if compute.attention != "auto":
-        if cache is not None and cache.sinks:
-            raise ConfigError(f"attention={compute.attention!r}: a cache with sinks is read by blocks, in one way only")
-        options["backend"] = compute.attention
-
     own_attention = compute.attend is not None or compute.attention != "auto"
+    if own_attention and cache is not None and cache.sinks:
+        raise ConfigError("a cache with sinks is read by blocks, in one way only; leave attend and attention out")
+    if compute.attention != "auto":
+        options["backend"] = compute.attention
 
     def mix_within(
         mask: tuple[int | None, int], heads: _Heads, view: View | PagedView, seen_by_chunk: tuple[Seen, ...]
     ) -> jax.Array:
         window, seen = mask[0], seen_by_chunk[mask[1]]
-        if isinstance(view, PagedView):
-            if not own_attention:
-                queries = heads.queries.squeeze(2)
-                mixed = ops.attend_paged(queries, view, scale=config.score_scale, window=window, chunk=some[mask[1]])
-                return mixed[:, :, None]
-            view = gathered(view, len(heads.queries))
-        if heads.sink_queries is None or cache is None:
+        if not isinstance(view, PagedView) or cache is None:
             return attend(heads.queries, view, seen, window=window, **options)
-        return ops.attend_with_sinks(
-            heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, window=window, **options
+        if own_attention:
+            return attend(
+                heads.queries, gathered(view, seen.query_positions.size, heads.queries.dtype), seen, window=window, **options
+            )
+        queries, sink_queries = (None if x is None else _by_token(x) for x in (heads.queries, heads.sink_queries))
+        masks: dict[str, Any] = {"window": window, "chunk": some[mask[1]], "sinks": cache.sinks}
+        mixed = ops.attend_paged(
+            queries, view, scale=config.score_scale, sink_queries=sink_queries, division=division, **masks
         )
+        return _by_row(mixed, len(heads.queries))
 
     def mix(kind: int | jax.Array, heads: _Heads, view: View | PagedView, seen: tuple[Seen, ...]) -> jax.Array:
         if isinstance(kind, int):
@@ -248,11 +247,11 @@ def _mixing_of(
     return mix
 
 
-def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | PagedCache | None, places: Places) -> list[int | None]:
+def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> list[int | None]:
     """The chunk of each kind of layer, None where all that can be seen is in one."""
     end: int | None = tokens.shape[1]  # all positions are below it
-    if cache is not None and not cache.fresh:
-        end = cache.capacity if cache.window is None else None
+    if cache is not None:
+        end = cache.capacity
     end = end if places.positions is None else None
     return [
         None if end is not None and layer.chunk is not None and end <= layer.chunk else layer.chunk
@@ -272,25 +271,24 @@ def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Place
         # More than any document has: so each chunk of each document has a number of its own.
         chunks = -(-max(config.max_seq_len, seen.query_positions.shape[-1]) // chunk)
         queries, keys = seen.query_segments * chunks + queries, seen.key_segments * chunks + keys
-    return seen.replace(query_segments=queries, key_segments=keys, by_slot=False)
+    return seen.replace(query_segments=queries, key_segments=keys)
 
 
 def _step_of(
     config: LlamaConfig,
     tokens: jax.Array,
-    cache: KVCache | PagedCache | None,
+    cache: KVCache | None,
     places: Places,
     chunks: list[int | None],
 ) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
-    paged = cache.view(places.starts) if isinstance(cache, PagedCache) else None
-    if paged is not None:
-        slots = jnp.maximum(paged.tokens(len(tokens))[1], 0)[:, None]
-        if places.rope_lengths is None:
+    paged, slots = None, jnp.broadcast_to(order, tokens.shape)
+    if cache is not None:
+        paged = cache.view(new, places.starts)
+        slots = jnp.maximum(paged.tokens(tokens.size)[1], 0).reshape(tokens.shape)
+        if places.starts is not None and places.rope_lengths is None:
             places = places._replace(rope_lengths=slots + 1)
-    else:
-        slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order[None]
     kinds = config.layer_kinds
 
     def rope(positions: jax.Array) -> tuple[Rope, ...]:
@@ -313,23 +311,15 @@ def _step_of(
     def by_chunk(seen: Seen) -> tuple[Seen, ...]:
         return tuple(_in_chunks(config, seen, chunk, places) for chunk in dict.fromkeys(chunks))
 
-    if isinstance(cache, PagedCache):
-        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True))
-        return _Step(own, seen, query_scale=scale, paged=paged)
-    if cache is None or cache.fresh:
-        seen = by_chunk(Seen.whole(new, places.segment_ids))
-        return _Step(own, seen, None if cache is None else slots_of(cache, new), query_scale=scale)
-    held = key_positions(cache, new)
+    if cache is None:
+        return _Step(own, by_chunk(Seen.whole(new, places.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
-    if held is None:
-        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True))
-        return _Step(own, seen, slots_of(cache, new), cache.length + new, query_scale=scale)
-    seen = by_chunk(Seen(slots, held))
-    return _Step(own, seen, slots_of(cache, new), sink_rope=sink_rope, query_scale=scale)
+    seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
+    return _Step(own, seen, sink_rope, scale, paged)
 
 
 class _Heads(NamedTuple):
@@ -418,18 +408,24 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 
 
 def _view_of(
-    cache: KVCache | PagedCache | None, buffers: tuple[Any, ...] | None, heads: _Heads, step: _Step, layer: jax.Array
-) -> tuple[tuple[Any, ...] | None, View | PagedView]:
-    """The buffers of a layer with the new tokens, and what its queries may read."""
-    if step.paged is not None and buffers is not None:
-        view = step.paged.replace(layer=layer)
-        pages = ops.write_paged(buffers[0], heads.keys.squeeze(2), heads.values.squeeze(2), view)
-        return (pages,), view.replace(pages=pages)
-    fresh = View.of(heads.keys, heads.values)
-    if cache is None or buffers is None or step.slots is None:
-        return None, fresh
-    buffers = write(buffers[0], heads.keys, step.slots, layer), write(buffers[1], heads.values, step.slots, layer)
-    return buffers, fresh if cache.fresh else View(*buffers, layer, step.lengths)
+    pages: Any, heads: _Heads, step: _Step, layer: jax.Array, division: Division | None
+) -> tuple[Any, View | PagedView]:
+    """The pages with the new tokens, and what the queries of a layer may read."""
+    if step.paged is None:
+        return None, View(heads.keys, heads.values)
+    view = step.paged.replace(layer=layer)
+    pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, division)
+    return pages, view.replace(pages=pages)
+
+
+def _by_token(x: jax.Array) -> jax.Array:
+    """[B, K, T, ...] as [B * T, K, ...]."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def _by_row(x: jax.Array, batch: int) -> jax.Array:
+    """[B * T, K, ...] as [B, K, T, ...]."""
+    return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
 def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, layout: Layout) -> jax.Array:

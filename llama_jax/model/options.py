@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from llama_jax.config.numbers import is_floating
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention import AttentionBackend
+from llama_jax.ops.attention import AttentionBackend, Division
 from llama_jax.ops.cross_entropy import Constrain
 from llama_jax.ops.moe import ExpertSharding
 
@@ -35,8 +35,8 @@ class Places(NamedTuple):
         length so far, for each document of a packed row by itself. Keys in the cache keep the rotation with which they were
         written: a prompt that is read in pieces needs its whole length from the first piece, and while a row grows in
         decoding its older keys keep the frequencies of the shorter length, as they do in transformers.
-      starts: int32[R + 1], with a `PagedCache` and only there: the tokens are int32[T, 1], and row r's next ones are
-        [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
+      starts: int32[R + 1], for rows that read different numbers of tokens, with a cache only: the tokens are int32[T, 1],
+        and row r's next ones are [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
     """
 
     lengths: Any = None
@@ -57,8 +57,7 @@ class Compute:
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
         host's memory.
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose`.
-      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or the layout's. A cache
-        with sinks is always read by `ops.attend_with_sinks`.
+      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or the layout's.
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an
@@ -98,7 +97,8 @@ class Layout:
     Attributes:
       constrain: given the name of an activation, lays it out over the devices; for the names see the call sites,
         `parallel.specs` and `inference.placement`.
-      attend: replaces `ops.attend`: with the axes over which rows and heads are cut, or by ring attention.
+      attend: replaces `ops.attend`, by ring attention.
+      division: the axes over which rows and heads are divided in attention.
       experts: the axes over which rows and experts' matrices are cut, see `ops.experts`.
       arrange: brings the rows of a training batch, and the tokens in them, into another order or shape, for which `attend`
         is made; sums over tokens do not depend on it. See `parallel.ring`.
@@ -111,6 +111,7 @@ class Layout:
 
     constrain: Constrain = unconstrained
     attend: Attend | None = None
+    division: Division | None = None
     experts: ExpertSharding | None = None
     arrange: Callable[[Any], Any] = identity
     fit: Callable[[Any], Any] = identity

@@ -4,7 +4,7 @@ Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L la
 K key/value heads, G queries per key/value head, H head dim, F feed-forward, E experts, V vocabulary.
 """
 
-from llama_jax.ops.attention import attend, attend_paged, attend_with_sinks, write_paged
+from llama_jax.ops.attention import attend, attend_paged, write_paged
 from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
@@ -21,7 +21,6 @@ __all__ = [
     "apply_rotary",
     "attend",
     "attend_paged",
-    "attend_with_sinks",
     "compile_native",
     "cross_entropy",
     "decodes_natively",

@@ -282,43 +282,6 @@ def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax
     return plain(*lax.optimization_barrier((table, rows))) if is_short(table) else plain(table, rows)
 
 
-# --- the cache ---------------------------------------------------------------------------------------------------------
-
-
-def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
-    """`model.cache`'s write of new tokens: a slice of each row after the other, or of each token where slots are a ring.
-
-    XLA copies the whole buffer for a scatter into it, and does one on 16-bit floats by way of float32; so the bits are
-    written as integers.
-    """
-    if is_divided():
-        return restore(jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new)))
-    rows, heads, tokens = new.shape[:3]
-    each, zero = jnp.asarray(slots).reshape(rows, -1), jnp.zeros((), slots.dtype)
-    if native_code.value:
-        with jax.numpy_rank_promotion("allow"):
-            each = each if each.shape[1] == tokens else each + jnp.arange(tokens, dtype=each.dtype)
-            places = ((layer * rows + jnp.arange(rows)[:, None]) * heads + jnp.arange(heads)) * buffer.shape[3]
-            places = jnp.where(
-                each[:, None] < buffer.shape[3], places[..., None] + each[:, None], math.prod(buffer.shape[:4])
-            )
-        return native.put_rows(buffer, new, places.astype(jnp.int32).reshape(-1))
-    count, layer, rest = each.shape[1], layer.astype(slots.dtype), (zero,) * (new.ndim - 3)
-
-    def put_one(i: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
-        row, token = i // count, i % count
-        size = (1, new.shape[1], tokens // count, *new.shape[3:])
-        some = lax.dynamic_slice(new, (row, zero, token, *rest), size)
-        return lax.dynamic_update_slice(buffer, some[None], (layer, row, zero, each[row, token], *rest))
-
-    def put_all(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        if rows * count == 1:
-            return put_one(zero, buffer, new)
-        return lax.fori_loop(zero, zero + rows * count, lambda i, buffer: put_one(i, buffer, new), buffer)
-
-    return restore(jax.tree.map(put_all, keep(buffer), keep(new)))
-
-
 # --- several processes ---------------------------------------------------------------------------------------------------
 
 
@@ -431,60 +394,10 @@ def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, 
 
 # --- attention -----------------------------------------------------------------------------------------------------------
 #
-# - int8 keys converted to float32 would be written before they are read, where int8 by int8 reads them as they lie.
 # - The scores of a block, of all rows and heads, should stay in the processor's cache.
 
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
-FEW_QUERIES = 64  # of so many at most, keys are not worth converting
-FINER = 254  # how much finer the second integer of a query's entry counts than the first
-
-
-MOST_QUERIES = 16  # of a row, for which `native` attends
-
-
-def attend_few(
-    plain: Callable[..., jax.Array], queries: jax.Array, keys: Any, values: Any, seen: Any, scale: float, window: Any = None
-) -> jax.Array:
-    """`attention.rows` of a token that is decoded, and of a few: natively, see `platform.native_code`.
-
-    XLA reads every slot of a cache, also those that hold nothing yet, and needs ten kernels: of a 110M model with q4_0
-    weights and 256 slots, of which 100 are filled, 0.9 of 4.3 ms a token.
-    """
-    few = seen.by_slot and window is None and queries.shape[2] <= MOST_QUERIES
-    dtypes = {str(getattr(x, "dtype", None)) for x in (queries, keys, values)}
-    if not (native_code.value and few and len(dtypes) == 1 and dtypes <= {"float32", "bfloat16"}):
-        return plain(queries, keys, values, seen, scale, window)
-    return _attend_natively(plain, scale, queries, keys, values, seen).astype(queries.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_natively(plain: Any, scale: float, queries: Any, keys: Any, values: Any, seen: Any) -> jax.Array:
-    return native.attend(queries, keys, values, seen.query_positions + 1, scale)
-
-
-def _attend_natively_forward(plain: Any, scale: float, *arrays: Any) -> tuple[jax.Array, Any]:
-    return _attend_natively(plain, scale, *arrays), arrays
-
-
-def _attend_natively_backward(plain: Any, scale: float, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    *arrays, seen = residuals
-    return *jax.vjp(lambda *arrays: plain(*arrays, seen, scale), *arrays)[1](gradient), None
-
-
-_attend_natively.defvjp(_attend_natively_forward, _attend_natively_backward)
-
-
-def attend_in_stack(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, seen: Any, **options: Any) -> jax.Array:
-    """`attention.attend`, which reads a layer's keys and values where they lie in the stack; XLA would copy them."""
-    few = seen.by_slot and options.get("window") is None and queries.shape[2] <= MOST_QUERIES
-    dtypes = {str(getattr(x, "dtype", None)) for x in (queries, view.keys, view.values)}
-    plainly = options.get("backend", "auto") == "auto"
-    if view.layer is None or is_divided() or not (native_code.value and few and plainly and len(dtypes) == 1):
-        return plain(queries, view, seen, **options)
-    if not dtypes <= {"float32", "bfloat16"}:
-        return plain(queries, view, seen, **options)
-    found = native.attend(queries, view.keys, view.values, seen.query_positions + 1, options["scale"], view.layer)
-    return found.astype(queries.dtype)
+FINER = 254  # how much finer the second integer of an entry counts than the first
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
@@ -508,24 +421,6 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)
     return plain(jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 1), (0, 0)]), b)[..., :1, :]
-
-
-def multiply_by_integers(plain: Callable[..., jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`attention.rows.with_integers` of few queries, each entry as the sum of two integers, see `in_integers`.
-
-    The keys are wrong by 250 times as much. Other platforms take the queries as they are.
-    """
-    if queries.shape[-3] * queries.shape[-2] > FEW_QUERIES:
-        return plain(queries, keys)
-    if keys.ndim == 4 and keys.shape[0] == 1:
-        return multiply_by_integers(plain, queries[0], keys[0])[None]
-    coarse, fine, factors = in_integers(queries)
-    both = jnp.concatenate([coarse, fine], axis=-2)  # [..., T, 2 G, H]
-    batch = tuple(range(keys.ndim - 2))
-    dimensions = ((both.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
-    found = lax.dot_general(both, keys, dimensions, preferred_element_type=jnp.int32).astype(jnp.float32)
-    coarse, fine = jnp.split(found, 2, axis=-2)
-    return (coarse + fine / FINER) * factors
 
 
 def side_of_blocks(plain: Callable[..., int], heads: int) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.cache import KVCache
+from llama_jax.model.cache import KVCache, cache_of
 from llama_jax.model.options import Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.whole import Layer, observe
@@ -24,7 +24,7 @@ from llama_jax.training.batch import Shifted
 Read = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
 
 
-def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
+def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> Read:
     """The `prefill` of whole prompts with their tokens over `context`; meant for `jax.jit`.
 
     Each device computes its share of every layer. The cache is then what one device would have made, laid out by
@@ -32,10 +32,11 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
 
     Args:
       config: of the model as the mesh holds it, see `fitted`, and as `load` with a mesh returns it.
+      capacity: tokens that a row of the cache has room for.
 
     Returns:
       A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
-      real, int32[B], at least 1. It gives the cache, of T slots, and the state [B, D] of each row's last token:
+      real, int32[B], at least 1. It gives the cache and the state [B, D] of each row's last token:
       together a `Reading`, for `start` of `inference.state`.
 
     Raises:
@@ -55,7 +56,8 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
             return gather(layer.keys), gather(layer.values)
 
         hidden, (keys, values) = observe(config, params, rows.tokens, keep, places=places, layout=layout)
-        return KVCache(k=keys, v=values, length=lengths), _last_of_rows(mesh, hidden, lengths)
+        cache = cache_of(keys, values, lengths, capacity, sizes.rows)
+        return cache, _last_of_rows(mesh, hidden, lengths)
 
     return read
 

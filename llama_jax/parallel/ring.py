@@ -144,7 +144,7 @@ def ring_attention(mesh: Mesh) -> Attend:
         if not seen.ordered:
             raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
         segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
-        keys, values = view.read()
+        keys, values = view
         announce("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
         return _mix(_Ring(mesh, scale, window), queries, keys, values, segments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.placement import Placement
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama, Row
-from llama_jax.ops.attention import Division, attend
+from llama_jax.ops.attention import Division
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.fit import changed, fit_array, has_groups, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -66,5 +67,11 @@ def layout_to_generate(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, La
     if mesh.size == 1:
         return held, Layout(mesh=mesh.abstract_mesh)
     placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
-    attention = partial(attend, division=Division(BATCH, ("tensor",)))
-    return held, Layout(placement, attention, EXPERTS._replace(batch=BATCH), fit=training.fit, mesh=mesh.abstract_mesh)
+    return held, Layout(
+        placement,
+        division=Division(BATCH, ("tensor",)),
+        experts=EXPERTS._replace(batch=BATCH),
+        fit=training.fit,
+        shares=math.prod(mesh.shape[axis] for axis in BATCH),
+        mesh=mesh.abstract_mesh,
+    )

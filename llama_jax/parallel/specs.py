@@ -31,7 +31,7 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama, Row, rows
 from llama_jax.model.trees import build, is_weight, param_shapes
-from llama_jax.ops.attention import Division, attend
+from llama_jax.ops.attention import Division
 from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.quantized import Quantized
 from llama_jax.ops.weights import ChangedWeight, JoinedWeight, LowRank, MixedStack, QuantizedWeight, shardings_of_planes
@@ -148,9 +148,8 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
     """
     _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
     rows = batch_spec(sizes, batch)
-    spec = P(None, *rows, "tensor")  # [L, B, K, S, H]
-    buffers = Quantized(spec, spec) if quantized else spec
-    return KVCache(k=buffers, v=buffers, length=rows)
+    spec = P(None, *rows, None, "tensor")  # [L, P, page, 2K, H]
+    return KVCache(Quantized(spec, spec) if quantized else spec, table=rows, length=rows)
 
 
 def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
@@ -263,7 +262,8 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     ring = sizes.context > 1
     layout = Layout(
         constrain=constrain_over(mesh),
-        attend=ring_attention(mesh) if ring else partial(attend, division=Division(BATCH, ("tensor",))),
+        attend=ring_attention(mesh) if ring else None,
+        division=Division(BATCH, ("tensor",)),
         experts=EXPERTS,
         arrange=divide_over(mesh) if ring else identity,
         fit=fit_params,
@@ -285,8 +285,7 @@ def reading_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     config, layout = layout_over(config, mesh)
     if layout.arrange is identity:
         return config, layout
-    whole = partial(attend, division=Division((*BATCH, "context"), ("tensor",)))
-    return config, replace(layout, attend=whole, arrange=identity)
+    return config, replace(layout, attend=None, division=Division((*BATCH, "context"), ("tensor",)), arrange=identity)
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:

@@ -16,11 +16,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.opening import Progress
 from llama_jax.inference.generate import LARGEST_PREFILL
-from llama_jax.model.cache import KVCache, init_cache
+from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.evaluate import check_batch, check_vocabulary, nats_of
 
@@ -220,7 +219,7 @@ def piece_nats(
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)
-_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks"))
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks", "at_once"))
 
 
 def empty_cache(
@@ -228,9 +227,7 @@ def empty_cache(
 ) -> KVCache:
     """A cache of the parameters' form and dtype, made on the device; with a window, for pieces of so many tokens."""
     dtype = jnp.dtype(options.dtype or params.embedding.dtype)
-    if options.window is not None:
-        capacity = options.sinks + options.window + piece - 1
-    ring = {"window": options.window, "sinks": options.sinks}
+    ring = {"window": options.window, "sinks": options.sinks, "at_once": piece}
     return _init_cache(config, batch, capacity, dtype, **ring)
 
 

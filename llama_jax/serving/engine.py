@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.pages import PAGE
+from llama_jax.model.cache import PAGE
 from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked, room_of
 from llama_jax.serving.choosing import ChosenTokens, unpack

@@ -13,11 +13,10 @@ from llama_jax.inference.drafting import Drafter
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.speculation import DraftModel
 from llama_jax.model.adapter_table import adapters_in
+from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout
-from llama_jax.model.pages import page_bytes
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch, programs_for
 
@@ -81,7 +80,7 @@ class ServedModel:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, with the draft model's."""
-        return sum(page_bytes(model.config, model.cache_dtype) for model in self.models)
+        return sum(cache_bytes(model.config, 1, PAGE, model.cache_dtype) for model in self.models)
 
     def rope_root(self, length: int) -> int:
         """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""

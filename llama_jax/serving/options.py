@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
+from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.options import Compute
-from llama_jax.model.pages import PAGE, page_bytes
-from llama_jax.model.window import CacheOptions
 
 SMALLEST_PIECE = 16  # the last piece of a prompt may be so short
 TOKENS_OF_ROW = 512  # for which there is room by default
@@ -89,7 +88,7 @@ class EngineOptions:
 
     def pool_bytes(self, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> int:
         """Bytes of the cache of a model whose computation is in `dtype`."""
-        return self.pages(config) * page_bytes(config, jnp.dtype(self.cache.dtype or dtype))
+        return self.pages(config) * cache_bytes(config, 1, PAGE, jnp.dtype(self.cache.dtype or dtype))
 
     def programs(self, config: LlamaConfig) -> int:
         """About how many programs are compiled: one for each step, a burst, a scoring, and what empties and enters rows."""

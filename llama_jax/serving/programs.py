@@ -23,9 +23,9 @@ from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.inference.state import Request, State, logits_of
 from llama_jax.model.adapter_table import choose_adapters
+from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
-from llama_jax.model.pages import PagedCache, init_pages
 from llama_jax.model.params import Llama
 from llama_jax.serving.choosing import (
     ChosenTokens,
@@ -42,7 +42,7 @@ class ServingState(struct.PyTreeNode):
     """What the device holds between steps; a request has a seat in it for as long as it is served.
 
     Attributes:
-      pages: keys and values, see `PagedCache`.
+      pages: keys and values, see `KVCache`.
       draft_pages: the draft model's, of the same tokens in the same pages; None without one.
       token: int32[S], the last token that was chosen in each seat.
       seen: bool[S, rows of the output projection], tokens of prompt and continuation, for the repetition penalty.
@@ -261,8 +261,8 @@ def read_by(
     Args:
       adapter: int32[R], of each row.
     """
-    cache = PagedCache(pages, batch.table, batch.lengths)
-    row, position = cache.view(batch.starts).tokens(len(batch.tokens))
+    cache = KVCache(pages, batch.table, batch.lengths)
+    row, position = cache.view(1, batch.starts).tokens(len(batch.tokens))
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
     places = Places(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
@@ -279,7 +279,7 @@ def _read(
     compute: Compute,
     layout: Layout,
 ) -> tuple[ServingState, jax.Array]:
-    row, _ = PagedCache(state.pages, batch.table, batch.lengths).view(batch.starts).tokens(len(batch.tokens))
+    row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).tokens(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
     batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
     pages, hidden = read_by(config, params, state.pages, batch, compute, layout, settings.wishes.adapter)

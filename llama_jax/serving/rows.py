@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
-from llama_jax.model.pages import PAGE
+from llama_jax.model.cache import PAGE
 from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.drafting import Kind, KnownRow
 from llama_jax.serving.model import STOPS

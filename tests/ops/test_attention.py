@@ -58,7 +58,7 @@ def value_and_gradients_of(function, arrays):
     """What attention gives, and the gradients of a sum in which every entry counts differently."""
 
     def total(arrays):
-        mixed = function(arrays[0], View.of(*arrays[1:]))
+        mixed = function(arrays[0], View(*arrays[1:]))
         return jnp.sum(jnp.sin(mixed)), mixed
 
     gradients, mixed = jax.jit(jax.grad(total, has_aux=True))(arrays)
@@ -189,7 +189,7 @@ class TestDerivatives:
     @staticmethod
     def loss(backend, arrays):
         seen = Seen.whole(LENGTH, some_segments(2, LENGTH))
-        return jnp.sum(jnp.sin(ops.attend(arrays[0], View.of(*arrays[1:]), seen, scale=0.5, backend=backend)))
+        return jnp.sum(jnp.sin(ops.attend(arrays[0], View(*arrays[1:]), seen, scale=0.5, backend=backend)))
 
     def test_forward_and_second_order_are_those_of_the_reference(self):
         with jax.enable_x64(True):
@@ -205,7 +205,7 @@ class TestDerivatives:
 
     def test_saves_no_scores_for_the_backward_pass(self):
         queries, keys = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
-        attend = lambda q, k, v: ops.attend(q, View.of(k, v), Seen.whole(40), scale=1.0, backend="rows")
+        attend = lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(40), scale=1.0, backend="rows")
         pull = jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[1], queries, keys, keys)
         assert max(kept.size for kept in jax.tree.leaves(pull)) <= queries.size
 
@@ -215,7 +215,7 @@ class TestViews:
         queries, keys, values = operands()
         stacked = View(jnp.stack([values, keys]), jnp.stack([keys, values]), jnp.int32(1))
         attend = jax.jit(partial(ops.attend, seen=Seen.whole(LENGTH), scale=0.5))
-        np.testing.assert_array_equal(attend(queries, stacked), attend(queries, View.of(keys, values)))
+        np.testing.assert_array_equal(attend(queries, stacked), attend(queries, View(keys, values)))
 
     @pytest.mark.parametrize(
         ("new", "groups"),
@@ -323,7 +323,7 @@ class TestMemory:
         def compiled(length, checkpointed):
             arrays = [jax.ShapeDtypeStruct((1, 4, length, *rest, 32), jnp.float32) for rest in ((1,), (), ())]
             seen = Seen.whole(length)
-            attend = lambda q, k, v: ops.attend(q, View.of(k, v), seen, scale=1.0, backend="blockwise")
+            attend = lambda q, k, v: ops.attend(q, View(k, v), seen, scale=1.0, backend="blockwise")
             attend = jax.checkpoint(attend, policy=policy) if checkpointed else attend
             return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))).lower(*arrays).compile()
 
@@ -412,7 +412,7 @@ class TestChoice:
     def test_what_cannot_be_is_refused(self, backend, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, View.of(*rest), Seen.whole(LENGTH), scale=1.0, backend=backend)
+            ops.attend(queries, View(*rest), Seen.whole(LENGTH), scale=1.0, backend=backend)
 
     def test_a_program_for_other_devices_is_traced_for_them(self):
         """As `estimate` does for devices that are not there."""
@@ -420,7 +420,7 @@ class TestChoice:
         mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2, abstract_device=device)
         queries, keys, values = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in operands(0, (8, 2, 256, 2, 64)))
         division = Division(("fsdp",), ("tensor",))
-        attend = lambda q, k, v: ops.attend(q, View.of(k, v), Seen.whole(256), scale=1.0, division=division)
+        attend = lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(256), scale=1.0, division=division)
         with jax.sharding.use_abstract_mesh(mesh), observed() as taken:
             jaxpr = jax.make_jaxpr(attend)(queries, keys, values)
         assert taken == {"splash": "on TPU v5 lite"}
@@ -429,7 +429,7 @@ class TestChoice:
     def test_the_log_says_it_to_who_observes_once(self, caplog):
         def trace(length):
             arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(0, (1, 1, length, 1, 2)))
-            jax.eval_shape(lambda q, k, v: ops.attend(q, View.of(k, v), Seen.whole(length), scale=1.0), *arrays)
+            jax.eval_shape(lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(length), scale=1.0), *arrays)
 
         with caplog.at_level(logging.INFO, "llama_jax.attention"), observed() as taken:
             trace(1024)
@@ -456,7 +456,7 @@ class TestChoice:
     def test_nonsense(self, change, told, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, View.of(*rest), Seen.whole(LENGTH).replace(**change), scale=1.0, **told)
+            ops.attend(queries, View(*rest), Seen.whole(LENGTH).replace(**change), scale=1.0, **told)
 
     def test_the_definition_reads_no_quantized_values(self):
         queries, keys, values = operands()
@@ -487,7 +487,7 @@ class TestKernels:
         arrays = operands(0, (2, 2, 270, 3, 8))
         seen = Seen.whole(270, some_segments(2, 270) if packed else None)
         expected = value_and_gradients(arrays, seen, "reference", window)
-        found = value_and_gradients_of(lambda q, view: cudnn(q, *view.read(), seen, scale=0.5, window=window), arrays)
+        found = value_and_gradients_of(lambda q, view: cudnn(q, *view, seen, scale=0.5, window=window), arrays)
         assert_near(found, expected, rtol=1e-4, atol=2e-5)
         assert len(given_as) == (4 if packed else 1)
         assert all(("mask" in told) == packed for told in given_as)
@@ -530,7 +530,7 @@ class TestKernels:
         arrays = operands(0, (2, 2, 256, 2, 64))
         seen = Seen.whole(256, some_segments(2, 256) if packed else None)
         kernel = partial(splash, seen=seen, scale=0.5, window=window, interpret=True)
-        found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view.read())))(arrays)
+        found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view)))(arrays)
         assert_near(found, value_and_gradients(arrays, seen, "reference", window), rtol=1e-4, atol=2e-5)
 
     @pytest.mark.slow
@@ -545,7 +545,7 @@ class TestKernels:
         def run(arrays):
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 divided = over_devices(kernel, Division(("fsdp",), ("tensor",)))
-                return value_and_gradients_of(lambda q, view: divided(q, *view.read(), seen), arrays)
+                return value_and_gradients_of(lambda q, view: divided(q, *view, seen), arrays)
 
         placed = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, P("fsdp", "tensor")))
         found = run(placed)

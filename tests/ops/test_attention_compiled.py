@@ -93,7 +93,7 @@ def test_packed_training_is_by_kernels_forward_and_backward(topology, shape, nam
     def step(queries, keys, values, segments, gradient):
         seen = Seen.whole(length, segments)
         mixed, back = jax.vjp(
-            lambda q, k, v: ops.attend(q, View.of(k, v), seen, scale=0.1, division=division), queries, keys, values
+            lambda q, k, v: ops.attend(q, View(k, v), seen, scale=0.1, division=division), queries, keys, values
         )
         return mixed, back(gradient)
 
@@ -112,7 +112,7 @@ def test_a_prompt_reaches_the_kernels(topology):
     of_queries, of_keys, of_cache = (1, 8, 512, 4, 128), (1, 8, 512, 128), (1, 8, 8192, 128)
 
     def first(queries, keys, values):
-        return ops.attend(queries, View.of(keys, values), Seen.whole(512), scale=0.1)
+        return ops.attend(queries, View(keys, values), Seen.whole(512), scale=0.1)
 
     def later(queries, keys, values, positions):
         seen = Seen(positions, jnp.arange(8192, dtype=jnp.int32)[None])

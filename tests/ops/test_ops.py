@@ -233,7 +233,7 @@ def plain_attention(q, k, v, positions, scale):
 def attend_at(positions, queries, keys, values, *, scale=0.5, segments=(None, None)):
     """Queries at positions [B|1, T], keys at their slots."""
     seen = Seen(positions, jnp.arange(keys.shape[2])[None], *segments)
-    return ops.attend(queries, View.of(keys, values), seen, scale=scale)
+    return ops.attend(queries, View(keys, values), seen, scale=scale)
 
 
 half_scaled = jax.jit(lambda q, k, v, positions: attend_at(positions, q, k, v))
@@ -318,7 +318,7 @@ class TestAttention:
 
         def value_and_gradients(seen, operands):
             def attend(q, k, v):
-                return ops.attend(q, View.of(k, v), seen, scale=0.5)
+                return ops.attend(q, View(k, v), seen, scale=0.5)
 
             return attend(*operands), gradients(attend, *operands)
 
@@ -328,7 +328,7 @@ class TestAttention:
     def test_what_nobody_sees_is_not_computed(self):
         q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
         seen = Seen.whole(512)
-        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, View.of(k, k), seen, scale=1.0)).lower(q, k)
+        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, View(k, k), seen, scale=1.0)).lower(q, k)
         blocks, whole = attend(seen), attend(seen.replace(ordered=False))
         flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]
         assert flops[0] / flops[1] == pytest.approx(9 / 16, rel=0.02)

@@ -64,7 +64,7 @@ def of_parts(mesh, function):
         parts = jax.tree.map(lambda x: divide(mesh, x.swapaxes(1, 2)).swapaxes(1, 2), (queries, keys, values))
         own = None if segments is None else divide(mesh, segments)
         queries, keys, values = parts
-        mixed = function(queries, View.of(keys, values), Seen.whole(queries.shape[2], own), scale=0.3)
+        mixed = function(queries, View(keys, values), Seen.whole(queries.shape[2], own), scale=0.3)
         return join(mesh, mixed, axis=2, spec=P("tensor"))
 
     return run
@@ -175,7 +175,7 @@ def test_what_a_ring_cannot_do_is_refused():
     mesh = make_mesh(MeshSizes(context=4))
     queries, keys, values, _ = arrays()
     with pytest.raises(MeshError, match="read it without a cache"):
-        ring_attention(mesh)(queries, View.of(keys, values), Seen.whole(LENGTH).replace(ordered=False), scale=1.0)
+        ring_attention(mesh)(queries, View(keys, values), Seen.whole(LENGTH).replace(ordered=False), scale=1.0)
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
         divide_over(make_mesh(MeshSizes(data=2, context=2)))(shift(Batch(np.zeros((3, 33), np.int32))))
     with pytest.raises(MeshError, match=r"length=12 cannot be split over 2\*context=8; 8 or 16 would do"):

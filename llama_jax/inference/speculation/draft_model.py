@@ -13,17 +13,16 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
-from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.drafting import MOST_DRAFTED, Drafter
 from llama_jax.inference.generate import Run
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.state import Request, State, lay_out
-from llama_jax.model.cache import KVCache
+from llama_jax.model.cache import CacheOptions, KVCache
 from llama_jax.model.checks import check_params
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.model.window import CacheOptions
 
 FOLLOWED = 64  # tokens that came without the draft model and are read at once, by one program
 
@@ -74,26 +73,21 @@ class DraftModel(Drafter, struct.PyTreeNode):
             raise MeshError("the draft model is on other devices than the model; load both with the same mesh")
         check_rows(layout_of(self.params), rows)
 
-    def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
+    def begin(
+        self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions
+    ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(layout=layout_of(self.params))
-        return placed, placed._run().read_prompts(tokens, lengths, options).cache
+        return placed, placed._run().read_prompts(tokens, lengths, capacity, options).cache
 
-    def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray, capacity: int) -> KVCache:
+    def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray) -> KVCache:
         """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""
-        width = FOLLOWED
-        if memory.window is None:
-            memory = self._run().enlarge(memory, capacity)
-            width = min(width, memory.capacity)
-        else:
-            width = min(width, memory.capacity - memory.sinks - memory.window + 1)
+        width = FOLLOWED if memory.window is None else 1 + MOST_DRAFTED
         read = np.asarray(memory.length)
         ends = np.maximum(known - 1, read)
         if (ends - read).max() == 1:
             return memory
         while (ends > read).any():
-            if memory.window is None:  # room for all columns; tokens read a second time are written unchanged
-                read = np.minimum(read, memory.capacity - width)
             lengths = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
             part = np.take_along_axis(history, columns, axis=1)
@@ -105,19 +99,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
         """See `Drafter.propose`."""
         last = state.cache.length
         two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
-        return self.propose_after(memory, state, two, count, jnp.any((memory.length < last) & ~state.done))
+        return self.propose_after(memory, state, two, count)
 
-    def propose_after(
-        self, memory: KVCache, state: State, two: jax.Array, count: int, behind: jax.Array | None = None
-    ) -> tuple[jax.Array, KVCache]:
+    def propose_after(self, memory: KVCache, state: State, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
 
-        After a pass in which all drafts were accepted, the draft model has not read the last of them. All rows then read
-        their last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
-
-        Args:
-          behind: bool[], whether any row lacks a token; None to read two tokens in any case, because XLA for CPU copies a
-            cache that comes out of a branch.
+        After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
+        last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
         """
         request, vocab = state.request, min(state.seen.shape[-1], self._rows())
         last = state.cache.length
@@ -132,16 +120,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return lay_out(cache, self.layout), seen, token
 
-        def after_two(cache: KVCache) -> Any:
-            return draw(cache.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
-
-        def after_one(cache: KVCache) -> Any:
-            return draw(cache.replace(length=last), state.token[:, None], state.seen[:, :vocab], state.count)
-
-        if behind is None:
-            cache, seen, first = after_two(memory)
-        else:
-            cache, seen, first = lax.cond(behind, after_two, after_one, memory)
+        cache, seen, first = draw(memory.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry

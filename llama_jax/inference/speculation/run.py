@@ -14,13 +14,12 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.drafting import Counts, DraftedPiece, Drafter, Prompts
-from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, transferring, unpack
+from llama_jax.inference.drafting import MOST_DRAFTED, Counts, DraftedPiece, Drafter, Prompts
+from llama_jax.inference.generate import LONGEST_PIECE, Run, capacity_for, pack, piece_of, transferring, unpack
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.inference.state import CHUNK, Piece, State
-from llama_jax.model.cache import bucket
-from llama_jax.model.window import CacheOptions
+from llama_jax.model.cache import CacheOptions
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a piece; after it the number of drafts may change
 HOST = 0.0005  # fixed seconds per piece, at most half of its time
@@ -35,47 +34,42 @@ def drafted_pieces(
     Args:
       pace: decides how many tokens are drafted; by default `Pace.of` the drafter's tokens.
     """
-    tokens, lengths, _ = prompts
-    state, packed = run.start(run.read_prompts(tokens, lengths, options), *prompts)
-    drafter, memory = drafter.begin(tokens, lengths, options)
+    tokens, lengths, request = prompts
+    capacity = capacity_for(lengths, request)
+    state, packed = run.start(run.read_prompts(tokens, lengths, capacity, options), *prompts)
+    drafter, memory = drafter.begin(tokens, lengths, capacity, options)
     model = Model(run.params, run.config, run.compute, run.layout)
     hindsight = drafter.hindsight(tokens, lengths)
     pace = pace or Pace.of(drafter.tokens, hindsight is None)
     number, ahead = pace.choose(), None
     if not number:
-        state, ahead = _start(run, state, int(lengths.max()), options, pace.length(0), turns)
+        state, ahead = _start(run, state, pace.length(0), turns)
     piece, done, _ = unpack(packed)
-    text = _Text.of(tokens, lengths).with_piece(piece)
+    text = _Text.of(tokens, lengths, capacity).with_piece(piece)
     if hindsight:
         hindsight(piece)
-    met, seen = set[Any](), time.perf_counter()
+    met, seen = set[int](), time.perf_counter()
     yield piece
 
     while not done.all():
-        filled = int(text.known.max())
         if number:
             width = number + 1
             count = min(pace.length(number), max(turns * CHUNK // width, 1), MOST_PASSES)
-            if options.window is None:
-                state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
-                count = min(count, (state.cache.capacity - filled) // width)
-            filled += count * width
-            text = text.written(state.cache.capacity if options.window is None else bucket(filled, SMALLEST_CACHE))
-            memory = drafter.follow(memory, text.history, text.known, text.capacity)
-            passes, program = _passes_on(_platform(state)), (number, state.cache.capacity, text.capacity)
+            text = text.written()
+            memory = drafter.follow(memory, text.history, text.known)
+            passes = _passes_on(_platform(state))
             started = time.perf_counter()
             with ops.native_anyway(run.natively), transferring():
                 state, memory, packed = passes(
                     model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
                 )
         else:
-            started = seen if ahead else time.perf_counter()
-            state, steps = (state, ahead) if ahead else _start(run, state, filled, options, pace.length(0), turns)
-            packed, filled, program = steps.packed, steps.filled, (0, steps.capacity, 0)
+            started = seen if ahead is not None else time.perf_counter()
+            state, packed = (state, ahead) if ahead is not None else _start(run, state, pace.length(0), turns)
 
         ahead = None
-        if pace.goes_on(number) and (options.window is not None or state.cache.capacity - filled >= CHUNK):
-            state, ahead = _start(run, state, filled, options, CHUNK if number else pace.length(0), turns)
+        if pace.goes_on(number):
+            state, ahead = _start(run, state, CHUNK if number else pace.length(0), turns)
         if number:
             piece, done, taken, counts, looked_at = _unpack(packed, number)
         else:
@@ -88,38 +82,17 @@ def drafted_pieces(
             would_be = hindsight(piece) if hindsight else (0, 0)
             right = (int(counts.accepted.sum()), looked_at) if number else would_be
             seconds = max(seen - started - HOST, (seen - started) / 2)
-            counts_for = program in met or seconds < COMPILING
+            counts_for = number in met or seconds < COMPILING
             pace = pace.observe(number, taken, counts.passes.sum() / taken, *right, seconds if counts_for else None)
-            met.add(program)
+            met.add(number)
             text = text.with_piece(piece)
-            number = 0 if ahead else pace.choose()
+            number = 0 if ahead is not None else pace.choose()
         yield DraftedPiece.of(piece, counts)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Steps of plain decoding that have been started.
-
-    Attributes:
-      packed: their results.
-      filled: upper bound on the tokens of the longest row after them.
-      capacity: of the cache.
-    """
-
-    packed: jax.Array
-    filled: int
-    capacity: int
-
-
-def _start(run: Run, state: State, filled: int, options: CacheOptions, steps: int, turns: int) -> tuple[State, _Steps]:
-    """Start this many steps, or as many as there is room for, after `filled` tokens of the longest row."""
-    count = min(steps // CHUNK, turns, MOST_TURNS)
-    if options.window is None:
-        state = state.replace(cache=run.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
-        count = min(count, (state.cache.capacity - filled) // CHUNK)
-    capacity = state.cache.capacity
-    state, packed = run.decode(state, count, min(turns, LONGEST_PIECE))
-    return state, _Steps(packed, filled + count * CHUNK, capacity)
+def _start(run: Run, state: State, steps: int, turns: int) -> tuple[State, jax.Array]:
+    """Start this many steps of plain decoding."""
+    return run.decode(state, min(steps // CHUNK, turns, MOST_TURNS), min(turns, LONGEST_PIECE))
 
 
 @dataclass(frozen=True)
@@ -137,20 +110,17 @@ class _Text:
     waiting: tuple[Piece, ...] = ()
 
     @classmethod
-    def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> _Text:
-        return cls(tokens, lengths.astype(np.int64))
-
-    @property
-    def capacity(self) -> int:
-        return self.history.shape[1]
+    def of(cls, tokens: np.ndarray, lengths: np.ndarray, capacity: int) -> _Text:
+        """The prompts, with room for rows of `capacity` tokens and the drafts of a pass after them."""
+        room = capacity + 1 + MOST_DRAFTED
+        return cls(np.pad(tokens[:, :room], ((0, 0), (0, max(room - tokens.shape[1], 0)))), lengths.astype(np.int64))
 
     def with_piece(self, piece: Piece) -> _Text:
         return replace(self, known=self.known + piece.valid.sum(axis=1), waiting=(*self.waiting, piece))
 
-    def written(self, capacity: int) -> _Text:
-        """The text with nothing waiting, and with room for this many tokens."""
-        room = max(capacity, int(self.known.max()), self.capacity)
-        history = np.pad(self.history, ((0, 0), (0, room - self.capacity)))
+    def written(self) -> _Text:
+        """The text with nothing waiting."""
+        history = self.history.copy()
         ends = self.known - sum(piece.valid.sum(axis=1) for piece in self.waiting)
         for piece in self.waiting:
             for row, (tokens, valid) in enumerate(zip(piece.tokens, piece.valid, strict=True)):

@@ -3,7 +3,6 @@
 from llama_jax.ops.attention.attend import AttentionBackend, announce, attend, choose, observed
 from llama_jax.ops.attention.kernels import Division, Problem
 from llama_jax.ops.attention.paged import PagedView, attend_paged, write_paged
-from llama_jax.ops.attention.sinks import attend_with_sinks
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "announce",
     "attend",
     "attend_paged",
-    "attend_with_sinks",
     "choose",
     "observed",
     "visible",

@@ -13,28 +13,23 @@ import jax
 import numpy as np
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops import cpu
 from llama_jax.ops.attention import kernels
 from llama_jax.ops.attention.blockwise import blockwise
 from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
 from llama_jax.ops.attention.view import Seen, View
-from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform, mesh_in_force
-from llama_jax.ops.quantized import Quantized
 
 AttentionBackend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
 MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
-MANY_QUANTIZED = 4096  # slots from which on values are better converted block by block
 SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
 _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
 
 
-@for_cpu(cpu.attend_in_stack)
 def attend(
     queries: jax.Array,
     view: View,
@@ -52,7 +47,7 @@ def attend(
 
     Args:
       queries: [B, K, T, G, H].
-      view: of keys and values [B, K, S, H]. `Quantized` ones are read as they are, by "rows" and "blockwise".
+      view: of keys and values [B, K, S, H].
       seen: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
         causal mask and also hides the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
@@ -69,7 +64,7 @@ def attend(
       ConfigError: an unknown backend, or one that cannot compute this; an empty window; shapes that do not fit
         together.
     """
-    keys, values = view.read()
+    keys, values = view
     check_shapes(queries, keys, seen, window)
     problem = kernels.Problem(
         queries.shape,
@@ -77,7 +72,6 @@ def attend(
         queries.dtype,
         seen.ordered,
         seen.query_segments is not None,
-        isinstance(keys, Quantized) or isinstance(values, Quantized),
         mesh_in_force(),
         division,
     )
@@ -108,8 +102,6 @@ def choose(
     """
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
-    if problem.quantized and backend not in ("auto", "rows", "blockwise"):
-        raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
     refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
     if backend != "auto":
         if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
@@ -127,8 +119,6 @@ def choose(
 
 def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[AttentionBackend, str]:
     new, slots = problem.queries[2], problem.keys[2]
-    if problem.quantized and slots >= MANY_QUANTIZED:
-        return "blockwise", f"{slots} quantized slots"
     if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
         return "blockwise", f"{new} x {slots} scores"
     if platform == "cpu" and np.dtype(problem.dtype).itemsize == 2 and problem.ordered and new >= SHORT_ROWS_OF_16_BITS:

@@ -24,7 +24,6 @@ from llama_jax.ops.attention.rows import LOWEST, MIXED, mix, scores_of
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.layers import sum_of_outer
-from llama_jax.ops.quantized import Quantized, over_rows
 
 SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels
 FEW_ROWS, MORE_KEYS = 16, 2048
@@ -57,8 +56,8 @@ class OfQueries(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
     queries: jax.Array,
-    keys: jax.Array | Quantized,
-    values: jax.Array | Quantized,
+    keys: jax.Array,
+    values: jax.Array,
     seen: Seen,
     scale: float,
     window: int | None = None,
@@ -87,8 +86,8 @@ blockwise.defvjp(_forward_and_kept, _backward)
 
 def forward_part(
     queries: jax.Array,
-    keys: jax.Array | Quantized,
-    values: jax.Array | Quantized,
+    keys: jax.Array,
+    values: jax.Array,
     seen: Seen,
     *,
     scale: float,
@@ -115,12 +114,12 @@ def forward_part(
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             largest, total, mixed = carry
-            key, value = (restore(over_rows(lambda x: key_blocks.cut(x, j, -2), x)) for x in arrays[1:])
+            key, value = (restore(key_blocks.cut(x, j, -2)) for x in arrays[1:])
             scores = scores_of(own, key, visible(_cut(seen, query_blocks, i, key_blocks, j), window), scale)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return larger, total, mixed * shrink + mix(weights, value, queries.dtype)
+            return larger, total, mixed * shrink + mix(weights, value)
 
         # Like `own`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
         total, mixed = (jnp.zeros_like(own, precise, (*own.shape[:-1], size)) for size in (1, width))
@@ -256,7 +255,7 @@ class _Blocks:
         return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)
 
 
-def _blocks_of(queries: jax.Array, keys: jax.Array | Quantized) -> tuple[_Blocks, _Blocks]:
+def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
     """Blocks of queries, all of a group together, and of keys: as many scores wide as high, but for few queries."""
     *batch, new, groups, _ = queries.shape
     side = _side(math.prod(batch))

@@ -6,10 +6,9 @@ import jax
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention.view import Seen
-from llama_jax.ops.quantized import Quantized
 
 
-def check_shapes(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, window: int | None) -> None:
+def check_shapes(queries: jax.Array, keys: jax.Array, seen: Seen, window: int | None) -> None:
     """Raise ConfigError for arguments that no backend could compute, or would misinterpret."""
     if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
         raise ConfigError(f"window={window!r} must be an integer from 1, a token sees itself, to 2**31 - 1")

@@ -54,7 +54,6 @@ class Problem:
       queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
       dtype: of the queries.
       ordered, segments: of `Seen`.
-      quantized: keys or values are.
       mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
         runs per device already.
       division: of rows and heads over it, or None where that is not known.
@@ -65,7 +64,6 @@ class Problem:
     dtype: Any
     ordered: bool = True
     segments: bool = False
-    quantized: bool = False
     mesh: Mapping[str, int] | None = None
     division: Division | None = None
 
@@ -79,8 +77,6 @@ def refusal_of_cudnn(platform: str, device_kind: str, problem: Problem) -> str |
         return f"cudnn's attention needs compute capability 8.0, which {device_kind} does not have"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {np.dtype(problem.dtype)}"
-    if problem.quantized:
-        return "cudnn reads no quantized keys and values"
     if width % 8 or width > WIDEST:
         return f"cudnn has heads of at most {WIDEST} features, a multiple of 8; these have {width}"
     masked = problem.segments or not problem.ordered
@@ -94,8 +90,8 @@ def refusal_of_splash(platform: str, device_kind: str, problem: Problem) -> str 
     *_, new, _, width = problem.queries
     if platform != "tpu":
         return f"splash needs a TPU, this is {device_kind}"
-    if not problem.ordered or problem.quantized:
-        return "splash has whole rows only: query t at slot t, keys that are not quantized"
+    if not problem.ordered:
+        return "splash has whole rows only: query t at slot t"
     if new % LANES or width % 64:
         return f"splash has rows in multiples of {LANES} and heads in multiples of 64; these are {new} and {width}"
     return _refusal_of_division("splash", problem)

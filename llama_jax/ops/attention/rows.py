@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.view import Seen, visible
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.quantized import Quantized
 
 # Of n blocks of queries only (n + 1) / 2n of all scores are computed; each block is more code to compile.
 SHORTEST_BLOCK, MOST_BLOCKS = 64, 8
@@ -21,11 +20,10 @@ MIXED = "mixed"  # the name of what the backward pass needs of the forward pass
 TOTAL = "total"  # the name of the softmaxes' denominators
 
 
-@for_cpu(cpu.attend_few)
 def rows(
     queries: jax.Array,
-    keys: jax.Array | Quantized,
-    values: jax.Array | Quantized,
+    keys: jax.Array,
+    values: jax.Array,
     seen: Seen,
     scale: float,
     window: int | None = None,
@@ -37,7 +35,7 @@ def rows(
     backward take 33 ms where a derivative by hand took 42 (with 3 queries per head 29 and 26).
     """
 
-    def run(queries: jax.Array, keys: jax.Array | Quantized, values: jax.Array | Quantized, seen: Seen) -> jax.Array:
+    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen) -> jax.Array:
         found = []
         for own, slots in _blocks(queries.shape[2], keys.shape[2], seen.ordered, window):
             allowed = visible(seen.part(own, slots), window)
@@ -57,9 +55,7 @@ def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tup
     return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in ends]
 
 
-def _of_block(
-    queries: jax.Array, keys: jax.Array | Quantized, values: jax.Array | Quantized, allowed: jax.Array, scale: float
-) -> jax.Array:
+def _of_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
     scores = scores_of(queries, keys, allowed, scale)  # [B, K, T, G, S]
     # Of a query that sees nothing all scores are -inf: weights of zero and not NaN.
     largest = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
@@ -67,13 +63,13 @@ def _of_block(
     total = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), TOTAL)
     total = jnp.where(total == 0, 1, total)
     if queries.shape[2] == 1:  # one kernel less on a GPU
-        return mix(weights / total, values, queries.dtype).astype(queries.dtype)
+        return mix(weights / total, values).astype(queries.dtype)
     # Divided after the matmul and not before: H numbers per query instead of S.
-    mixed = checkpoint_name(mix(weights, values, queries.dtype), MIXED)  # [B, K, T, G, H]
+    mixed = checkpoint_name(mix(weights, values), MIXED)  # [B, K, T, G, H]
     return (mixed / total).astype(queries.dtype)
 
 
-def scores_of(queries: jax.Array, keys: jax.Array | Quantized, allowed: jax.Array, scale: float) -> jax.Array:
+def scores_of(queries: jax.Array, keys: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
     """[B, K, T, G, S], -inf where the query does not see the key, in float32 at least.
 
     Args:
@@ -81,22 +77,12 @@ def scores_of(queries: jax.Array, keys: jax.Array | Quantized, allowed: jax.Arra
       keys: [B, K, S, H].
       allowed: bool[B|1, T, S].
     """
-    if isinstance(keys, Quantized):
-        scores = with_integers(queries, keys.values) * keys.scales[:, :, None, None, :]
-    else:
-        scores = with_keys(queries.astype(keys.dtype), keys)
+    scores = with_keys(queries.astype(keys.dtype), keys)
     return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
 
 
-def mix(weights: jax.Array, values: jax.Array | Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """[B, K, T, G, S] times [B, K, S, H]: [B, K, T, G, H] in the dtype of the weights.
-
-    Args:
-      dtype: of the factors of the matmul where the values are `Quantized`.
-    """
-    if isinstance(values, Quantized):
-        weights = weights * values.scales[:, :, None, None, :].astype(weights.dtype)
-        return mix(weights, values.values.astype(dtype), dtype)
+def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """[B, K, T, G, S] times [B, K, S, H]: [B, K, T, G, H] in the dtype of the weights."""
     return with_values(weights.astype(values.dtype), values).astype(weights.dtype)
 
 
@@ -118,12 +104,6 @@ def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     batch = tuple(range(values.ndim - 2))
     dimensions = ((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)
     return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
-
-
-@for_cpu(cpu.multiply_by_integers)
-def with_integers(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`with_keys` of int8 keys, without their factors; an accelerator converts them as it reads them."""
-    return with_keys(queries, keys.astype(queries.dtype))
 
 
 def _is_one_row(x: jax.Array) -> bool:

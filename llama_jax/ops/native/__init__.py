@@ -27,7 +27,7 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
-TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
+TARGET, FLOATS = "llama_jax_multiply", "llama_jax_floats"
 PAGED_ATTENTION, PUT = "llama_jax_attend_paged", "llama_jax_put_rows"
 OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
 # Of quantised weights; blocks.cc uses the indices.
@@ -38,7 +38,7 @@ KINDS = (
 # The functions of each library, which are registered by the names above.
 SYMBOLS = {
     "floats": (
-        *("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend", "llama_jax_attend_of_group"),
+        *("llama_jax_floats", "llama_jax_floats_of_group"),
         *("llama_jax_attend_paged", "llama_jax_put_rows"),
     ),
     "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
@@ -80,25 +80,6 @@ def _call(target: str, rows: int, shape: tuple[int, ...], group: jax.Array | Non
     out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
     name = target if group is None else target + OF_GROUP
     return jax.ffi.ffi_call(name, out, vmap_method="sequential"), () if group is None else (group.astype(jnp.int32),)
-
-
-def attend(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    seen: jax.Array,
-    scale: float,
-    layer: jax.Array | None = None,
-) -> jax.Array:
-    """Attention of [B, K, T, G, H] to keys and values [B, K, S, H], both float32 or bfloat16: float32[B, K, T, G, H].
-
-    Args:
-      seen: int32[B | 1, T], how many slots, from the first on, the queries see; no other slot is read.
-      layer: int32[]; keys and values are [L, B, K, S, H], of which those of this layer are read.
-    """
-    name, more = (ATTENTION, ()) if layer is None else (ATTENTION + OF_GROUP, (layer.astype(jnp.int32),))
-    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
-    return call(*more, queries.astype(jnp.float32), keys, values, seen, scale=np.float32(scale))
 
 
 def attend_paged(
