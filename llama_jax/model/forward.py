@@ -226,9 +226,8 @@ def _mixing_of(
         if not isinstance(view, PagedView) or cache is None:
             return attend(heads.queries, view, seen, window=window, **options)
         if own_attention:
-            return attend(
-                heads.queries, gathered(view, seen.query_positions.size, heads.queries.dtype), seen, window=window, **options
-            )
+            dense = gathered(view, seen.query_positions.size, heads.queries.dtype)
+            return attend(heads.queries, dense, seen, window=window, **options)
         queries, sink_queries = (None if x is None else _by_token(x) for x in (heads.queries, heads.sink_queries))
         masks: dict[str, Any] = {"window": window, "chunk": some[mask[1]], "sinks": cache.sinks}
         mixed = ops.attend_paged(
