@@ -26,8 +26,8 @@ from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute, unconstrained
-from llama_jax.model.window import CacheOptions
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh

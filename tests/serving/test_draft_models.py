@@ -16,7 +16,7 @@ import llama_jax
 from llama_jax import DraftModel, Sampling
 from llama_jax.errors import GenerationError, MeshError
 from llama_jax.inference.drafting import Drafter
-from llama_jax.model.window import CacheOptions
+from llama_jax.model.cache import CacheOptions
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.drafting import CATCHING_UP, ModelDrafting
 from llama_jax.serving.engine import Engine

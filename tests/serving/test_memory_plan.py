@@ -10,9 +10,8 @@ from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.loading import planned_weights
 from llama_jax.errors import UserError
-from llama_jax.model.cache import cache_bytes
+from llama_jax.model.cache import CacheOptions, cache_bytes
 from llama_jax.model.trees import bytes_in_memory
-from llama_jax.model.window import CacheOptions
 from llama_jax.serving import memory
 from llama_jax.serving.memory import MemoryPlan, fit, free_memory
 from llama_jax.serving.options import EngineOptions
