@@ -37,7 +37,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.ops import native
-from llama_jax.ops.platform import is_divided, lowering_platform, native_code, recomputing
+from llama_jax.ops.platform import is_divided, lowering_platform, mesh_in_force, native_code, recomputing
 from llama_jax.ops.threefry import unrolled_threefry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -489,17 +489,25 @@ def attend_in_stack(plain: Callable[..., jax.Array], queries: jax.Array, view: A
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
     """`attention.write_paged`'s write: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
-    if native_code.value and not is_divided():
+    if native_code.value and not _divided_by_xla():
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
     return restore(jax.tree.map(put, keep(pages), keep(rows)))
 
 
-def attend_paged(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, **options: Any) -> jax.Array:
+def attend_paged(
+    plain: Callable[..., jax.Array], queries: jax.Array, view: Any, *, sinks: int, sink_queries: Any, **options: Any
+) -> jax.Array:
     """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
-    if not native_code.value or is_divided() or str(view.pages.dtype) not in ("float32", "bfloat16", "int8"):
-        return plain(queries, view, **options)
+    readable = str(view.pages.dtype) in ("float32", "bfloat16", "int8")
+    if not native_code.value or _divided_by_xla() or sinks or not readable:
+        return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
+
+
+def _divided_by_xla() -> bool:
+    """Whether XLA divides what is traced now over devices; not so within `shard_map`."""
+    return math.prod(mesh_in_force().values()) > 1
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:

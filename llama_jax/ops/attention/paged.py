@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec as P
 
+from llama_jax.errors import MeshError
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.attend import announce
+from llama_jax.ops.attention.kernels import Division
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
 from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.attention.view import NO_QUERY
@@ -26,10 +30,13 @@ class PagedView(struct.PyTreeNode):
       pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side: the key of head k at 2k, its
         value at 2k + 1. An array or `Quantized`.
       layer: int32[], whose pages are read.
-      table: int32[R, n], the pages of each row in order. Entries beyond its length are not used; any valid number will do.
-      lengths: int32[R], tokens of each row, the new ones included.
+      table: int32[R, n], the pages of each row in order. Entries beyond its length, and those of which no new token sees a
+        key any more, are not used; any valid number will do.
+      lengths: int32[R], tokens of each row, the new ones included. Those beyond the n pages are nowhere: neither written nor
+        read.
       starts: int32[R + 1]: row r's new tokens, its last ones, are [starts[r], starts[r + 1]) of all T. A row without new
         tokens has an empty range. Tokens from starts[R] on are padding.
+      each: how many new tokens every row has, where that is known: starts are then its multiples. Static.
     """
 
     pages: Any
@@ -37,30 +44,56 @@ class PagedView(struct.PyTreeNode):
     table: Any
     lengths: Any
     starts: Any
+    each: int | None = struct.field(pytree_node=False, default=None)
 
     def tokens(self, count: int) -> tuple[jax.Array, jax.Array]:
         """The row and the position in it of each of the T new tokens, int32[T] each; padding has the last row, and -1."""
-        rows, token = len(self.lengths), jnp.arange(count, dtype=jnp.int32)
+        rows = len(self.lengths)
+        if self.each is not None:
+            row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.each)
+            position = self.lengths[:, None] + jnp.arange(-self.each, 0, dtype=jnp.int32)
+            padding = 0, count - rows * self.each
+            return jnp.pad(row, padding, mode="edge"), jnp.pad(position.reshape(-1), padding, constant_values=NO_QUERY)
+        token = jnp.arange(count, dtype=jnp.int32)
         row = jnp.searchsorted(self.starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         own = jnp.minimum(row, rows - 1)
         return own, jnp.where(row < rows, self.lengths[own] - self.starts[own + 1] + token, NO_QUERY)
 
 
-def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
+def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, division: Division | None = None) -> Any:
     """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
 
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: [T, K, H]. Padding is dropped.
       view: where they belong; its own pages are not read.
+      division: as for `attend_paged`.
 
     Returns:
       The pages with them.
+
+    Raises:
+      MeshError: as `attend_paged`.
     """
+    cut = _Cut.of(division, pages, view, len(keys))
+    if cut is None:
+        return _write(pages, keys, values, view)
+    of_pages, of_tokens, of_view = cut.specs(pages, view)
+    run = jax.shard_map(
+        lambda pages, keys, values, view: _write(pages, keys, values, _own(view)),
+        in_specs=(of_pages, of_tokens, of_tokens, of_view),
+        out_specs=of_pages,
+        check_vma=False,
+    )
+    return run(pages, keys, values, view.replace(pages=None))
+
+
+def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
     layers, count, page, *_ = pages.shape
     row, position = view.tokens(len(keys))
     place = (view.layer * count + view.table[row, position // page]) * page + position % page
-    place = jnp.where(position == NO_QUERY, layers * count * page, place)  # beyond the end
+    there = (position != NO_QUERY) & (position < view.table.shape[1] * page)
+    place = jnp.where(there, place, layers * count * page)  # beyond the end
     both = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
     new = quantize(both) if isinstance(pages, Quantized) else both.astype(pages.dtype)
     return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
@@ -72,15 +105,16 @@ def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array
     return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
 
 
-@for_cpu(cpu.attend_paged)
 def attend_paged(
     queries: jax.Array,
     view: PagedView,
     *,
     scale: float,
     window: int | None = None,
-    sinks: int = 0,
     chunk: int | None = None,
+    sinks: int = 0,
+    sink_queries: jax.Array | None = None,
+    division: Division | None = None,
 ) -> jax.Array:
     """Attend from each new token to the keys of its row at its own and earlier positions.
 
@@ -88,12 +122,89 @@ def attend_paged(
       queries: [T, K, G, H].
       view: which hold the new tokens' own keys and values already.
       scale: multiplies the scores.
-      window: a query sees only keys less than this many positions before it, and those of the first `sinks` positions.
+      window: a query sees only keys less than this many positions before it. So the table may be a ring, in which pages
+        that no new token sees are those of later tokens, too.
       chunk: a query sees only keys of its own chunk, so many positions each.
+      sinks: keys of so many first positions are seen from everywhere (Xiao et al. 2023, section 3.2).
+      sink_queries: [T, K, G, H], the queries as the sinks are to see them, `queries` by default.
+      division: the axes of the current mesh over which rows and heads are cut, each device computing its own part. With the
+        rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the axis P of
+        the pages: the numbers in a table are those of a device's own. Without a division XLA divides the program, and no
+        kernel is used on a mesh.
 
     Returns:
       [T, K, G, H] in the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
+
+    Raises:
+      MeshError: rows, pages or heads cannot be cut evenly; rows are cut, but `view.each` does not say where.
     """
+    attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
+    cut = _Cut.of(division, view.pages, view, len(queries))
+    if cut is None:
+        return attend(queries, view, sink_queries=sink_queries)
+    of_pages, of_tokens, of_view = cut.specs(view.pages, view)
+    run = jax.shard_map(
+        lambda queries, sink_queries, view: attend(queries, _own(view), sink_queries=sink_queries),
+        in_specs=(of_tokens, None if sink_queries is None else of_tokens, of_view.replace(pages=of_pages)),
+        out_specs=of_tokens,
+        check_vma=False,  # a kernel does not say over which axes its results differ
+    )
+    return run(queries, sink_queries, view)
+
+
+class _Cut(NamedTuple):
+    """Axes of the current mesh, each of several devices, over which rows and heads are cut."""
+
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @classmethod
+    def of(cls, division: Division | None, pages: Any, view: PagedView, count: int) -> _Cut | None:
+        """None where there is one device, or XLA divides the program."""
+        mesh = mesh_in_force()
+        if division is None or math.prod(mesh.values()) == 1:
+            return None
+        rows, heads = (
+            tuple(axis for axis in axes if mesh[axis] > 1)
+            for axes in (division.mesh_axes_of_rows, division.mesh_axes_of_heads)
+        )
+        if rows and (view.each is None or count != len(view.lengths) * view.each):
+            raise MeshError(f"rows with different numbers of new tokens, or padding, cannot be cut over {'*'.join(rows)}")
+        for what, size, axes in (
+            ("rows", len(view.lengths), rows),
+            ("pages", pages.shape[1], rows),
+            ("key/value heads", pages.shape[3] // 2, heads),
+        ):
+            ways = math.prod(mesh[axis] for axis in axes)
+            if size % ways:
+                raise MeshError(f"{size} {what} cannot be cut over {'*'.join(axes)}={ways}")
+        return cls(rows, heads)
+
+    def specs(self, pages: Any, view: PagedView) -> tuple[Any, P, PagedView]:
+        """Of pages, of anything [T, K, ...], and of a view without pages."""
+        rows, heads = self.rows or None, self.heads or None
+        of_view = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
+        return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), of_view
+
+
+def _own(view: PagedView) -> PagedView:
+    """A device's part of the view, whose rows begin with the first of its tokens."""
+    if view.each is None:
+        return view
+    return view.replace(starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.each)
+
+
+@for_cpu(cpu.attend_paged)
+def _attend(
+    queries: jax.Array,
+    view: PagedView,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    sinks: int,
+    sink_queries: jax.Array | None,
+) -> jax.Array:
     problem = PagedProblem(
         queries.shape,
         view.pages.shape,
@@ -102,15 +213,15 @@ def attend_paged(
         view.pages.dtype,
         sinks,
         chunk,
-        math.prod((mesh_in_force() or {}).values()),
+        math.prod(mesh_in_force().values()),
     )
     name, why = choose_paged(lowering_platform(), problem)
     announce(name, why)
     if name == "ragged":
         return ragged(queries, view, scale=scale, window=window)
     if name == "triton":
-        return triton(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
-    return attend_by_blocks(queries, view, scale=scale, window=window, sinks=sinks, chunk=chunk)
+        return triton(queries, view, scale=scale, window=window, chunk=chunk)
+    return attend_by_blocks(queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries)
 
 
 def choose_paged(platform: str, problem: PagedProblem) -> tuple[str, str]:
@@ -126,8 +237,9 @@ def paged_reference(
     *,
     scale: float,
     window: int | None = None,
-    sinks: int = 0,
     chunk: int | None = None,
+    sinks: int = 0,
+    sink_queries: jax.Array | None = None,
 ) -> jax.Array:
     """`attend_paged` as it is defined, of every token with all slots of its row: the oracle of the other ways."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
@@ -135,9 +247,17 @@ def paged_reference(
     gathered: Any = over_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
     dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
     slots = dense.reshape(len(queries), -1, *dense.shape[3:])
-    allowed = seen_by(position[:, None], jnp.arange(slots.shape[1])[None], window, sinks, chunk)  # [T, S]
+    query, key = position[:, None], jnp.arange(slots.shape[1])[None]
+    sink = (key < sinks) & (key <= query)
+    allowed = seen_by(query, key, window, chunk) | sink  # [T, S]
     keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
-    scores = jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
+
+    def scores_of(queries: jax.Array) -> jax.Array:
+        return jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
+
+    scores = scores_of(queries)
+    if sink_queries is not None:
+        scores = jnp.where(sink[:, None, None], scores_of(sink_queries), scores)
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
     weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
     return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)

@@ -48,10 +48,15 @@ def attend_by_blocks(
     *,
     scale: float,
     window: int | None = None,
-    sinks: int = 0,
     chunk: int | None = None,
+    sinks: int = 0,
+    sink_queries: jax.Array | None = None,
 ) -> jax.Array:
-    """Arguments and result as for `attend_paged`. The softmax is made as the blocks of keys come, as in `blockwise`."""
+    """Arguments and result as for `attend_paged`. The softmax is made as the blocks of keys come, as in `blockwise`.
+
+    Of keys that are seen from everywhere, the sinks, the pages are a block of their own: what lies between them and a
+    window is not read.
+    """
     tokens, heads, groups, width = queries.shape
     rows, entries = view.table.shape
     page = view.pages.shape[2]
@@ -59,36 +64,49 @@ def attend_by_blocks(
     pages_at_once = min(max(1, KEYS_AT_ONCE // page), entries)
     table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
-    padded = jnp.pad(queries, ((0, blocks.size), (0, 0), (0, 0), (0, 0)))
+    padded, padded_for_sinks = (
+        jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0)))
+        for x in (queries, queries if sink_queries is None else sink_queries)
+    )
 
     def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
         row, start = blocks.rows[i], blocks.starts[i]
-        own = lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        own = lambda queries: lax.dynamic_slice_in_dim(queries, start, blocks.size)
         # Of the row's last block, tokens of the next row are computed too and then written over.
-        position = blocks.positions[i] + jnp.arange(blocks.size, dtype=jnp.int32)
+        position = (blocks.positions[i] + jnp.arange(blocks.size, dtype=jnp.int32))[:, None]
+        held = jnp.minimum(view.lengths[row], entries * page)
 
-        def of_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def of_keys(
+            carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, seen: Any
+        ) -> tuple[jax.Array, ...]:
+            """With those of `count` pages from an entry of the table on, which `seen` tells from their positions."""
             largest, total, mixed = carry
-            chosen = lax.dynamic_slice(table, (row, j * pages_at_once), (1, pages_at_once))[0]
+            chosen = lax.dynamic_slice(table, (row, entry), (1, count))[0]
             read: Any = over_rows(lambda x: x[view.layer, chosen], view.pages)
             both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
             both = both.reshape(-1, heads, 2, width)
-            key_position = j * pages_at_once * page + jnp.arange(len(both), dtype=jnp.int32)
-            both = jnp.where((key_position < view.lengths[row])[:, None, None, None], both, 0)
-            seen = seen_by(position[:, None], key_position, window, sinks, chunk)
-            scores = jnp.einsum("qkgh,skh->kqgs", own.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
-            scores = jnp.where(seen[:, None], scores * scale, -jnp.inf)
+            key = entry * page + jnp.arange(len(both), dtype=jnp.int32)
+            both = jnp.where((key < held)[:, None, None, None], both, 0)
+            scores = jnp.einsum("qkgh,skh->kqgs", queries.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
+            scores = jnp.where((seen(key) & (key < held))[:, None], scores * scale, -jnp.inf)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
             new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
             return larger, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new
 
-        keys = pages_at_once * page
-        last = jnp.minimum(blocks.positions[i] + blocks.size, view.lengths[row])
-        first = first_seen(blocks.positions[i], window, sinks, chunk) // keys
         shape = heads, blocks.size, groups
-        start_carry = jnp.full(shape, -1e30, precise), jnp.zeros(shape, precise), jnp.zeros((*shape, width), precise)
-        _, total, mixed = lax.fori_loop(first, -(-last // keys), of_keys, start_carry)
+        carry = jnp.full(shape, -1e30, precise), jnp.zeros(shape, precise), jnp.zeros((*shape, width), precise)
+        if sinks:
+            of_sinks = min(-(-sinks // page), entries)
+            carry = of_keys(
+                carry, own(padded_for_sinks), jnp.int32(0), of_sinks, lambda key: (key <= position) & (key < sinks)
+            )
+        others = lambda key: seen_by(position, key, window, chunk) & (key >= sinks)
+        keys, queries = pages_at_once * page, own(padded)
+        last = jnp.minimum(blocks.positions[i] + blocks.size, held)
+        first = first_seen(blocks.positions[i], window, chunk) // keys
+        step = lambda j, carry: of_keys(carry, queries, j * pages_at_once, pages_at_once, others)
+        _, total, mixed = lax.fori_loop(first, -(-last // keys), step, carry)
         mixed = (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype)
         return lax.dynamic_update_slice_in_dim(found, mixed.swapaxes(0, 1), start, 0)
 
@@ -96,17 +114,17 @@ def attend_by_blocks(
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
 
 
-def seen_by(query: jax.Array, key: jax.Array, window: int | None, sinks: int, chunk: int | None) -> jax.Array:
+def seen_by(query: jax.Array, key: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
     """Whether the query at a position sees the key at another of its row."""
     found = key <= query
     if window is not None:
-        found &= (query - key < window) | (key < sinks)
+        found &= query - key < window
     if chunk is not None:
         found &= query // chunk == key // chunk
     return found
 
 
-def first_seen(query: jax.Array, window: int | None, sinks: int, chunk: int | None) -> jax.Array:
+def first_seen(query: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
     """The first position that a query at a position sees, and at most that of any after it."""
     begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
-    return jnp.maximum(begin, query - window + 1) if window is not None and not sinks else begin
+    return begin if window is None else jnp.maximum(begin, query - window + 1)

@@ -24,7 +24,7 @@ class PagedProblem:
       queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
       dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
       sinks, chunk: as for `attend_paged`.
-      devices: over which XLA divides the program; it divides no kernel.
+      devices: over which XLA divides the program; it divides no kernel. One where a `Division` says each device's part.
     """
 
     queries: tuple[int, ...]
@@ -51,34 +51,50 @@ def refusal_of_ragged(platform: str, problem: PagedProblem) -> str | None:
         return f"ragged tiles 1, 2, 4 or multiples of 8 words of keys and values of a token; {heads} heads have {words}"
     if math.prod(problem.table) > LARGEST_TABLE:
         return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(problem.table)} are more"
-    if problem.sinks or problem.chunk:
-        return f"ragged has a window but no {'sinks' if problem.sinks else 'chunks'}"
-    return f"ragged is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
+    if problem.chunk:
+        return "ragged has a window but no chunks"
+    return _refusal_of_both("ragged", problem)
+
+
+def _refusal_of_both(kernel: str, problem: PagedProblem) -> str | None:
+    if problem.sinks:
+        return f"{kernel} has a window but no sinks"
+    if problem.devices > 1:
+        return f"{kernel} is a kernel of one device, and no division of rows and heads over the {problem.devices} is given"
+    return None
 
 
 def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = None) -> jax.Array:
     """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
     Its pages are those of one layer: the stack of all layers is one pool for it, in which a layer's pages have numbers of
-    their own. It takes rows with new tokens only.
+    their own. It takes rows with new tokens only. It reads all pages of a row, and is therefore shown those of the window.
     """
     # Imported here: importing Pallas takes a second, which is only for those with a TPU.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     layers, count, page, both, width = view.pages.shape
     tokens, heads, groups, _ = queries.shape
-    new = view.starts[1:] > view.starts[:-1]
-    order = jnp.argsort(~new, stable=True)
+    table, new = view.table, view.starts[1:] - view.starts[:-1]
+    # Of a row with more than that, no new token is in the table: only how far they are beyond it is lost.
+    lengths = jnp.minimum(view.lengths, table.shape[1] * page + new)
+    if window is not None:
+        first = jnp.maximum(lengths - new - window + 1, 0) // page
+        most = (window + (view.each or tokens) - 2) // page + 2  # pages in which a row's new tokens see keys
+        places = first[:, None] + jnp.arange(min(most, table.shape[1]), dtype=jnp.int32)
+        table = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
+        lengths -= first * page
+    order = jnp.argsort(new == 0, stable=True)
     mixed = ragged_paged_attention(
         queries.reshape(tokens, heads * groups, width),
         view.pages.reshape(layers * count, page, both, width),
-        view.lengths[order],
-        view.table[order] + view.layer * count,
+        lengths[order],
+        table[order] + view.layer * count,
         jnp.concatenate([view.starts[:1], view.starts[1:][order]]),
-        jnp.sum(new, dtype=jnp.int32)[None],
+        jnp.sum(new > 0, dtype=jnp.int32)[None],
         sm_scale=scale,
         sliding_window=window,
-        num_kv_pages_per_block=min(max(1, KEYS_AT_ONCE // page), view.table.shape[1]),
+        num_kv_pages_per_block=min(max(1, KEYS_AT_ONCE // page), table.shape[1]),
         num_queries_per_block=min(QUERIES_AT_ONCE, tokens),
     )
     padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
@@ -102,7 +118,7 @@ def refusal_of_triton(platform: str, problem: PagedProblem) -> str | None:
         return f"triton counts in 32 bits, which is too few for {list(problem.pages)} pages in {problem.page_dtype}"
     if width & (width - 1) or not 16 <= width <= 256:
         return f"triton has heads of 16, 32, 64, 128 or 256 features; these have {width}"
-    return f"triton is a kernel of one device, this program has {problem.devices}" if problem.devices > 1 else None
+    return _refusal_of_both("triton", problem)
 
 
 def triton(
@@ -111,7 +127,6 @@ def triton(
     *,
     scale: float,
     window: int | None = None,
-    sinks: int = 0,
     chunk: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -143,6 +158,7 @@ def triton(
         block, head, part = (pl.program_id(axis) for axis in range(3))
         row, start, first = row_of[block], start_of[block], position_of[block]
         length = lengths[row]
+        held = jnp.minimum(length, entries * page)
 
         @pl.when(start < tokens)
         def _() -> None:
@@ -153,14 +169,14 @@ def triton(
             columns = jnp.arange(width)[None]
             query = plgpu.load(q.at[place[:, None], columns], mask=own[:, None], other=0)
             position = (first + token)[:, None]
-            begin = first_seen(first, window, sinks, chunk) // KEYS_OF_BLOCK
-            end = pl.cdiv(jnp.minimum(first + blocks.size, length), KEYS_OF_BLOCK)
+            begin = first_seen(first, window, chunk) // KEYS_OF_BLOCK
+            end = pl.cdiv(jnp.minimum(first + blocks.size, held), KEYS_OF_BLOCK)
             each = pl.cdiv(end - begin, parts)
 
             def of_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 largest, total, mixed = carry
                 key = j * KEYS_OF_BLOCK + jnp.arange(KEYS_OF_BLOCK)
-                there = key < length
+                there = key < held
                 entry = plgpu.load(table.at[jnp.where(there, row * entries + key // page, 0)])
                 slot = jnp.where(there, ((layer[0] * count + entry) * page + key % page) * both + 2 * head, 0)
                 read = lambda slot: plgpu.load(pages.at[slot[:, None], columns], mask=there[:, None], other=0).astype(dtype)
@@ -169,9 +185,7 @@ def triton(
                 )
                 if factor:
                     scores *= plgpu.load(factor[0].at[slot])[None]
-                scores = jnp.where(
-                    seen_by(position, key[None], window, sinks, chunk) & there[None], scores * scale, -jnp.inf
-                )
+                scores = jnp.where(seen_by(position, key[None], window, chunk) & there[None], scores * scale, -jnp.inf)
                 larger = jnp.maximum(largest, jnp.max(scores, axis=1))
                 shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[:, None])
                 total = total * shrink + jnp.sum(weights, axis=1)

@@ -102,12 +102,12 @@ def attend(
 
 
 def attend_paged(
-    queries: jax.Array, view: Any, scale: float, window: int | None = None, sinks: int = 0, chunk: int | None = None
+    queries: jax.Array, view: Any, scale: float, window: int | None = None, chunk: int | None = None
 ) -> jax.Array:
     """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
     call = jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
-    limits = {"window": np.int64(window or 0), "sinks": np.int64(sinks), "chunk": np.int64(chunk or 0)}
+    limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
     where = (view.layer, view.table, view.lengths, view.starts)
     return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
 

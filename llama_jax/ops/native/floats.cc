@@ -105,7 +105,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_of_group, AttendOfGroup,
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 // `factors` are those of int8 pages; of others they are empty.
-static ffi::Error AttendPaged(ffi::ThreadPool threads, float scale, int64_t window, int64_t sinks, int64_t chunk,
+static ffi::Error AttendPaged(ffi::ThreadPool threads, float scale, int64_t window, int64_t chunk,
                               ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> factors,
                               ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
                               ffi::Buffer<ffi::S32> starts, ffi::ResultBuffer<ffi::F32> out) {
@@ -116,7 +116,7 @@ static ffi::Error AttendPaged(ffi::ThreadPool threads, float scale, int64_t wind
     const PagedAttention<T> job{
         queries.typed_data(), numbers + before * p[4], factors.typed_data() + (std::is_same_v<T, int8_t> ? before : 0),
         table.typed_data(), lengths.typed_data(), starts.typed_data(), out->typed_data(), q[0], q[1], q[2], q[3],
-        table.dimensions()[0], table.dimensions()[1], p[1], p[2], window, sinks, chunk, scale};
+        table.dimensions()[0], table.dimensions()[1], p[1], p[2], window, chunk, scale};
     job.width % LANES ? attend_paged<false>(threads, job) : attend_paged<true>(threads, job);
   };
   if (pages.element_type() != ffi::S8) return by_type(pages, run);
@@ -129,7 +129,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_paged, AttendPaged,
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<int64_t>("sinks")
                                   .Attr<int64_t>("chunk")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()

@@ -28,17 +28,16 @@ struct PagedAttention {
   const float* factors;
   const int32_t *table, *lengths, *starts;
   float* out;
-  int64_t tokens, heads, groups, width, rows, entries, count, page, window, sinks, chunk;
+  int64_t tokens, heads, groups, width, rows, entries, count, page, window, chunk;
   float scale;
 
   // Where the query with a number among those of a part begins.
   int64_t place(const PagedPart& part, int64_t c) const {
     return (((part.first + c / groups) * heads + part.head) * groups + c % groups) * width;
   }
-  int64_t of_chunk(int64_t position) const { return chunk ? position / chunk * chunk : 0; }
-  // The first position that a query sees, but for sinks.
+  // The first position that a query sees.
   int64_t first_seen(int64_t position) const {
-    return std::max(of_chunk(position), window ? position - window + 1 : 0);
+    return std::max<int64_t>(chunk ? position / chunk * chunk : 0, window ? position - window + 1 : 0);
   }
 };
 
@@ -216,7 +215,7 @@ struct PagedScratch {
 template <typename T>
 static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin, int64_t count, float* scores, float* most,
                   float* total, float* mixed, int64_t row) {
-  const int64_t low = job.first_seen(position), sink = job.of_chunk(position), padded = (count + LANES - 1) / LANES * LANES;
+  const int64_t low = job.first_seen(position), padded = (count + LANES - 1) / LANES * LANES;
   floats largest = floats{} + *most;
   const bool all = begin >= low && begin + padded - 1 <= position && padded == count;
   for (int64_t s = 0; s < padded; s += LANES) {
@@ -225,8 +224,7 @@ static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin,
       ints at;
       for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int32_t>(begin + s) + lane;
       const ints seen = (at <= static_cast<int32_t>(std::min(position, begin + count - 1))) &
-                        ((at >= static_cast<int32_t>(low)) |
-                         ((at < static_cast<int32_t>(job.sinks)) & (at >= static_cast<int32_t>(sink))));
+                        (at >= static_cast<int32_t>(low));
       v = seen ? v : floats{} - std::numeric_limits<float>::infinity();
     }
     store(scores + s, v);
@@ -313,17 +311,13 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
     scratch.most[c] = LOWEST, scratch.total[c] = 0;
   }
   std::memset(scratch.mixed, 0, 4 * queries * row);
-  const int64_t end = part.end, low = job.first_seen(part.position);
-  const auto following = [&](int64_t begin) {  // the next block of which some key may be seen
-    if (begin >= job.sinks && begin + BLOCK <= low) begin += (low - begin) / BLOCK * BLOCK;
-    return begin;
-  };
-  int64_t begin = following(part.begin);
+  const int64_t end = part.end;
+  int64_t begin = part.begin;
   PagedBlock<T> block(job, part.row, part.head, begin, end);
   Ahead<T> first{&block, 2 * width * static_cast<int64_t>(sizeof(T))};
   for (int64_t i = 0; i < block.count; ++i) first.step();
   while (begin < end) {
-    const int64_t next_begin = following(begin + BLOCK);
+    const int64_t next_begin = begin + BLOCK;
     const PagedBlock<T> next(job, part.row, part.head, next_begin, end);
     Ahead<T> ahead{&next, first.bytes};
     queries <= FEW ? attend_block_few<whole>(job, part, begin, block, scratch, ahead)
@@ -372,11 +366,10 @@ static void attend_paged(ffi::ThreadPool& threads, const PagedAttention<T>& job)
   int64_t work = 0, sums = 0;
   for (int64_t r = 0; r < job.rows; ++r) {
     const int64_t after = std::min<int64_t>(job.starts[r + 1], job.tokens);
-    const int64_t length = std::min<int64_t>(job.lengths[r], job.entries * job.page);
     for (int64_t first = job.starts[r]; first < after; first += together) {
-      const int64_t count = std::min(together, after - first), position = length - (after - first);
-      const int64_t begin = job.sinks ? 0 : std::max<int64_t>(0, job.first_seen(position)) / BLOCK * BLOCK;
-      const int64_t end = position + count, queries = count * job.groups;
+      const int64_t count = std::min(together, after - first), position = job.lengths[r] - (after - first);
+      const int64_t end = std::min(position + count, job.entries * job.page);  // what is beyond the table is nowhere
+      const int64_t begin = std::min(end, job.first_seen(position) / BLOCK * BLOCK), queries = count * job.groups;
       const int64_t each = queries <= FEW ? PART : end - begin;
       const bool several = end - begin > each;
       work += (end - begin) * (queries + 7) / 8 * job.heads * job.width;
