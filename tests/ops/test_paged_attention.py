@@ -161,7 +161,7 @@ def check(way, rows, page, sizes, limits, dtype, share=1e-5, of_queries=jnp.floa
 @pytest.mark.parametrize(
     ("way", "rows", "page", "sizes", "limits"),
     [*((natively, *case) for case in CASES), *((by_blocks, *case) for case in CASES + WITH_SINKS)],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
     # By blocks of bfloat16 pages, queries and weights are rounded to bfloat16 for their matmuls.
