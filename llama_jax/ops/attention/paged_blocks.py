@@ -95,7 +95,11 @@ def attend_by_blocks(
             return larger, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new
 
         shape = heads, blocks.size, groups
-        carry = jnp.full(shape, -1e30, precise), jnp.zeros(shape, precise), jnp.zeros((*shape, width), precise)
+        carry: tuple[jax.Array, ...] = (
+            jnp.full(shape, -1e30, precise),
+            jnp.zeros(shape, precise),
+            jnp.zeros((*shape, width), precise),
+        )
         if sinks:
             of_sinks = min(-(-sinks // page), entries)
             carry = of_keys(
