@@ -44,7 +44,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> Read:
     """
     sizes, arrange = MeshSizes(**mesh.shape), divide_over(mesh)
     gather = partial(join, mesh, axis=2, spec=P("tensor"))
-    layout = Layout(constrain_over(mesh), ring_attention(mesh), EXPERTS, mesh=mesh.abstract_mesh)
+    layout = Layout(constrain_over(mesh), ring_attention(mesh), experts=EXPERTS, mesh=mesh.abstract_mesh)
 
     def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)

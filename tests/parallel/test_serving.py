@@ -26,8 +26,8 @@ from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute, unconstrained
-from llama_jax.model.window import CacheOptions
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
@@ -158,7 +158,6 @@ def collectives(config, params, batch):
     prompts = [[1, 2, 3]] * batch
     tokens, lengths, request = module.prepare(config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7])
     reading = module._empty_reading(config, params, batch, 256, CacheOptions(), layout)
-    reading = reading._replace(cache=reading.cache.replace(fresh=False))
     state, _ = module._start(config, params, *reading, tokens, lengths, request, layout)
     lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), layout)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
