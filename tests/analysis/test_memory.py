@@ -92,7 +92,7 @@ def test_generating_by_its_parts(decoding):
             assert memory.parameters == (WEIGHTS - NORMS) // parts + NORMS
             assert memory.gradients == memory.optimizer == 0
             assert memory.total >= memory.parameters + memory.cache
-        assert found["prefill"].cache == found["decode"].cache == pytest.approx(cache, abs=100)  # and the lengths
+        assert found["prefill"].cache == found["decode"].cache == pytest.approx(cache, abs=300)  # and the tables
         # Scores of 256 tokens against 256 slots, in every head, and the same again for the softmax.
         scores = 4 * CONFIG.n_heads * 256 * 256 * 4 // parts
         assert all(memory.temporaries >= 0 for memory in found.values())
@@ -139,7 +139,7 @@ def test_weights_that_a_program_does_not_read_are_alive_all_the_same():
 def test_heads_that_a_mesh_copies_and_a_padded_vocabulary_count():
     few = replace(CONFIG, n_kv_heads=2, vocab_size=500, tie_embeddings=False)  # held as 4 heads, and 512 tokens
     decode = decode_programs(few, make_mesh(parse_mesh("tensor=4")), 4, 256)[-1]
-    assert decode.known.cache == pytest.approx(cache_bytes(few, 4, 256, jnp.float32) // 2, abs=100)
+    assert decode.known.cache == pytest.approx(cache_bytes(few, 4, 256, jnp.float32) // 2, abs=300)
     full = replace(few, n_kv_heads=4, vocab_size=512)
     assert decode.known.parameters < 4 * parameter_count(full) / 4 + NORMS
     assert decode.known.parameters > 4 * parameter_count(few) / 4

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import sharp
+from llama_jax.inference.batching import empty_state, insert, step
 
 import llama_jax
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.batching import empty_state, insert, step
 from llama_jax.inference.requests import prepare
 from llama_jax.inference.state import empty_reading, read, start
 from llama_jax.model.options import Places

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import jit_init
+from llama_jax.model.pages import PagedCache, gathered, init_pages, page_bytes
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
 from llama_jax.model.cache import init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
-from llama_jax.model.pages import PagedCache, gathered, init_pages, page_bytes
 from llama_jax.ops.attention import attend
 
 PLAIN = LlamaConfig(

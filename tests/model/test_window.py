@@ -10,6 +10,7 @@ from conftest import sharp
 from hypothesis import given
 from hypothesis import strategies as st
 from int8_cache import with_outliers
+from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax import ops
@@ -17,7 +18,6 @@ from llama_jax.errors import GenerationError
 from llama_jax.model.cache import cache_bytes, grow, init_cache, key_positions, slots_of
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
-from llama_jax.model.window import CacheOptions
 from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import pytest
+from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax.checkpoints import open_checkpoint
@@ -12,7 +13,6 @@ from llama_jax.checkpoints.loading import planned_weights
 from llama_jax.errors import UserError
 from llama_jax.model.cache import cache_bytes
 from llama_jax.model.trees import bytes_in_memory
-from llama_jax.model.window import CacheOptions
 from llama_jax.serving import memory
 from llama_jax.serving.memory import MemoryPlan, fit, free_memory
 from llama_jax.serving.options import EngineOptions
