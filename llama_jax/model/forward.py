@@ -43,8 +43,8 @@ def forward(
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
         a position beyond `config.max_seq_len`, which `generate` refuses. Where rows read different numbers of tokens,
         int32[T, 1], and `places.starts` says which are whose.
-      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. No gradient flows through
-        it, not even through the new tokens' own keys and values: leave it out to differentiate.
+      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Leave it out to
+        differentiate: with one there is no derivative.
       places: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialisation, attention.
       layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
@@ -412,7 +412,7 @@ def _view_of(
     """The pages with the new tokens, and what the queries of a layer may read."""
     if step.paged is None:
         return None, View(heads.keys, heads.values)
-    view = step.paged.replace(layer=layer)
+    view = step.paged.replace(layer=layer.astype(jnp.int32))
     pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, division)
     return pages, view.replace(pages=pages)
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import jit_init
-from llama_jax.model.pages import PagedCache, gathered, init_pages, page_bytes
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import init_cache
+from llama_jax.model.cache import KVCache, branch, gathered, init_cache, init_pages
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
 from llama_jax.ops.attention import attend
@@ -60,7 +59,7 @@ def in_passes(config, params, texts, dtype=jnp.float32, compute=Compute(), seed=
         for r, text in enumerate(texts):
             part = slice(starts[r], starts[r + 1])
             tokens[part, 0], whole[part] = text[done[r] : done[r] + new[r]], len(text)
-        cache = PagedCache(pages, table, np.asarray(done, np.int32))
+        cache = KVCache(pages, table, np.asarray(done, np.int32))
         places = Places(starts=starts, rope_lengths=whole)
         hidden, after = read(config, params, tokens, cache, places=places, compute=compute)
         pages = after.pages
@@ -84,45 +83,56 @@ def test_rows_of_ragged_passes_are_what_each_is_alone(model, compute):
         np.testing.assert_allclose(hidden, alone[0], atol=2e-5)
 
 
-def test_in_int8_they_are_as_near_as_without_pages():
+def test_in_int8_they_are_what_each_is_alone():
     params = jit_init(PLAIN, jax.random.key(0))
     for text, hidden in zip(some_texts(), in_passes(PLAIN, params, some_texts(), jnp.int8), strict=True):
-        cache, alone = init_cache(PLAIN, 1, 32, jnp.int8), []
-        for token in text:  # one by one: what is read at once sees its own keys as they are
-            one, cache = read(PLAIN, params, token[None, None], cache)
-            alone.append(one[0, 0])
-        np.testing.assert_allclose(hidden, alone, atol=1e-3)
+        alone, _ = read(PLAIN, params, text[None], init_cache(PLAIN, 1, 32, jnp.int8))
+        np.testing.assert_allclose(hidden, alone[0], atol=1e-3)
 
 
 def test_rows_share_pages_of_what_they_begin_with():
     params = jit_init(PLAIN, jax.random.key(0))
     texts = [[*range(8), 9, 9, 9], [*range(8), 5, 3]]
     pages = init_pages(PLAIN, COUNT, page=PAGE)
-    cache = PagedCache(pages, np.array([[3, 1, 0]], np.int32), np.zeros(1, np.int32))
+    cache = KVCache(pages, np.array([[3, 1, 0]], np.int32), np.zeros(1, np.int32))
     _, cache = read(PLAIN, params, np.array([texts[0]], np.int32).T, cache, places=Places(starts=np.array([0, 11])))
-    shared = PagedCache(cache.pages, np.array([[3, 1, 7]], np.int32), np.array([8], np.int32))
+    shared = KVCache(cache.pages, np.array([[3, 1, 7]], np.int32), np.array([8], np.int32))
     hidden, _ = read(PLAIN, params, np.array([[5], [3]], np.int32), shared, places=Places(starts=np.array([0, 2])))
     alone, _ = read(PLAIN, params, np.array([texts[1]], np.int32))
     np.testing.assert_allclose(hidden[:, 0], alone[0, -2:], atol=2e-5)
 
 
-def test_bytes_of_a_page():
-    for dtype in (jnp.float32, jnp.int8):
-        pages = jax.eval_shape(lambda dtype=dtype: init_pages(PLAIN, 3, dtype))
-        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages)) == 3 * page_bytes(PLAIN, dtype)
-
-
-def test_what_cannot_be():
+def test_branches_share_whole_pages_and_go_on_alone():
     params = jit_init(PLAIN, jax.random.key(0))
-    cache = PagedCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
+    prompts, lengths = np.arange(2 * 40).reshape(2, 40) % PLAIN.vocab_size, np.array([37, 16], np.int32)
+    _, cache = read(PLAIN, params, prompts, init_cache(PLAIN, 2, 40), places=Places(lengths))
+    rows = branch(cache, 3, 20)
+    assert rows.pages.shape[1] == 2 * 3 + 6 * 3
+    assert all(len(set(rows.table[3 * i : 3 * i + 3, lengths[i] // 16 - 1].tolist())) == 1 for i in range(2))
+    new = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (6, 20))
+    hidden = []
+    for part in (new[:, :1], new[:, 1:]):
+        some, rows = read(PLAIN, params, part, rows)
+        hidden.append(some)
+    hidden = np.concatenate(hidden, axis=1)
+    for row in range(6):
+        text = np.concatenate([prompts[row // 3, : lengths[row // 3]], new[row]])
+        alone, _ = read(PLAIN, params, text[None])
+        np.testing.assert_allclose(hidden[row], alone[0, lengths[row // 3] :], atol=2e-5)
+
+
+def test_invalid_arguments():
+    params = jit_init(PLAIN, jax.random.key(0))
+    cache = KVCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
     tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2])
     for said, tokens_, cache_, params_, places in (
-        ("starts None for 2 rows of pages", tokens, cache, params, Places()),
+        ("tokens have batch=3 but the cache has 2 rows", np.zeros((3, 1), np.int32), cache, params, Places()),
+        ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Places()),
         (r"starts \[2\] for 2 rows", tokens, cache, params, Places(starts=starts[:2])),
         (r"tokens \[1, 2\]", tokens.T, cache, params, Places(starts=starts)),
-        ("not of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Places(starts=starts)),
-        ("starts are for a cache of pages", tokens, None, params, Places(starts=starts)),
+        ("not one of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Places(starts=starts)),
+        ("starts are for rows of a cache", tokens, None, params, Places(starts=starts)),
     ):
         with pytest.raises(GenerationError, match=said):
             forward(PLAIN, params_, tokens_, cache_, places=places)
-    assert gathered(cache.view(starts).replace(pages=cache.pages, layer=0), 2).keys.shape == (2, 2, 16, 8)
+    assert gathered(cache.view(1, starts).replace(pages=cache.pages, layer=0), 2, jnp.float32).keys.shape == (2, 2, 16, 8)

@@ -10,18 +10,16 @@ from conftest import sharp
 from hypothesis import given
 from hypothesis import strategies as st
 from int8_cache import with_outliers
-from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import cache_bytes, grow, init_cache, key_positions, slots_of
+from llama_jax.model.cache import CacheOptions, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
-from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
 
-WINDOW, SINKS, LENGTH = 6, 2, 30
+WINDOW, SINKS, LENGTH = 6, 2, 90
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("window", "sinks"))
@@ -80,22 +78,22 @@ def tokens(model):
 
 @pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), SINKS])
 @pytest.mark.parametrize(
-    "pieces", [pytest.param([1] * LENGTH, marks=pytest.mark.slow), [5] * 6, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5]]
+    "pieces", [pytest.param([1] * LENGTH, marks=pytest.mark.slow), [5] * 18, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5] * 3]
 )
-def test_a_ring_of_slots_is_the_definition(model, tokens, sinks, pieces):
-    """However the tokens come, through five turns of the ring."""
+def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
+    """However the tokens come, through three rounds of the ring."""
     config, params = model
-    cache = init_cache(config, 2, sinks + WINDOW + 4, window=WINDOW, sinks=sinks)
+    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=sinks, at_once=5)
     found, cache = read_in_pieces(config, params, tokens, cache, pieces)
     np.testing.assert_allclose(found, defined(config, params, tokens, window=WINDOW, sinks=sinks), rtol=1e-4, atol=1e-5)
-    assert cache.capacity == sinks + WINDOW + 4
+    assert cache.pages.shape[1] == 2 * (2 + (sinks > 0))
     assert list(cache.length) == [LENGTH] * 2
 
 
 def test_one_row(model, tokens):
     config, params = model
-    cache = init_cache(config, 1, SINKS + WINDOW + 4, window=WINDOW, sinks=SINKS)
-    found, _ = read_in_pieces(config, params, tokens[:1], cache, [5] * 6)
+    cache = init_cache(config, 1, LENGTH, window=WINDOW, sinks=SINKS, at_once=5)
+    found, _ = read_in_pieces(config, params, tokens[:1], cache, [5] * 18)
     expected = defined(config, params, tokens[:1], window=WINDOW, sinks=SINKS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -104,9 +102,9 @@ def test_ragged_rows(model, tokens):
     """The padding after a row is written over what no window will see again."""
     config, params = model
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
-    cache = init_cache(config, 2, SINKS + WINDOW + 4, window=WINDOW, sinks=SINKS)
+    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=SINKS, at_once=5)
     done = np.zeros(2, int)
-    for step in range(12):
+    for step in range(36):
         lengths = np.minimum([5 if step % 2 else 1, 3 if step % 3 else 0], LENGTH - done)
         new = np.stack([np.pad(row[at : at + n], (0, 5 - n)) for row, at, n in zip(tokens, done, lengths, strict=True)])
         hidden, cache = read(
@@ -116,27 +114,7 @@ def test_ragged_rows(model, tokens):
             got, want = hidden[row, : lengths[row]], expected[row, done[row] : done[row] + lengths[row]]
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
         done += lengths
-    assert list(done) == [LENGTH, 24]
-
-
-jit_slots = jax.jit(slots_of, static_argnums=1)
-jit_positions = jax.jit(key_positions, static_argnums=1)
-
-
-@given(st.sampled_from([0, 3]), st.sampled_from([1, 4, 9]), st.integers(0, 40), st.integers(1, 4))
-def test_every_slot_knows_its_position(sinks, ring, length, new):
-    """The positions that slots are said to hold are those that were written there."""
-    new = min(new, ring)
-    config = llama_jax.LlamaConfig(8, 4, 1, 1, 1, 4, 64, 1e-5, 1e4, True)
-    cache = init_cache(config, 1, sinks + ring, window=1, sinks=sinks)
-    written = np.full(sinks + ring, NO_KEY)
-    for position in range(length + new):
-        cache = cache.replace(length=jnp.array([position]))
-        written[int(jit_slots(cache, 1)[0])] = position
-    cache = cache.replace(length=jnp.array([length]))
-    assert list(np.asarray(jit_positions(cache, new))[0]) == list(written)
-    each = np.asarray(jit_slots(cache, new + 1))[0, :new]
-    assert [written[slot] for slot in each] == list(range(length, length + new))
+    assert list(done) == [LENGTH, 72]
 
 
 def test_int8(model, tokens):
@@ -144,9 +122,9 @@ def test_int8(model, tokens):
     config, params = model
     states = {}
     for dtype in (jnp.float32, jnp.int8):
-        cache = init_cache(config, 2, LENGTH, dtype)
+        cache = init_cache(config, 2, 30, dtype)
         states[dtype], cache = read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14])
-    buffer = cache.k
+    buffer = cache.pages
     assert buffer.values.dtype == jnp.int8
     assert buffer.scales.dtype == jnp.float32
     error = np.linalg.norm(states[jnp.int8] - states[jnp.float32]) / np.linalg.norm(states[jnp.float32])
@@ -161,7 +139,8 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
 
     def states(dtype, **window):
         jax.clear_caches()
-        return read_in_pieces(config, params, tokens, init_cache(config, 2, LENGTH, dtype, **window), [14, 1, 1, 14])[0]
+        cache = init_cache(config, 2, LENGTH, dtype, at_once=14, **window)
+        return read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14] * 3)[0]
 
     def errors(**window):
         exact = states(jnp.float32, **window)
@@ -176,8 +155,8 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
 @pytest.mark.slow
 def test_int8_in_a_ring(model, tokens):
     config, params = model
-    cache = init_cache(config, 2, SINKS + WINDOW + 4, jnp.int8, window=WINDOW, sinks=SINKS)
-    found, _ = read_in_pieces(config, params, tokens, cache, [5, 1] * 5)
+    cache = init_cache(config, 2, LENGTH, jnp.int8, window=WINDOW, sinks=SINKS, at_once=5)
+    found, _ = read_in_pieces(config, params, tokens, cache, [5, 1] * 15)
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
@@ -191,14 +170,6 @@ def test_quantized_rows_are_within_half_a_step(row):
     x = np.array([row, [0.0] * 8], np.float32)
     back = jax.jit(back_again)(x)
     assert np.all(np.abs(back - x) <= np.max(np.abs(x), axis=1, keepdims=True) / 253)
-
-
-def test_bytes_count_the_factors(model):
-    config, _ = model
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
-        cache = init_cache(config, 3, 50, dtype)
-        held = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
-        assert cache_bytes(config, 3, 50, dtype) == held
 
 
 def test_a_long_prompt_is_read_in_the_same_room(model):
@@ -222,21 +193,30 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
         ({"window": 0}, r"window=0 must be an integer of at least 1"),
         ({"window": 4, "sinks": -1}, r"sinks=-1 must be an integer of at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
-        ({"window": 9}, r"capacity=8 is less than window=9 and sinks=0 together"),
+        ({"window": 4, "at_once": 0}, r"at_once=0 must be a positive integer"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),
     ],
 )
-def test_what_cannot_be(model, arguments, message):
+def test_invalid_arguments(model, arguments, message):
     with pytest.raises(GenerationError, match=message):
         init_cache(model[0], 1, 8, **arguments)
 
 
-def test_a_ring_takes_only_so_much_and_does_not_grow(model, tokens):
+def test_a_ring_takes_only_so_much_at_once(model, tokens):
     config, params = model
-    cache = init_cache(config, 2, 8, window=6)
-    with pytest.raises(GenerationError, match=r"4 tokens at once do not fit .* at most 3 do"):
-        forward(config, params, tokens[:, :4], cache)
-    with pytest.raises(GenerationError, match=r"never needs to grow"):
-        grow(cache, 16)
+    cache = init_cache(config, 2, LENGTH, window=6)
+    forward(config, params, tokens[:, :12], cache)  # as many as the pages of one at once happen to have room for
+    with pytest.raises(GenerationError, match=r"13 tokens at once do not fit .* at_once=13"):
+        forward(config, params, tokens[:, :13], cache)
     with pytest.raises(GenerationError, match=r"dtype='int4' of the cache must be 'int8'"):
         CacheOptions(dtype="int4")
+
+
+def test_a_window_takes_pages_for_itself_alone(model):
+    config, _ = model
+    for window, sinks, at_once in ((6, 2, 1), (40, 17, 8), (100, 0, 64)):
+        long, longer = (
+            init_cache(config, 2, capacity, window=window, sinks=sinks, at_once=at_once).pages.nbytes
+            for capacity in (1_000, 100_000)
+        )
+        assert long == longer

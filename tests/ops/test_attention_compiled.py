@@ -150,31 +150,42 @@ def test_a_decoded_token_makes_no_copy_of_the_cache(topology, batch):
         assert len(re.findall(r" (?:fusion|custom-call|copy|transpose|dot|reduce)\(", entry)) <= 4
 
 
-@pytest.mark.parametrize("new", [64, 256])
-@pytest.mark.parametrize("topology", ["v5e:2x4", "h100"])
-def test_a_step_over_pages_is_by_a_kernel_and_copies_none(topology, new):
-    """Of a loop over the layers, which carries the pages."""
-    mesh = mesh_of(topology, (1,), ("tensor",))
+@pytest.mark.parametrize(
+    ("new", "each", "sizes"), [(64, None, (1, 1)), (256, None, (1, 1)), (64, 1, (2, 2)), (1024, 16, (4, 1)), (64, 1, (1, 4))]
+)
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100"])
+def test_a_step_over_pages_is_by_a_kernel_and_copies_none(topology, new, each, sizes):
+    """Of a loop over the layers, which carries the pages; over devices each has its own rows and heads."""
+    mesh, rows = mesh_of(topology, sizes, ("data", "tensor")), 16 if each is None else new // each
+    division = None if each is None else Division(("data",), ("tensor",))
 
     def step(pages, queries, keys, values, table, lengths, starts):
         def layer(carry, index):
             pages, queries = carry
-            view = PagedView(pages, index, table, lengths[0], starts[0])
-            pages = write_paged(pages, keys, values, view)
-            return (pages, attend_paged(queries, view.replace(pages=pages), scale=0.1)), None
+            view = PagedView(pages, index, table, lengths[:, 0], starts[0], each)
+            pages = write_paged(pages, keys, values, view, division)
+            return (pages, attend_paged(queries, view.replace(pages=pages), scale=0.1, division=division)), None
 
         return jax.lax.scan(layer, (pages, queries), jnp.arange(8, dtype=jnp.int32))[0]
 
-    struct = lambda *shape: jax.ShapeDtypeStruct(
-        shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, P())
+    def struct(shape, *axes):
+        dtype = jnp.int32 if len(shape) == 2 else jnp.bfloat16
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    heads = 32
+    of_pages, tokens = (8, 1024, 64, 2 * heads, 128), ("data", "tensor")
+    of_tokens = struct((new, heads, 128), *tokens)
+    arguments = (
+        *(struct(of_pages, None, "data", None, "tensor"), struct((new, heads, 4, 128), *tokens), of_tokens, of_tokens),
+        *(struct((rows, 64), "data"), struct((rows, 1), "data"), struct((1, rows + 1))),
     )
-    shapes = (8, 1024, 64, 16, 128), (new, 8, 4, 128), (new, 8, 128), (new, 8, 128), (16, 64), (1, 16), (1, 17)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), observed() as taken:
-        program = jax.jit(step, donate_argnums=0).lower(*(struct(*shape) for shape in shapes)).compile()
+        program = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
     assert set(taken) == {"ragged" if "v5e" in topology else "triton"}
-    pages = 2 * np.prod(shapes[0])
+    pages = 2 * np.prod(of_pages) // mesh.size
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= pages
-    assert memory.temp_size_in_bytes < 4 * 2**20  # all pages are 2 GiB
+    assert memory.temp_size_in_bytes < pages / 64  # all pages are 8 GiB
     kernel = "tpu_custom_call" if "v5e" in topology else r"__gpu\$xla.gpu.triton"
     assert len(re.findall(f'custom_call_target="{kernel}"', program.as_text())) == 1
+    assert not re.search("all-(?:gather|reduce|to-all)|collective-permute", program.as_text())

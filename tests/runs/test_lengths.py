@@ -12,10 +12,10 @@ import pytest
 from conftest import as_float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_jax.model.window import CacheOptions
 
 from llama_jax.config import RopeScaling
 from llama_jax.data import Corpus, DataError
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.whole import logits
 from llama_jax.runs import lengths as room
 from llama_jax.runs.lengths import LengthLoss, cut_spans, evaluate_lengths

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import jit_logits, sharp
-from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError, MeshError
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import jax
 import pytest
-from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.loading import planned_weights
 from llama_jax.errors import UserError
-from llama_jax.model.cache import cache_bytes
+from llama_jax.model.cache import CacheOptions, cache_bytes
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.serving import memory
 from llama_jax.serving.memory import MemoryPlan, fit, free_memory

@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax
 import pytest
 from conftest import jit_init
-from llama_jax.model.window import CacheOptions
 
 import llama_jax
 from llama_jax import ops
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code

@@ -75,7 +75,7 @@ def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView,
     Raises:
       MeshError: as `attend_paged`.
     """
-    cut = _Cut.of(division, pages, view)
+    cut = _Cut.of(division, pages, view, len(keys))
     if cut is None:
         return _write(pages, keys, values, view)
     of_pages, of_tokens, of_view = cut.specs(pages, view)
@@ -127,19 +127,19 @@ def attend_paged(
       chunk: a query sees only keys of its own chunk, so many positions each.
       sinks: keys of so many first positions are seen from everywhere (Xiao et al. 2023, section 3.2).
       sink_queries: [T, K, G, H], the queries as the sinks are to see them, `queries` by default.
-      division: the axes of the current mesh over which rows and heads are cut: rows cut the table and lengths, the tokens, of
-        which each row must have as many (`view.each`), and the axis P of the pages, so that a table has the numbers of its
-        own device's pages. Each device then computes its own part. Without it XLA divides the program, and no kernel is used
-        on a mesh.
+      division: the axes of the current mesh over which rows and heads are cut, each device computing its own part. With the
+        rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the axis P of
+        the pages: the numbers in a table are those of a device's own. Without a division XLA divides the program, and no
+        kernel is used on a mesh.
 
     Returns:
       [T, K, G, H] in the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
 
     Raises:
-      MeshError: rows, pages or heads cannot be cut evenly; rows, but `view.each` is not known.
+      MeshError: rows, pages or heads cannot be cut evenly; rows are cut, but `view.each` does not say where.
     """
     attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
-    cut = _Cut.of(division, view.pages, view)
+    cut = _Cut.of(division, view.pages, view, len(queries))
     if cut is None:
         return attend(queries, view, sink_queries=sink_queries)
     of_pages, of_tokens, of_view = cut.specs(view.pages, view)
@@ -159,7 +159,7 @@ class _Cut(NamedTuple):
     heads: tuple[str, ...]
 
     @classmethod
-    def of(cls, division: Division | None, pages: Any, view: PagedView) -> _Cut | None:
+    def of(cls, division: Division | None, pages: Any, view: PagedView, count: int) -> _Cut | None:
         """None where there is one device, or XLA divides the program."""
         mesh = mesh_in_force()
         if division is None or math.prod(mesh.values()) == 1:
@@ -168,8 +168,8 @@ class _Cut(NamedTuple):
             tuple(axis for axis in axes if mesh[axis] > 1)
             for axes in (division.mesh_axes_of_rows, division.mesh_axes_of_heads)
         )
-        if rows and view.each is None:
-            raise MeshError(f"rows with different numbers of new tokens cannot be cut over {'*'.join(rows)}")
+        if rows and (view.each is None or count != len(view.lengths) * view.each):
+            raise MeshError(f"rows with different numbers of new tokens, or padding, cannot be cut over {'*'.join(rows)}")
         for what, size, axes in (
             ("rows", len(view.lengths), rows),
             ("pages", pages.shape[1], rows),

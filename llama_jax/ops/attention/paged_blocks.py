@@ -77,7 +77,7 @@ def attend_by_blocks(
         held = jnp.minimum(view.lengths[row], entries * page)
 
         def of_keys(
-            carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array | int, count: int, seen: Any
+            carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, seen: Any
         ) -> tuple[jax.Array, ...]:
             """With those of `count` pages from an entry of the table on, which `seen` tells from their positions."""
             largest, total, mixed = carry
@@ -98,7 +98,9 @@ def attend_by_blocks(
         carry = jnp.full(shape, -1e30, precise), jnp.zeros(shape, precise), jnp.zeros((*shape, width), precise)
         if sinks:
             of_sinks = min(-(-sinks // page), entries)
-            carry = of_keys(carry, own(padded_for_sinks), 0, of_sinks, lambda key: (key <= position) & (key < sinks))
+            carry = of_keys(
+                carry, own(padded_for_sinks), jnp.int32(0), of_sinks, lambda key: (key <= position) & (key < sinks)
+            )
         others = lambda key: seen_by(position, key, window, chunk) & (key >= sinks)
         keys, queries = pages_at_once * page, own(padded)
         last = jnp.minimum(blocks.positions[i] + blocks.size, held)

@@ -68,7 +68,7 @@ def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = 
     """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
     Its pages are those of one layer: the stack of all layers is one pool for it, in which a layer's pages have numbers of
-    their own. It takes rows with new tokens only. Since it computes with all pages of a row, it is shown those of the window.
+    their own. It takes rows with new tokens only. It reads all pages of a row, and is therefore shown those of the window.
     """
     # Imported here: importing Pallas takes a second, which is only for those with a TPU.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
