@@ -168,7 +168,7 @@ def test_a_cache_that_remembers_less_is_divided_as_well(text, kind, load, rememb
 
 
 def test_a_window_is_seen_in_what_is_generated(alone, remembering):
-    """Else the test above could not fail."""
+    """Else the test above could not find a cache that remembers all."""
     several = [[row.tokens[:NEW] for row in rows] for rows in (alone, remembering("window"), remembering("sinks"))]
     assert several[0] != several[1] != several[2] != several[0]
 
@@ -179,11 +179,8 @@ def test_a_window_is_seen_in_what_is_generated(alone, remembering):
 def test_groups_of_answers_are_those_of_one_device(text, params):
     """From parameters as a training over the mesh has them; prompts of several pages, which the answers of a group share."""
     rng, sizes = np.random.default_rng(0), parse_mesh(text)
-    tokens, lengths = (
-        rng.integers(0, CONFIG.vocab_size, (8, 40), np.int32),
-        np.array([1, 40, 16, 17, 31, 32, 7, 39], np.int32),
-    )
-    prompts = Prompts(tokens, lengths, np.arange(16, dtype=np.uint32))
+    lengths = np.array([1, 40, 16, 17, 31, 32, 7, 39], np.int32)
+    prompts = Prompts(rng.integers(0, CONFIG.vocab_size, (8, 40), np.int32), lengths, np.arange(16, dtype=np.uint32))
     options = RolloutOptions(group=2, most=21, stop=tuple(range(0, 250, 25)))
     expected = jax.jit(partial(roll_out, CONFIG, options=options))(params, prompts)
     spread = jax.device_put(params, param_shardings(CONFIG, sizes, fitted=False))
