@@ -93,11 +93,9 @@ def test_generating_by_its_parts(decoding):
             assert memory.gradients == memory.optimizer == 0
             assert memory.total >= memory.parameters + memory.cache
         assert found["prefill"].cache == found["decode"].cache == pytest.approx(cache, abs=300)  # and the tables
-        # Scores of 256 tokens against 256 slots, in every head, and the same again for the softmax.
+        # All scores of 256 tokens against 256 slots, in every head, of which attention over pages makes some at once.
         scores = 4 * CONFIG.n_heads * 256 * 256 * 4 // parts
-        assert all(memory.temporaries >= 0 for memory in found.values())
-        assert found["prefill"].temporaries >= scores > found["decode"].temporaries
-        assert found["prefill"].scratch in (0, scores)
+        assert scores > found["prefill"].temporaries > found["decode"].temporaries >= 0
 
 
 @pytest.mark.slow
@@ -132,7 +130,6 @@ def test_weights_that_a_program_does_not_read_are_alive_all_the_same():
     prefill, *_ = decode_programs(untied, make_mesh(parse_mesh("data=1")), 4, 256)
     memory = prefill.memory()
     assert memory.parameters == 4 * parameter_count(untied)
-    assert memory.temporaries >= 4 * CONFIG.n_heads * 256 * 256 * 4
 
 
 @pytest.mark.slow
