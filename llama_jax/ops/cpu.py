@@ -182,6 +182,7 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+FINER = 254  # how much finer the second integer of an entry counts than the first
 LEAST_ROWS = 8  # of integers by integers: 4,096 x 4,096 numbers take 1.16, 1.00, 0.81, 0.76 ms with 2, 4, 8, 16 (Xeon, AMX)
 
 
@@ -397,7 +398,6 @@ def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, 
 # - The scores of a block, of all rows and heads, should stay in the processor's cache.
 
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
-FINER = 254  # how much finer the second integer of an entry counts than the first
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:

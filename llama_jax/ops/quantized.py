@@ -32,18 +32,9 @@ class Quantized(struct.PyTreeNode):
         return self.values.shape
 
     @property
-    def ndim(self) -> int:
-        """Of the numbers."""
-        return self.values.ndim
-
-    @property
     def dtype(self) -> Any:
         """Of the numbers as they are kept: int8."""
         return self.values.dtype
-
-    def __getitem__(self, rows: Any) -> Quantized:
-        """Some of the rows: an index of the axes before the last."""
-        return Quantized(self.values[rows], self.scales[rows])
 
 
 def quantize(x: jax.Array) -> Quantized:
@@ -58,13 +49,11 @@ def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.A
     return (x.values * x.scales[..., None]).astype(dtype)
 
 
-def over_rows(change: Callable[..., jax.Array], *arrays: jax.Array | Quantized) -> Any:
-    """`change` of arrays [..., H] that moves whole rows; for `Quantized` ones their factors, as [..., 1], move alike."""
-    quantized = [x for x in arrays if isinstance(x, Quantized)]
-    if not quantized:
-        return change(*arrays)
-    values, scales = change(*(x.values for x in quantized)), change(*(x.scales[..., None] for x in quantized))
-    return Quantized(values, scales[..., 0])
+def over_rows(change: Callable[[jax.Array], jax.Array], x: jax.Array | Quantized) -> Any:
+    """`change` of an array [..., H] that moves whole rows; of a `Quantized` one the factors, as [..., 1], move alike."""
+    if not isinstance(x, Quantized):
+        return change(x)
+    return Quantized(change(x.values), change(x.scales[..., None])[..., 0])
 
 
 def smooth_keys(

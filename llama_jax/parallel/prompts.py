@@ -18,7 +18,7 @@ from llama_jax.model.params import Llama
 from llama_jax.model.whole import Layer, observe
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import AXIS, BATCH, PARTS, divide_over, join, positions_of, ring_attention
-from llama_jax.parallel.specs import EXPERTS, batch_spec, constrain_over
+from llama_jax.parallel.specs import EXPERTS, batch_spec, cache_specs, constrain_over, shardings
 from llama_jax.training.batch import Shifted
 
 Read = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
@@ -44,7 +44,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> Read:
     """
     sizes, arrange = MeshSizes(**mesh.shape), divide_over(mesh)
     gather = partial(join, mesh, axis=2, spec=P("tensor"))
-    layout = Layout(constrain_over(mesh), ring_attention(mesh), EXPERTS, mesh=mesh.abstract_mesh)
+    layout = Layout(constrain_over(mesh), ring_attention(mesh), experts=EXPERTS, mesh=mesh.abstract_mesh)
 
     def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)
@@ -57,6 +57,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> Read:
 
         hidden, (keys, values) = observe(config, params, rows.tokens, keep, places=places, layout=layout)
         cache = cache_of(keys, values, lengths, capacity, sizes.rows)
+        cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
         return cache, _last_of_rows(mesh, hidden, lengths)
 
     return read

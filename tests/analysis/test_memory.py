@@ -92,13 +92,10 @@ def test_generating_by_its_parts(decoding):
             assert memory.parameters == (WEIGHTS - NORMS) // parts + NORMS
             assert memory.gradients == memory.optimizer == 0
             assert memory.total >= memory.parameters + memory.cache
-        assert found["prefill"].cache == found["decode"].cache == pytest.approx(cache, abs=100)  # and the lengths
-        assert found["grow"].cache == pytest.approx(1.5 * cache, abs=100)
-        # Scores of 256 tokens against 256 slots, in every head, and the same again for the softmax.
+        assert found["prefill"].cache == found["decode"].cache == pytest.approx(cache, abs=300)  # and the tables
+        # All scores of 256 tokens against 256 slots, in every head, of which attention over pages makes some at once.
         scores = 4 * CONFIG.n_heads * 256 * 256 * 4 // parts
-        assert all(memory.temporaries >= 0 for memory in found.values())
-        assert found["prefill"].temporaries >= scores > found["decode"].temporaries
-        assert found["prefill"].scratch in (0, scores)
+        assert scores > found["prefill"].temporaries > found["decode"].temporaries >= 0
 
 
 @pytest.mark.slow
@@ -110,8 +107,8 @@ def test_quantised_weights_count_as_they_lie_in_memory(kind):
     )
     params = quantize(jit_init(config, jax.random.key(0), jnp.bfloat16), kind)
     held, lengths = bytes_in_memory(params), 100
-    prefill, grow, decode = decode_programs(config, make_mesh(parse_mesh("data=1")), 2, 128, dtype="bfloat16", weights=kind)
-    assert {program.known.parameters for program in (prefill, grow, decode)} == {held}
+    prefill, decode = decode_programs(config, make_mesh(parse_mesh("data=1")), 2, 128, dtype="bfloat16", weights=kind)
+    assert {program.known.parameters for program in (prefill, decode)} == {held}
     cache = cache_bytes(config, 2, 128, jnp.bfloat16)
     assert decode.known.cache == pytest.approx(cache, abs=lengths)
     # A token reads all but the table in which it is looked up.
@@ -120,7 +117,7 @@ def test_quantised_weights_count_as_they_lie_in_memory(kind):
     assert (memory.parameters, memory.cache) == (held, decode.known.cache)
     # What XLA for CPU makes of 16-bit numbers, float32 copies; of fp8 its chunks besides.
     assert 0 < memory.temporaries < 5 * parameter_count(config)
-    half = decode_programs(config, make_mesh(parse_mesh("tensor=2")), 2, 128, dtype="bfloat16", weights=kind)[2]
+    half = decode_programs(config, make_mesh(parse_mesh("tensor=2")), 2, 128, dtype="bfloat16", weights=kind)[-1]
     norms = 2 * (2 * config.n_layers + 1) * config.dim
     # Factors for whole rows are on every device where a matrix is cut along its rows' numbers; `out`, of which a device has
     # 128 columns, is in blocks of 32 instead of 256, of more bits.
@@ -133,14 +130,13 @@ def test_weights_that_a_program_does_not_read_are_alive_all_the_same():
     prefill, *_ = decode_programs(untied, make_mesh(parse_mesh("data=1")), 4, 256)
     memory = prefill.memory()
     assert memory.parameters == 4 * parameter_count(untied)
-    assert memory.temporaries >= 4 * CONFIG.n_heads * 256 * 256 * 4
 
 
 @pytest.mark.slow
 def test_heads_that_a_mesh_copies_and_a_padded_vocabulary_count():
     few = replace(CONFIG, n_kv_heads=2, vocab_size=500, tie_embeddings=False)  # held as 4 heads, and 512 tokens
     decode = decode_programs(few, make_mesh(parse_mesh("tensor=4")), 4, 256)[-1]
-    assert decode.known.cache == pytest.approx(cache_bytes(few, 4, 256, jnp.float32) // 2, abs=100)
+    assert decode.known.cache == pytest.approx(cache_bytes(few, 4, 256, jnp.float32) // 2, abs=300)
     full = replace(few, n_kv_heads=4, vocab_size=512)
     assert decode.known.parameters < 4 * parameter_count(full) / 4 + NORMS
     assert decode.known.parameters > 4 * parameter_count(few) / 4

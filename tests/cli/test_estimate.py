@@ -16,6 +16,7 @@ from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.cli.estimate import kinds_in_files, read_config
 from llama_jax.model.adapters import Lora, adapter_count
+from llama_jax.model.cache import PAGE
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
 
@@ -186,11 +187,11 @@ def test_decoding_as_json(run):
     assert found["cache_bytes_per_token"] == cache_bytes(CONFIG, 1, 1, "bfloat16")
     assert found["remat"] is None
     programs = found["bytes_per_device"]
-    assert list(programs) == ["prefill", "grow", "decode"]
+    assert list(programs) == ["prefill", "decode"]
     for parts in programs.values():
         assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
-    # A cache of 512 slots, the next power of two; and the lengths of the two rows that a device has.
-    assert programs["decode"]["cache"] == cache_bytes(CONFIG, 4, 512, "bfloat16") // 4 + 2 * 4
+    # A cache of 512 tokens, the next power of two; and of the two rows that a device has, the tables and lengths.
+    assert programs["decode"]["cache"] == cache_bytes(CONFIG, 4, 512, "bfloat16") // 4 + 2 * 4 * (512 // PAGE + 1)
     assert found["peak_per_device"] == max(parts["total"] for parts in programs.values())
     assert found["peak_of_mesh"] == 4 * found["peak_per_device"]
 

@@ -22,7 +22,6 @@ from llama_jax.ops.attention import Division, Problem, Seen, View, choose, obser
 from llama_jax.ops.attention.blockwise import OfQueries, backward_part, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY
-from llama_jax.ops.quantized import dequantize, quantize
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
 SIDE = blockwise._side
@@ -68,11 +67,6 @@ def value_and_gradients_of(function, arrays):
 @partial(jax.jit, static_argnames=("backend", "window"))
 def value_and_gradients(arrays, seen, backend, window=None):
     return value_and_gradients_of(partial(ops.attend, seen=seen, scale=0.5, backend=backend, window=window), arrays)
-
-
-@partial(jax.jit, static_argnames="backend")
-def attend_jitted(queries, view, seen, backend):
-    return ops.attend(queries, view, seen, scale=0.2, backend=backend)
 
 
 def ascending(draw, length, most):
@@ -210,37 +204,6 @@ class TestDerivatives:
         assert max(kept.size for kept in jax.tree.leaves(pull)) <= queries.size
 
 
-class TestViews:
-    def test_one_of_the_stacked_layers_is_read(self):
-        queries, keys, values = operands()
-        stacked = View(jnp.stack([values, keys]), jnp.stack([keys, values]), jnp.int32(1))
-        attend = jax.jit(partial(ops.attend, seen=Seen.whole(LENGTH), scale=0.5))
-        np.testing.assert_array_equal(attend(queries, stacked), attend(queries, View(keys, values)))
-
-    @pytest.mark.parametrize(
-        ("new", "groups"),
-        [pytest.param(1, 1, marks=pytest.mark.nightly), pytest.param(1, 3, marks=pytest.mark.slow), (7, 3)],
-    )
-    @pytest.mark.parametrize("backend", ["rows", pytest.param("blockwise", marks=pytest.mark.slow)])
-    def test_quantized_keys_cost_no_more_than_their_own_rounding(self, backend, new, groups):
-        """Beside attention to the same rounded keys and values in full: queries are not rounded, on a CPU to 16 bits."""
-        queries, _, _ = operands(0, (2, 2, new, groups, 32))
-        keys, values = map(jax.jit(quantize), operands(1, (2, 2, LENGTH, 1, 32))[1:])
-        seen = Seen(16 + np.arange(new, dtype=np.int32)[None], np.arange(LENGTH, dtype=np.int32)[None])
-        found = attend_jitted(queries, View(keys, values), seen, backend)
-        whole = View(dequantize(keys), dequantize(values))
-        np.testing.assert_allclose(found, attend_jitted(queries, whole, seen, "reference"), rtol=1e-4, atol=1e-4)
-
-    def test_what_another_platform_makes_of_quantized_keys_is_what_a_cpu_makes(self, monkeypatch):
-        queries, _, _ = operands(0, (2, 2, 1, 3, 32))
-        _, keys, values = operands(1, (2, 2, LENGTH, 1, 32))
-        view, seen = View(*map(jax.jit(quantize), (keys, values))), Seen(np.array([[20]]), np.arange(LENGTH)[None])
-        here = jax.jit(lambda q, view: ops.attend(q, view, seen, scale=0.2))(queries, view)
-        monkeypatch.setattr(cpu, "lowering_platform", lambda: "tpu")
-        there = jax.jit(lambda q, view: ops.attend(q, view, seen, scale=0.2))(queries, view)
-        np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-4)
-
-
 class TestParts:
     @given(rings(), st.integers(0, 99))
     def test_two_sets_of_keys_are_joined_by_merge(self, seen, seed):
@@ -369,8 +332,6 @@ class TestChoice:
             ("cpu", "cpu", problem(new=1, slots=8192, ordered=False), "rows"),
             ("gpu", H100, problem(new=2, slots=8192, ordered=False), "rows"),  # drafts, which copy no slots
             ("gpu", H100, problem(new=16, slots=8192, ordered=False), "rows"),
-            ("gpu", H100, problem(new=1, slots=8192, ordered=False, quantized=True), "blockwise"),
-            ("gpu", H100, problem(new=1, slots=2048, ordered=False, quantized=True), "rows"),
         ],
     )
     def test_names(self, platform, kind, asked, name):
@@ -457,11 +418,6 @@ class TestChoice:
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
             ops.attend(queries, View(*rest), Seen.whole(LENGTH).replace(**change), scale=1.0, **told)
-
-    def test_the_definition_reads_no_quantized_values(self):
-        queries, keys, values = operands()
-        with pytest.raises(ConfigError, match=r"backend='reference' reads no quantized keys and values"):
-            ops.attend(queries, View(keys, quantize(values)), Seen.whole(LENGTH), scale=1.0, backend="reference")
 
     def test_nothing_at_all(self):
         queries, keys, values = operands()

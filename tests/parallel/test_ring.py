@@ -233,6 +233,15 @@ def on_mesh(config, sizes, params):
     return fitted(config, sizes), jax.device_put(fit(config, sizes, params), placement)
 
 
+def kept_by(cache, length, parts=1):
+    """Keys and values [L, B, T, K, H] of the first tokens of rows, of whose pages each of `parts` devices has its own."""
+    rows, own = len(cache.table), cache.pages.shape[1] // parts
+    table = np.asarray(cache.table) + np.arange(rows)[:, None] // (rows // parts) * own
+    found = np.asarray(cache.pages)[:, table]  # [L, B, n, page, 2K, H]
+    found = found.reshape(*found.shape[:2], -1, *found.shape[4:])[:, :, :length]
+    return found[..., ::2, :], found[..., 1::2, :]
+
+
 @pytest.mark.parametrize(
     ("sizes", "scaling"),
     [
@@ -255,13 +264,16 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     cache, hidden = jax.jit(partial(state.read, config))(params, empty, tokens, Places(lengths, rope_lengths=lengths))
     held, spread = on_mesh(config, sizes, params)
     mesh = make_mesh(sizes)
-    found, last = jax.jit(prefill_over(held, mesh))(spread, tokens, lengths)
+    found, last = jax.jit(prefill_over(held, mesh, LENGTH + 5))(spread, tokens, lengths)
     np.testing.assert_allclose(last, hidden, atol=1e-5)
     np.testing.assert_array_equal(found.length, lengths)
+    assert found.capacity >= LENGTH + 5
+    parts, times = sizes.rows, held.n_kv_heads // config.n_kv_heads
+    for mine, theirs in zip(kept_by(found, LENGTH, parts), kept_by(cache, LENGTH), strict=True):
+        np.testing.assert_allclose(mine[:, :, :, ::times], theirs, atol=1e-5)
     specs = cache_specs(held, sizes, 2)
-    for mine, theirs, spec in ((found.k, cache.k, specs.k), (found.v, cache.v, specs.v)):
-        np.testing.assert_allclose(mine[:, :, :: held.n_kv_heads // config.n_kv_heads], theirs, atol=1e-5)
-        assert mine.sharding.is_equivalent_to(NamedSharding(mesh, spec), 5)
+    for mine, spec in ((found.pages, specs.pages), (found.table, specs.table), (found.length, specs.length)):
+        assert mine.sharding.is_equivalent_to(NamedSharding(mesh, spec), mine.ndim)
 
 
 @pytest.mark.slow
@@ -273,9 +285,8 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     # By itself it generates there too, each device along `context` the same.
     assert [row.tokens for row in llama_jax.generate(config, spread, prompts, max_new_tokens=4)] == [wanted[0].tokens]
     tokens, lengths, request = prepare(config, prompts, 4, Sampling(), ())
-    read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8))))
+    read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8)), 128))
     reading = state.Reading(*read(spread, tokens, lengths))
     started, _ = state.start(config, spread, reading, tokens, lengths, request)
-    started = started.replace(cache=llama_jax.grow(started.cache, 128))
     _, _, found = jax.jit(partial(state.decode, config, most=1))(spread, started, 1)
     assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens

@@ -1,5 +1,6 @@
 """Eight simulated devices generate what one does, from a model that no device has whole."""
 
+import functools
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
+from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute, unconstrained
 from llama_jax.parallel import serving
@@ -33,6 +36,7 @@ from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
 from llama_jax.parallel.pmapped import pmap_generate, replicate
 from llama_jax.parallel.serving import param_shardings
+from llama_jax.runs.rollout_program import sampler
 
 # Of four key/value heads tensor=8 makes eight, and 250 tokens become 256 rows.
 CONFIG = LlamaConfig(
@@ -123,33 +127,81 @@ def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
     same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
 
 
-@pytest.mark.slow
+# Rows, heads, and both: over the whole of the mesh each.
+ROWS_OR_HEADS = ["data=4,fsdp=2", "tensor=8", "data=2,fsdp=2,tensor=2"]
+REMEMBERING = {
+    "window": {"window": 6},
+    "sinks": {"window": 6, "sinks": 2},
+    "int8": {"dtype": "int8"},
+    "int8 sinks": {"dtype": "int8", "window": 6, "sinks": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def remembering(params):
+    """What one device generates with a cache of a kind: so long that pages of a window are used again."""
+
+    @functools.cache
+    def run(kind):
+        return llama_jax.generate(CONFIG, params, PROMPTS, **remembering_options(kind))
+
+    return run
+
+
+def remembering_options(kind):
+    return {"max_new_tokens": 36, "sampling": SAMPLING, "cache": CacheOptions(**REMEMBERING[kind])}
+
+
 @pytest.mark.parametrize(
-    ("text", "options"),
+    ("text", "kind"),
     [
-        ("data=2,fsdp=2,tensor=2", {"window": 6, "sinks": 2}),
-        ("tensor=8", {"dtype": "int8"}),
-        pytest.param("data=2,fsdp=2,tensor=2", {"dtype": "int8"}, marks=nightly),
-        pytest.param("tensor=8", {"window": 6, "sinks": 2}, marks=nightly),
+        pytest.param(
+            text, kind, marks=[] if (text, kind) == (ROWS_OR_HEADS[2], "sinks") else slow if i == j % 3 else nightly
+        )
+        for i, text in enumerate(ROWS_OR_HEADS)
+        for j, kind in enumerate(REMEMBERING)
     ],
 )
-def test_a_cache_that_remembers_less_is_divided_as_well(text, options, params, load):
-    options = {"max_new_tokens": NEW, "sampling": SAMPLING, "cache": CacheOptions(**options)}
-    expected = llama_jax.generate(CONFIG, params, PROMPTS, **options)
-    found = llama_jax.generate(*load(text), PROMPTS, **options)
+def test_a_cache_that_remembers_less_is_divided_as_well(text, kind, load, remembering):
+    found, expected = llama_jax.generate(*load(text), PROMPTS, **remembering_options(kind)), remembering(kind)
     assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
+def test_a_window_is_seen_in_what_is_generated(alone, remembering):
+    """Else the test above could not find a cache that remembers all."""
+    several = [[row.tokens[:NEW] for row in rows] for rows in (alone, remembering("window"), remembering("sinks"))]
+    assert several[0] != several[1] != several[2] != several[0]
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(ROWS_OR_HEADS[0], marks=slow), pytest.param(ROWS_OR_HEADS[1], marks=slow), ROWS_OR_HEADS[2]]
+)
+def test_groups_of_answers_are_those_of_one_device(text, params):
+    """From parameters as a training over the mesh has them; prompts of several pages, which the answers of a group share."""
+    rng, sizes = np.random.default_rng(0), parse_mesh(text)
+    lengths = np.array([1, 40, 16, 17, 31, 32, 7, 39], np.int32)
+    prompts = Prompts(rng.integers(0, CONFIG.vocab_size, (8, 40), np.int32), lengths, np.arange(16, dtype=np.uint32))
+    options = RolloutOptions(group=2, most=21, stop=tuple(range(0, 250, 25)))
+    expected = jax.jit(partial(roll_out, CONFIG, options=options))(params, prompts)
+    spread = jax.device_put(params, param_shardings(CONFIG, sizes, fitted=False))
+    found = jax.jit(sampler(CONFIG, make_mesh(sizes), options, Compute()))(spread, prompts)
+    for name in ("tokens", "valid", "stopped"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert 0 < np.sum(found.stopped) < 16, "both kinds of ends are to be seen"
+
+
 @pytest.mark.slow
-def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkeypatch):
-    """The program of a bucket is compiled once, whatever laid out its input."""
+def test_prompts_of_a_bucket_over_tensor_have_one_program(load, params, monkeypatch):
+    """Whatever laid out its input: the first piece after the prompt, and those after a piece."""
     monkeypatch.setattr(module, "SMALLEST_CACHE", 8)
     monkeypatch.setattr(requests, "SMALLEST_PREFILL", 4)
     before = module._decode_for("cpu")._cache_size()
-    pieces = list(llama_jax.stream(*load("tensor=8"), PROMPTS[:1], max_new_tokens=NEW))
-    assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
-    assert module._decode_for("cpu")._cache_size() - before == 2  # buckets of 8 and 16
-    same(module.continuations(pieces, ()), alone[:1])
+    for prompt in ([1, 5, 7], [4, 6]):
+        pieces = list(llama_jax.stream(*load("tensor=8"), [prompt], max_new_tokens=NEW))
+        assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
+        same(module.continuations(pieces, ()), llama_jax.generate(CONFIG, params, [prompt], max_new_tokens=NEW))
+    assert module._decode_for("cpu")._cache_size() - before == 2  # of the mesh, and of one device
 
 
 def collectives(config, params, batch):
@@ -158,7 +210,6 @@ def collectives(config, params, batch):
     prompts = [[1, 2, 3]] * batch
     tokens, lengths, request = module.prepare(config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7])
     reading = module._empty_reading(config, params, batch, 256, CacheOptions(), layout)
-    reading = reading._replace(cache=reading.cache.replace(fresh=False))
     state, _ = module._start(config, params, *reading, tokens, lengths, request, layout)
     lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), layout)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"

@@ -101,8 +101,11 @@ def test_the_cache_is_split_by_rows_and_heads():
     specs = cache_specs(CONFIG, MeshSizes(2, 1, 2), 4)
     cache = jax.eval_shape(lambda: init_cache(CONFIG, 4, 16))
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert specs.v == P(None, ("data", "fsdp"), "tensor")
-    assert specs.length == P(("data", "fsdp"))
+    assert specs.pages == P(None, ("data", "fsdp"), None, "tensor")  # [L, P, page, 2K, H]
+    assert specs.table == specs.length == P(("data", "fsdp"))
+    quantized = cache_specs(CONFIG, MeshSizes(2, 1, 2), 4, quantized=True)
+    assert jax.tree.structure(quantized) == jax.tree.structure(jax.eval_shape(lambda: init_cache(CONFIG, 4, 16, jnp.int8)))
+    assert quantized.pages.values == quantized.pages.scales == specs.pages
 
 
 def test_what_the_optimizer_keeps_lies_with_its_parameter():

@@ -93,7 +93,7 @@ def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
         return with_keys(queries[0], keys[0])[None]
     batch = tuple(range(keys.ndim - 2))
     dimensions = ((queries.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
-    return lax.dot_general(queries, keys, dimensions, preferred_element_type=wide(keys))
+    return lax.dot_general(queries, keys, dimensions, preferred_element_type=jnp.promote_types(keys.dtype, jnp.float32))
 
 
 @for_cpu(cpu.multiply_heads)
@@ -103,14 +103,9 @@ def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
         return with_values(weights[0], values[0])[None]
     batch = tuple(range(values.ndim - 2))
     dimensions = ((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)
-    return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
+    return lax.dot_general(weights, values, dimensions, preferred_element_type=jnp.promote_types(values.dtype, jnp.float32))
 
 
 def _is_one_row(x: jax.Array) -> bool:
-    """Whether there is an axis of one row, to be left out: with it XLA for CPU and GPU copies the cache that is decoded."""
+    """Whether there is an axis of one row, to be left out: with it XLA for CPU and GPU copies keys and values."""
     return x.ndim == 4 and x.shape[0] == 1
-
-
-def wide(x: jax.Array) -> jax.typing.DTypeLike:
-    """The dtype of sums: int32 of int8, else float32 at least."""
-    return jnp.int32 if x.dtype == jnp.int8 else jnp.promote_types(x.dtype, jnp.float32)
