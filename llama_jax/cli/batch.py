@@ -30,6 +30,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     """Continue every prompt of a .jsonl, and write one JSON object per line into another as they finish. Prompts that OUT
     already has are skipped: after a stop the same command continues."""
 
+    PAGED = True
     SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
 
     prompts: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PROMPTS")]]

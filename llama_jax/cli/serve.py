@@ -52,6 +52,7 @@ class Serve(AdapterOptions, DraftOptions):
     --process-id of its own, and the first one listens.
     """
 
+    PAGED = True
     SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"

@@ -6,8 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "sharing.h"
-#include "vectors.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 // Queries [B, K, T, G, H], keys and values [B, K, S, H] in float32 or bfloat16, and how many slots the queries see, from the
 // first on: [B | 1, T].
@@ -115,7 +115,7 @@ static void attend(const Attention<T>& job, int64_t head, int64_t query, int64_t
 }
 
 template <bool whole, typename T>
-static void attend(ffi::ThreadPool& threads, const Attention<T>& job) {
+static void attend(const ThreadPool& threads, const Attention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t most = (job.slots + 4 + LANES - 1) / LANES * LANES;
   const auto of_head = [&](int64_t head) {

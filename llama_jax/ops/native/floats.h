@@ -6,8 +6,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "sharing.h"
-#include "vectors.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 constexpr int TOKENS_TOGETHER = VNNI ? 6 : 2;  // by four rows: sums stay in registers, of which AVX-512 has 32 and AVX2 16
 
@@ -61,7 +61,7 @@ static void multiply_floats_from(const Product<T>& job, int64_t t, int64_t n) {
 }
 
 template <typename T>
-static void multiply_few_floats(ffi::ThreadPool& threads, const Product<T>& job) {
+static void multiply_few_floats(const ThreadPool& threads, const Product<T>& job) {
   const int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / (job.columns * std::max<int64_t>(job.tokens, 1)));
   const int64_t at_once = std::max<int64_t>(TOGETHER, fitting / TOGETHER * TOGETHER);
   share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
@@ -138,7 +138,7 @@ static inline void multiply_tile(const T* w, const floats* panels, int64_t lengt
 }
 
 template <typename T>
-static void multiply_floats(ffi::ThreadPool& threads, const Product<T>& job) {
+static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
   constexpr int R = TILE_ROWS, C = TILE_PANELS;
   if (job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
   const int64_t columns = job.columns, length = (columns + NUMBERS<T> * LANES - 1) / (NUMBERS<T> * LANES) * LANES;

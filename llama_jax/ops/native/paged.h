@@ -364,7 +364,7 @@ static void join_parts(const PagedAttention<T>& job, const PagedPart& part, int6
 }
 
 template <bool whole, typename T>
-static void attend_paged(ffi::ThreadPool& threads, const PagedAttention<T>& job) {
+static void attend_paged(const ThreadPool& threads, const PagedAttention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t together = std::max<int64_t>(1, QUERIES_TOGETHER / job.groups);
   std::vector<PagedPart> parts;
