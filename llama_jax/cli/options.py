@@ -102,20 +102,21 @@ class LoadOptions(CompileOptions):
 
     def compile_native(self, opened: Opened | Stored) -> None:
         """Begin to compile, beside the loading of a model, what a CPU compiles once; over a mesh nothing is native."""
-        import jax.numpy as jnp
+        import jax
 
         from llama_jax import ops
         from llama_jax.checkpoints.loading import planned_weights
         from llama_jax.checkpoints.quantising import can_be_kept
 
-        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        dtype = None if self.dtype == "auto" else jax.numpy.dtype(self.dtype)
         if self.quantize not in ("auto", "keep"):
             kinds = {self.quantize.removesuffix("-pure")}
         else:
             keep = dtype is None or self.quantize == "keep"
             kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
-            ops.compile_native(kinds, str(planned_weights(opened, dtype)[0]), self.PAGED)
+            keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
+            ops.compile_native(kinds, keys, self.PAGED)
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None

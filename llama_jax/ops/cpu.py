@@ -241,7 +241,7 @@ def native_beside(params: Any) -> AbstractContextManager[Any]:
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.KINDS}
     if lowering_platform() == "cpu" and not is_divided():
         native.prepare(f"quantized_{kind}" for kind in kinds)  # beside one another
-    quantized = any([is_native(kind) for kind in kinds])
+    quantized = any(is_native(kind) for kind in kinds)
     return native_code(native_code.value or quantized)
 
 
@@ -257,16 +257,16 @@ def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
     return native_code(wanted and native.compiler() is not None)
 
 
-def compile_native(kinds: Iterable[str], dtype: str, paged: bool) -> None:
+def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct, paged: bool) -> None:
     """Begin to compile what is missing of the native kernels that a model is decoded with on one CPU, and do not wait.
 
     Args:
       kinds: of its quantized weights; none for one of floats.
-      dtype: of floats, keys and values, which are in pages or not.
+      keys: [H], of the type of floats, too; keys and values are in pages or not.
     """
-    if lowering_platform() == "cpu" and dtype in FEW_ROWS:
-        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.KINDS] or [f"floats_{dtype}"]
-        native.prepare([*matmuls, f"{'paged' if paged else 'attention'}_{dtype}", "rows"])
+    if lowering_platform() == "cpu" and str(keys.dtype) in FEW_ROWS:
+        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.KINDS] or [f"floats_{keys.dtype}"]
+        native.prepare([*matmuls, native.attending(keys, "paged" if paged else "attention"), "rows"])
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:

@@ -391,11 +391,11 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, sto
 
 def test_what_is_compiled_once_is_compiled_before_the_first_word(run, monkeypatch):
     events = []
-    usable, put = ops.native.usable, generate._print
-    monkeypatch.setattr(ops.native, "usable", lambda library: (events.append(library), usable(library))[1])
+    prepare, put = ops.native.prepare, generate._print
+    monkeypatch.setattr(ops.native, "prepare", lambda libraries: events.append(all_of := [*libraries]) or prepare(all_of))
     monkeypatch.setattr(generate, "_print", lambda text: (events.append("text"), put(text)))
     assert run("generate", "Once", "--max-new-tokens", "1").returncode == 0
-    assert events[:2] == ["floats", "text"]
+    assert events[:2] == [["floats_float32", "attention_float32", "rows"], "text"]
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):

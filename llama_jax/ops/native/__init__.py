@@ -1,8 +1,8 @@
 """Kernels for models on CPUs, compiled when needed: matmuls, and attention of a few queries.
 
 JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
-is kept in the user's cache folder, under a hash of everything it depends on. Each kernel is a library of its own, of one type
-of numbers, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
+is kept in the user's cache folder, under a hash of everything it depends on. Each kernel of each type of numbers is a library
+of its own, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _libraries() -> dict[str, tuple[str, ...]]:
     for source, dtypes in ("floats", ("float32", "bfloat16")), ("attention", ("float32", "bfloat16")), ("paged", types):
         for dtype in dtypes:
             found[f"{source}_{dtype}"] = f"{source}.cc", f"-DTYPE={types[dtype]}", "-DWHOLE=true"
-    for name in [name for name in found if name.startswith(("attention", "paged"))]:
-        found[f"{name}_any"] = *found[name][:2], "-DWHOLE=false"
+            if source != "floats":
+                found[f"{source}_any_{dtype}"] = f"{source}.cc", f"-DTYPE={types[dtype]}", "-DWHOLE=false"
     return found | {"rows": ("rows.cc",)}
 
 
 LIBRARIES = _libraries()
-"""The source file and definitions of each library, by its name. Those of attention are for heads whose width is a multiple of
-16, `_any` for others."""
+"""The source file and definitions of each library, by its name, which no other name contains. Attention is for heads whose width
+is a multiple of 16, or `any`."""
 
 _log = logging.getLogger("llama_jax.native")
 
@@ -82,15 +82,14 @@ def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = N
     return call(*more, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
-def _call(
-    library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None
-) -> tuple[Any, tuple[jax.Array, ...]]:
+def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
     """The kernel, and the arguments before `x`: of one matrix, or of a group's, where the first axis is that of groups."""
     out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
     return _kernel(library, out), () if group is None else (group.astype(jnp.int32),)
 
 
 def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
+    usable(library)  # XLA must know it when it compiles the call
     return jax.ffi.ffi_call(f"{PREFIX}{library}", out, vmap_method="sequential", **options)
 
 
@@ -132,7 +131,7 @@ def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
 
 def attending(keys: jax.Array, source: str = "attention") -> str:
     """The library that attends to keys [..., H], as they are or "paged"."""
-    return f"{source}_{keys.dtype}{'_any' if keys.shape[-1] % 16 else ''}"
+    return f"{source}{'_any' if keys.shape[-1] % 16 else ''}_{keys.dtype}"
 
 
 def has_tiles() -> bool:
