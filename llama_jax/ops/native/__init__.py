@@ -1,8 +1,8 @@
 """Kernels for models on CPUs, compiled when needed: matmuls, and attention of a few queries.
 
 JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
-is kept in the user's cache folder, under a hash of everything it depends on. Each kernel of each type of numbers is a library
-of its own, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
+is kept in the user's cache folder, under a hash of everything it depends on. Each kernel is a library of its own for each
+type of numbers, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _libraries() -> dict[str, tuple[str, ...]]:
 
 
 LIBRARIES = _libraries()
-"""The source file and definitions of each library, by its name, which no other name contains. Attention is for heads whose width
-is a multiple of 16, or `any`."""
+"""The source file and definitions of each library, by its name, which no other name contains. Attention is for heads whose
+width is a multiple of 16, or of `any`."""
 
 _log = logging.getLogger("llama_jax.native")
 
