@@ -61,7 +61,7 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
       if (C == 1) __builtin_prefetch(static_cast<const char*>(next) + i * R * Kind::bits / 8);
       i8s x[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) x[c] = panels[c].q[i / 4];
+      for (int c = 0; c < C; ++c) x[c] = in_register(panels[c].q[i / 4]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         uint32_t four;

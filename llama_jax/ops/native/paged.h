@@ -42,14 +42,6 @@ struct PagedAttention {
   }
 };
 
-// Compilers load a vector again for every product with it.
-static inline floats in_register(floats v) {
-#if defined(__AVX2__)
-  asm("" : "+v"(v));
-#endif
-  return v;
-}
-
 static inline float number(float x) { return x; }
 static inline float number(int8_t x) { return x; }
 static inline float number(brain x) {

@@ -51,6 +51,15 @@ static inline void store(void* to, V v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
+// Compilers load a vector again for every product with it.
+template <typename V>
+static inline V in_register(V v) {
+#if defined(__AVX2__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 static inline floats wide(ints v) { return __builtin_convertvector(v, floats); }
 
 template <typename T>
