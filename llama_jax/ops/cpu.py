@@ -107,7 +107,7 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
 def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether rows are multiplied by `native`, in a program that may have native code."""
     most = _most_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
-    wanted = native_code.value and len(x) <= most and weight.size >= LEAST_NATIVE
+    wanted = native_code.value and 0 < len(x) <= most and weight.size >= LEAST_NATIVE
     return bool(wanted) and native.usable(f"floats_{weight.dtype}")
 
 
