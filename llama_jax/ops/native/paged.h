@@ -2,9 +2,13 @@
 
 #pragma once
 
+#include <cmath>
+#include <limits>
 #include <type_traits>
+#include <vector>
 
-#include "attention.h"
+#include "simd.h"
+#include "thread_pool.h"
 
 constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
