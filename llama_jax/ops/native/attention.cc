@@ -1,5 +1,5 @@
-// Attention of a few queries to the keys and values of a cache: only the slots that a query sees are read. Numbers are of TYPE,
-// float or brain; heads are as WHOLE vectors wide, or not. Where a layer comes first, it is to that part of stacked ones.
+// Attention of a few queries to the keys and values of a cache: only the slots that a query sees are read. Numbers are of
+// TYPE, float or brain; heads are as wide as WHOLE vectors, or not. Where a layer comes first, it is to that part of a stack.
 
 #include <limits>
 #include <vector>

@@ -14,10 +14,13 @@ static inline int64_t elements(const XLA_FFI_Buffer& buffer) {
 }
 
 static inline int64_t bytes(const XLA_FFI_Buffer& buffer) {
-  const auto type = buffer.dtype;
-  const bool two = type == XLA_FFI_DataType_F16 || type == XLA_FFI_DataType_BF16 || type == XLA_FFI_DataType_U16;
-  const bool four = type == XLA_FFI_DataType_F32 || type == XLA_FFI_DataType_S32 || type == XLA_FFI_DataType_U32;
-  return elements(buffer) * (four ? 4 : two ? 2 : 1);
+  switch (buffer.dtype) {
+    case XLA_FFI_DataType_F64: case XLA_FFI_DataType_S64: case XLA_FFI_DataType_U64: return elements(buffer) * 8;
+    case XLA_FFI_DataType_F32: case XLA_FFI_DataType_S32: case XLA_FFI_DataType_U32: return elements(buffer) * 4;
+    case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16:
+    case XLA_FFI_DataType_S16: case XLA_FFI_DataType_U16: return elements(buffer) * 2;
+    default: return elements(buffer);
+  }
 }
 
 // Buffers and attributes of a call, of the types that `native` in Python gives them.

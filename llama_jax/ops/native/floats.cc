@@ -181,5 +181,6 @@ static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
 static void run(const Call& call) {
   const int64_t first = call.first(), *sizes = call.sizes(first), rows = call.result().dims[1];
   const TYPE* weight = call.data<TYPE>(first + 1) + call.group() * rows * sizes[1];
-  multiply_floats(ThreadPool(call), Product<TYPE>{call.data<float>(first), weight, call.out<float>(), sizes[0], rows, sizes[1]});
+  const Product<TYPE> job{call.data<float>(first), weight, call.out<float>(), sizes[0], rows, sizes[1]};
+  multiply_floats(ThreadPool(call), job);
 }

@@ -19,7 +19,7 @@ static void run(const Call& call) {
   const int64_t first = call.first(), group = call.group();
   const int64_t *x = call.sizes(first), *out = call.result().dims;
   Job job{call.data<float>(first), {}, call.out<float>(), x[0], out[1], x[1]};
-  for (int64_t i = first + 1; i < call.arguments(); ++i) {  // planes, which begin with the axis of groups where there are some
+  for (int64_t i = first + 1; i < call.arguments(); ++i) {  // planes, of which the first axis may be that of groups
     const XLA_FFI_Buffer& plane = call.argument(i);
     job.planes.at[i - first - 1] = call.data<uint8_t>(i) + (first ? group * bytes(plane) / plane.dims[0] : 0);
   }
