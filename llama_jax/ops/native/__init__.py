@@ -41,7 +41,7 @@ SECONDS = 120  # limit for the compiler, which takes two or three
 
 def _libraries() -> dict[str, tuple[str, ...]]:
     types = {"float32": "float", "bfloat16": "brain", "int8": "int8_t"}
-    found = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in KINDS}
+    found: dict[str, tuple[str, ...]] = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in KINDS}
     for source, dtypes in ("floats", ("float32", "bfloat16")), ("attention", ("float32", "bfloat16")), ("paged", types):
         for dtype in dtypes:
             found[f"{source}_{dtype}"] = f"{source}.cc", f"-DTYPE={types[dtype]}", "-DWHOLE=true"
@@ -129,7 +129,7 @@ def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
     return call(pages, rows, places)
 
 
-def attending(keys: jax.Array, source: str = "attention") -> str:
+def attending(keys: jax.Array | jax.ShapeDtypeStruct, source: str = "attention") -> str:
     """The library that attends to keys [..., H], as they are or "paged"."""
     return f"{source}{'_any' if keys.shape[-1] % 16 else ''}_{keys.dtype}"
 
