@@ -420,7 +420,7 @@ def main(arguments: Arguments) -> None:
     report |= {
         "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
         "cores": os.cpu_count(),
-        "kernel": "native" if native.usable("blocks") else "XLA",
+        "kernel": "native" if native.compiler() else "XLA",
         "versions": versions("jax", "jaxlib", "numpy", "gguf"),
         "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
     }

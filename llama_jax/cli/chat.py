@@ -98,7 +98,6 @@ class Chat(ModelOptions):
             f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {held} · format {format}"
             f" · context {context} tokens · seed {seed} · /help lists the commands"
         )
-        self.compile_native(params)
         history: list[Message] = []
         turn = 0
         for line in _lines():

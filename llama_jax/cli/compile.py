@@ -73,7 +73,6 @@ class Compile(LoadOptions):
         from llama_jax.model.options import Compute
 
         config, params, tokenizer = self.load_beside()
-        self.compile_native(params)
         longest, size = min(self.max_tokens, config.max_seq_len), 16
         while True:
             room = min(size, longest) - 1

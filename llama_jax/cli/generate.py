@@ -83,8 +83,6 @@ class Generate(ModelOptions):
         config, params, tokenizer = self.load()
         draft = self.drafter(tokenizer)
         loaded = time.perf_counter()
-        self.compile_native(params)
-        compiling.seconds += time.perf_counter() - loaded
         encoded = [tokenizer.encode(prompt, eos=False) for prompt in prompts]
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
         ends = () if self.ignore_eos else tokenizer.stop_ids

@@ -19,6 +19,8 @@ from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.assemble import Progress
+    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
@@ -96,12 +98,23 @@ class LoadOptions(CompileOptions):
         make_mesh(sizes)
         return sizes
 
-    def compile_native(self, params: Llama) -> None:
-        """For a command that streams text: what a CPU compiles once, before there is any; over a mesh nothing is native."""
-        from llama_jax import ops
+    def compile_native(self, opened: Opened | Stored) -> None:
+        """Begin to compile, beside the loading of a model, what a CPU compiles once; over a mesh nothing is native."""
+        import jax
 
+        from llama_jax import ops
+        from llama_jax.checkpoints.loading import planned_weights
+        from llama_jax.checkpoints.quantising import can_be_kept
+
+        dtype = None if self.dtype == "auto" else jax.numpy.dtype(self.dtype)
+        if self.quantize not in ("auto", "keep"):
+            kinds = {self.quantize.removesuffix("-pure")}
+        else:
+            keep = dtype is None or self.quantize == "keep"
+            kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
-            ops.compile_native(params)
+            keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
+            ops.compile_native(kinds, keys)
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
@@ -124,8 +137,10 @@ class LoadOptions(CompileOptions):
         path = bundled() if self.model is None else self.model
         # What cannot be is said before minutes go into loading.
         mesh = self.mesh_sizes()
-        opened = with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
-        check_attend(with_attend(opened, adapters if adapter is None else [adapter]), llama_jax.Compute())
+        opened = llama_jax.checkpoints.open_checkpoint(path)
+        config = with_rope(opened.config, self.rope)
+        check_attend(with_attend(config, adapters if adapter is None else [adapter]), llama_jax.Compute())
+        self.compile_native(opened)
         config, params, tokenizer = llama_jax.load(
             path,
             dtype,

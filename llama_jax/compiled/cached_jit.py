@@ -214,8 +214,8 @@ class CompiledFunction:
                 why = reason_of(error, 200)
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
-            called = (name for name, symbols in native.SYMBOLS.items() if any(s.encode() in executable for s in symbols))
-            store.write(path, key, pickle.dumps(StoredProgram(executable, results, tuple(called), attention)))
+            stored = StoredProgram(executable, results, native.called_in(executable), attention)
+            store.write(path, key, pickle.dumps(stored))
         return program
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -107,7 +107,8 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
 def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether rows are multiplied by `native`, in a program that may have native code."""
     most = _most_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
-    return bool(native_code.value) and len(x) <= most and weight.size >= LEAST_NATIVE
+    wanted = native_code.value and 0 < len(x) <= most and weight.size >= LEAST_NATIVE
+    return bool(wanted) and native.usable(f"floats_{weight.dtype}")
 
 
 def _most_rows(dtype: Any) -> int:
@@ -232,14 +233,17 @@ def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -
 
 def is_native(kind: str) -> bool:
     """Whether matmuls with weights of a kind are native code in what is traced now."""
-    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable("blocks")
+    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable(f"quantized_{kind}")
 
 
 def native_beside(params: Any) -> AbstractContextManager[Any]:
     """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
-    quantized = any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves})
-    return native_code(native_code.value or (quantized and native.usable("floats")))
+    kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.KINDS}
+    if lowering_platform() == "cpu" and not is_divided():
+        native.prepare(f"quantized_{kind}" for kind in kinds)  # beside one another
+    quantized = any(is_native(kind) for kind in kinds)
+    return native_code(native_code.value or quantized)
 
 
 def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
@@ -251,14 +255,19 @@ def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
 
 def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
     """The context to call programs in that decode: few rows that they multiply, and attention to floats, are native."""
-    return native_code(wanted and native.usable("floats"))
+    return native_code(wanted and native.compiler() is not None)
 
 
-def compile_native(params: Any) -> None:
-    """Compile the native kernels that a model on one device is decoded with, if they are missing. Before text is streamed,
-    because the wait and its line on stderr would otherwise come in the middle of a sentence."""
-    with native_beside(params), native_anyway(decodes_natively(params, None, None)):
-        pass
+def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
+    """Begin to compile what is missing of the native kernels that a model is decoded with on one CPU, and do not wait.
+
+    Args:
+      kinds: of its quantized weights; none for one of floats.
+      keys: [H], of the type of floats, too.
+    """
+    if lowering_platform() == "cpu" and str(keys.dtype) in FEW_ROWS:
+        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.KINDS] or [f"floats_{keys.dtype}"]
+        native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
@@ -402,7 +411,7 @@ SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by ex
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
     """`attention.write_paged`'s write: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
-    if native_code.value and not _divided_by_xla():
+    if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
     return restore(jax.tree.map(put, keep(pages), keep(rows)))
@@ -412,8 +421,9 @@ def attend_paged(
     plain: Callable[..., jax.Array], queries: jax.Array, view: Any, *, sinks: int, sink_queries: Any, **options: Any
 ) -> jax.Array:
     """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
-    readable = str(view.pages.dtype) in ("float32", "bfloat16", "int8")
-    if not native_code.value or _divided_by_xla() or sinks or not readable:
+    dtype = str(view.pages.dtype)
+    wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
+    if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
         return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
 

@@ -390,12 +390,13 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, sto
 
 
 def test_what_is_compiled_once_is_compiled_before_the_first_word(run, monkeypatch):
-    events = []
-    usable, put = ops.native.usable, generate._print
-    monkeypatch.setattr(ops.native, "usable", lambda library: (events.append(library), usable(library))[1])
-    monkeypatch.setattr(generate, "_print", lambda text: (events.append("text"), put(text)))
-    assert run("generate", "Once", "--max-new-tokens", "1").returncode == 0
-    assert events[:2] == ["floats", "text"]
+    begun, before = set(), []
+    registered, put = ops.native._registered, generate._print
+    monkeypatch.setattr(ops.native, "_registered", lambda library: (begun.add(library), registered(library))[1])
+    monkeypatch.setattr(generate, "_print", lambda text: (before.append({*begun}), put(text)))
+    assert run("generate", "Once", "--max-new-tokens", "8").returncode == 0
+    assert {"floats_bfloat16", "attention_bfloat16", "rows"} <= before[0]
+    assert begun == before[0], "nothing else is waited for in the middle of a sentence"
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):

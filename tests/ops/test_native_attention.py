@@ -18,7 +18,7 @@ from llama_jax.ops import native
 from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference
 from llama_jax.ops.platform import native_code
 
-pytestmark = pytest.mark.skipif(not native.usable("floats"), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not native.usable("paged_float32"), reason="no C++ compiler here")
 CONFIG = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=500, hidden_dim=192)
 SCALE, PAGE = 0.3, 8
 
@@ -73,7 +73,7 @@ def program(params, dtype=jnp.float32, new=1, slots=64, **options):
 def test_it_is_taken_beside_native_matmuls_where_it_can_be(monkeypatch):
     dense = jax.eval_shape(partial(sharp, ONE_LAYER), jax.random.key(0))
     params = quantize(dense, "int8")
-    taken = lambda *args, **options: native.PAGED_ATTENTION in program(*args, **options)
+    taken = lambda *args, **options: "llama_jax_paged_" in program(*args, **options)
     assert taken(params)
     assert taken(params, new=40)
     assert taken(params, dtype=jnp.int8)

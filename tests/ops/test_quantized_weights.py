@@ -32,7 +32,7 @@ OF_GGUF = [name for name, form in KINDS.items() if form.of_gguf]
 MADE = [name for name, form in KINDS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
 EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-needs_compiler = pytest.mark.skipif(not native.usable("blocks"), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler here")
 
 
 def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -438,12 +438,12 @@ def test_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
     run = lambda x, weight: jnp.sum(jnp.sin(ops.project(x, weight)))
     wanted = jax.value_and_grad(run, (0, 1))(x, weight)
     with native_code(True):
-        assert native.FLOATS in jax.jit(run).lower(x, weight).as_text()
+        assert "llama_jax_floats_" in jax.jit(run).lower(x, weight).as_text()
         many = jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text()
-        assert (native.FLOATS in many) == native.has_tiles()
+        assert ("llama_jax_floats_" in many) == native.has_tiles()
         found = jax.value_and_grad(run, (0, 1))(x, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, wanted)
-    assert native.FLOATS not in jax.jit(run).lower(x, weight).as_text()
+    assert "llama_jax_floats_" not in jax.jit(run).lower(x, weight).as_text()
 
 
 @needs_compiler
@@ -455,10 +455,10 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     if level == "cascadelake" and "avx512_vnni" not in native.processor().split():
         pytest.skip("this processor has no AVX-512")
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
-    for name in ("TARGET", "FLOATS", "ATTENTION", "PAGED_ATTENTION", "PUT"):
-        monkeypatch.setattr(native, name, f"{getattr(native, name)}_{level}")
-    assert native._register.__wrapped__("blocks")
-    assert native._register.__wrapped__("floats")
+    monkeypatch.setattr(native, "PREFIX", f"llama_jax_{level}_")
+    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    native.prepare(native.LIBRARIES)
+    assert all(map(native.usable, native.LIBRARIES))
     for kind, columns in WIDTHS:
         check_integers(kind, columns)
     for dtype in ("float32", "bfloat16"):
@@ -499,35 +499,37 @@ def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
         weight, x = weight_of("int8", rows), jax.ShapeDtypeStruct((1, 512), jnp.float32)
         return jax.jit(lambda x: ops.project(x, weight)).lower(x).as_text()
 
-    assert native.TARGET in program(40)
+    assert "llama_jax_quantized_int8" in program(40)
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    assert native.TARGET not in program(37), "of other shapes: what is taken is no part of JAX's keys"
+    assert "llama_jax_quantized_int8" not in program(37), "of other shapes: what is taken is no part of JAX's keys"
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
+    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     weight = weight_of("q4_0")
     with caplog.at_level(logging.WARNING, "llama_jax.native"):
-        assert not native.usable("blocks")
+        assert not native.usable("quantized_q4_0")
         x = np.ones((1, 512), np.float32)
         np.testing.assert_allclose(jax.jit(lambda x: ops.project(x, weight))(x), x @ numbers(weight).T, rtol=1e-5)
     assert "multiplied by XLA, slower: no native kernel (no C++ compiler was found" in caplog.text
 
 
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
+    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
     monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && printf "\\377 1" && exit 0\n'  # in some other encoding
-        'echo "blocks.cc: error: no such luck" >&2\nexit 1\n'
+        'echo "quantized.cc: error: no such luck" >&2\nexit 1\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     with caplog.at_level(logging.WARNING, "llama_jax.native"):
-        assert not native.usable("blocks")
+        assert not native.usable("quantized_q4_0")
     assert "error: no such luck" in caplog.text
     assert not (tmp_path / "native").exists()
 
@@ -612,7 +614,7 @@ def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made,
     """As the compiled program plans it: nothing dense is ever made of a layer."""
     if way == "plain":
         monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    elif not native.usable("blocks"):
+    elif native.compiler() is None:
         pytest.skip("no C++ compiler here")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), made(kind))
     cache = jax.eval_shape(lambda: llama_jax.init_cache(CONFIG, 1, 128, jnp.bfloat16))

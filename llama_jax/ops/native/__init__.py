@@ -1,8 +1,8 @@
 """Kernels for models on CPUs, compiled when needed: matmuls, and attention of a few queries.
 
 JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
-is kept in the user's cache folder, under a hash of everything it depends on. There are two libraries, `floats`
-for float32 and bfloat16, and `blocks` for quantised weights.
+is kept in the user's cache folder, under a hash of everything it depends on. Each kernel is a library of its own for each
+type of numbers, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,25 +29,30 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
-TARGET, FLOATS = "llama_jax_multiply", "llama_jax_floats"
-PAGED_ATTENTION, PUT = "llama_jax_attend_paged", "llama_jax_put_rows"
-OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
-# Of quantised weights; blocks.cc uses the indices.
-KINDS = (
+KINDS = (  # of quantized weights
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
-# The functions of each library, which are registered by the names above.
-SYMBOLS = {
-    "floats": (
-        *("llama_jax_floats", "llama_jax_floats_of_group"),
-        *("llama_jax_attend_paged", "llama_jax_put_rows"),
-    ),
-    "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
-}
+PREFIX = "llama_jax_"  # of the names by which XLA calls them
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # limit for the compiler, which takes five for `floats` and ten for `blocks`
+SECONDS = 120  # limit for the compiler, which takes two or three
+
+
+def _libraries() -> dict[str, tuple[str, ...]]:
+    types = {"float32": "float", "bfloat16": "brain", "int8": "int8_t"}
+    found: dict[str, tuple[str, ...]] = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in KINDS}
+    for dtype, name in types.items():
+        if dtype != "int8":
+            found[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"
+        found[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
+        found[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
+    return found | {"rows": ("rows.cc",)}
+
+
+LIBRARIES = _libraries()
+"""The source file and definitions of each library, by its name, which no other name contains. Attention is for heads whose
+width is a multiple of 16, or of `any`."""
 
 _log = logging.getLogger("llama_jax.native")
 
@@ -58,8 +65,8 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.
     Args:
       group: int32[]; the planes are those of [E, N, D], of which this one is multiplied.
     """
-    call, more = _call(TARGET, len(x), planes[0].shape, group)
-    return call(*more, x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
+    call, more = _call(f"quantized_{kind}", len(x), planes[0].shape, group)
+    return call(*more, x.astype(jnp.float32), *planes)
 
 
 def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
@@ -71,15 +78,19 @@ def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = N
     Args:
       group: int32[]; the weight is [E, N, D], of which this matrix is multiplied.
     """
-    call, more = _call(FLOATS, len(x), weight.shape, group)
+    call, more = _call(f"floats_{weight.dtype}", len(x), weight.shape, group)
     return call(*more, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
-def _call(target: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
+def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
     """The kernel, and the arguments before `x`: of one matrix, or of a group's, where the first axis is that of groups."""
     out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
-    name = target if group is None else target + OF_GROUP
-    return jax.ffi.ffi_call(name, out, vmap_method="sequential"), () if group is None else (group.astype(jnp.int32),)
+    return _kernel(library, out), () if group is None else (group.astype(jnp.int32),)
+
+
+def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
+    usable(library)  # XLA must know it when it compiles the call
+    return jax.ffi.ffi_call(f"{PREFIX}{library}", out, vmap_method="sequential", **options)
 
 
 def attend_paged(
@@ -87,7 +98,7 @@ def attend_paged(
 ) -> jax.Array:
     """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
-    call = jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
+    call = _kernel(attending(pages), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
     where = (view.layer, view.table, view.lengths, view.starts)
     return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
@@ -95,10 +106,13 @@ def attend_paged(
 
 def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
     """Pages with rows [T, ...] at int32[T] places, counted in such rows; those beyond the end are dropped."""
-    call = jax.ffi.ffi_call(
-        PUT, jax.ShapeDtypeStruct(pages.shape, pages.dtype), input_output_aliases={0: 0}, vmap_method="sequential"
-    )
+    call = _kernel("rows", jax.ShapeDtypeStruct(pages.shape, pages.dtype), input_output_aliases={0: 0})
     return call(pages, rows, places)
+
+
+def attending(keys: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """The library that attends to keys [..., H] in pages."""
+    return f"paged{'_any' if keys.shape[-1] % 16 else ''}_{keys.dtype}"
 
 
 def has_tiles() -> bool:
@@ -107,11 +121,23 @@ def has_tiles() -> bool:
 
 
 def usable(library: str) -> bool:
-    """Whether there is a `library` for this process's CPU, "floats" or "blocks"; if it must be compiled first, this waits.
+    """Whether there is a library, of `LIBRARIES`, for this process's CPU; if it must be compiled first, this waits.
 
     ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
     """
-    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _register(library)
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(library).result()
+
+
+def prepare(libraries: Iterable[str]) -> None:
+    """Begin to compile what is missing of some libraries, and do not wait."""
+    if os.environ.get("LLAMA_JAX_NATIVE", "on") != "off":
+        for library in libraries:
+            _registered(library)
+
+
+def called_in(executable: bytes) -> tuple[str, ...]:
+    """The libraries whose kernels an executable calls."""
+    return tuple(name for name in LIBRARIES if f"{PREFIX}{name}".encode() in executable)
 
 
 def compiler() -> str | None:
@@ -121,24 +147,39 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
 
 
+_threads = ThreadPoolExecutor(os.cpu_count())
+
+
 @cache
+def _registered(library: str) -> Future[bool]:
+    """Whether XLA can call it, in the end."""
+    return _threads.submit(_register, library)
+
+
 def _register(library: str) -> bool:
-    floats = FLOATS, FLOATS + OF_GROUP, PAGED_ATTENTION, PUT
-    names = {"floats": floats, "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
-        loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
-        for name, symbol in zip(names[library], SYMBOLS[library], strict=True):
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
+        loaded = ctypes.CDLL(str(_compiled(library)))
+        jax.ffi.register_ffi_target(f"{PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
-        what = {"floats": "models are decoded", "blocks": "quantised weights are multiplied"}[library]
-        level = logging.WARNING if library == "blocks" else logging.INFO  # XLA's own floats are no surprise
-        _log.log(level, "%s by XLA, slower: no native kernel (%s)", what, reason_of(error, 300))
+        _say_missing(library.startswith("quantized"), reason_of(error, 300))
         return False
     return True
 
 
-def _compiled(source: Path) -> Path:
-    """The library of a source file.
+@cache
+def _say_missing(quantized: bool, reason: str) -> None:
+    what = "quantized weights are multiplied" if quantized else "models are decoded"
+    level = logging.WARNING if quantized else logging.INFO  # XLA's own floats are no surprise
+    _log.log(level, "%s by XLA, slower: no native kernel (%s)", what, reason)
+
+
+@cache
+def _say_compiling(folder: Path) -> None:
+    _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", folder)
+
+
+def _compiled(library: str) -> Path:
+    """The file of a library.
 
     Raises:
       OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
@@ -146,22 +187,33 @@ def _compiled(source: Path) -> Path:
     found = compiler()
     if found is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
-    run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-    version = run([found, "--version"], check=True).stdout
-    files = [file.read_text() for file in sorted((source, *FOLDER.glob("*.h")))]
-    about = (*files, version, " ".join(FLAGS), processor(), jaxlib.__version__)
+    source, *definitions = LIBRARIES[library]
+    flags = [*FLAGS, *definitions]
+    about = (_sources(), _version(found), " ".join(flags), processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
-    library = folder / f"{source.stem}-{name}.so"
-    if not library.exists():
-        _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", library)
-        with appearing(library) as made:
-            command = [found, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
-            done = run(command, check=False)
+    path = folder / f"{library}-{name}.so"
+    if not path.exists():
+        _say_compiling(folder)
+        with appearing(path) as made:
+            done = _run([found, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(made)])
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
                 raise UserError(f"{found} fails: {first}")
-    return library
+    return path
+
+
+_run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+
+
+@cache
+def _version(found: str) -> str:
+    return _run([found, "--version"], check=True).stdout
+
+
+@cache
+def _sources() -> str:
+    return "\0".join(file.read_text() for file in sorted((*FOLDER.glob("*.cc"), *FOLDER.glob("*.h"))))
 
 
 @cache

@@ -1,162 +1,186 @@
-// Float32 and bfloat16 models on CPUs: matmuls, and the attention of a few tokens.
+// Matmuls of float32 tokens [T, D] with a weight [N, D] of TYPE, float or brain: float32[T, N].
 //
 // XLA for CPU takes two to three times as long for two to sixteen rows as for one, and twice as long for one by a small
 // weight; these read each number of a weight once. For more it is as fast, but copies a matrix that lies in a stack before it
-// multiplies with it. They are separate from blocks.cc because they compile faster.
+// multiplies with it.
 
-#include "attention.h"
-#include "floats.h"
-#include "paged.h"
+#include <memory>
+#include <type_traits>
+#include <vector>
 
-// `run` with the numbers of a buffer as pointers of their type.
-template <typename Run>
-static ffi::Error by_type(const ffi::AnyBuffer& buffer, Run run) {
-  switch (buffer.element_type()) {
-    case ffi::F32: run(static_cast<const float*>(buffer.untyped_data())); break;
-    case ffi::BF16: run(static_cast<const brain*>(buffer.untyped_data())); break;
-    default: return ffi::Error::InvalidArgument("float32 or bfloat16");
-  }
-  return ffi::Error::Success();
-}
+#include "simd.h"
+#include "thread_pool.h"
 
-// With the matrix [N, D] that begins after `before` others of its size.
-static ffi::Error multiply_one(ffi::ThreadPool threads, int64_t before, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                               ffi::ResultBuffer<ffi::F32> out) {
-  const auto sizes = x.dimensions();
-  const int64_t rows = out->dimensions()[1];
-  return by_type(weight, [&](const auto* numbers) {
-    using T = std::decay_t<decltype(*numbers)>;
-    const T* own = numbers + before * rows * sizes[1];
-    multiply_floats(threads, Product<T>{x.typed_data(), own, out->typed_data(), sizes[0], rows, sizes[1]});
-  });
-}
+constexpr int TOKENS_TOGETHER = VNNI ? 6 : 2;  // by four rows: sums stay in registers, of which AVX-512 has 32 and AVX2 16
 
-static ffi::Error MultiplyFloats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                                 ffi::ResultBuffer<ffi::F32> out) {
-  return multiply_one(threads, 0, x, weight, out);
-}
+// Tokens [T, D] and a weight [N, D].
+template <typename T>
+struct Product {
+  const float* x;
+  const T* weight;
+  float* out;
+  int64_t tokens, rows, columns;
+};
 
-static ffi::Error MultiplyFloatsOfGroup(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> group, ffi::Buffer<ffi::F32> x,
-                                        ffi::AnyBuffer weight, ffi::ResultBuffer<ffi::F32> out) {
-  return multiply_one(threads, *group.typed_data(), x, weight, out);
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats, MultiplyFloats,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats_of_group, MultiplyFloatsOfGroup,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-// `layer`: of stacked keys and values [L, B, K, S, H] the one that is read; -1 where they are of one layer.
-static ffi::Error attend_one(ffi::ThreadPool threads, float scale, int64_t layer, ffi::Buffer<ffi::F32> queries,
-                             ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen,
-                             ffi::ResultBuffer<ffi::F32> out) {
-  const auto q = queries.dimensions();
-  const int64_t slots = keys.dimensions()[layer < 0 ? 2 : 3];
-  return by_type(keys, [&](const auto* numbers) {
-    using T = std::decay_t<decltype(*numbers)>;
-    const int64_t before = std::max<int64_t>(layer, 0) * q[0] * q[1] * slots * q[4];
-    const Attention<T> job{queries.typed_data(), numbers + before, static_cast<const T*>(values.untyped_data()) + before,
-                           seen.typed_data(), out->typed_data(), q[0], q[1], q[2], q[3], q[4], slots, seen.dimensions()[0],
-                           scale};
-    job.width % LANES ? attend<false>(threads, job) : attend<true>(threads, job);
-  });
-}
-
-static ffi::Error Attend(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys,
-                         ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
-  return attend_one(threads, scale, -1, queries, keys, values, seen, out);
-}
-
-static ffi::Error AttendOfGroup(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::S32> layer,
-                                ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                                ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
-  return attend_one(threads, scale, *layer.typed_data(), queries, keys, values, seen, out);
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend, Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_of_group, AttendOfGroup,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-// `factors` are those of int8 pages; of others they are empty.
-static ffi::Error AttendPaged(ffi::ThreadPool threads, float scale, int64_t window, int64_t chunk,
-                              ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> factors,
-                              ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
-                              ffi::Buffer<ffi::S32> starts, ffi::ResultBuffer<ffi::F32> out) {
-  const auto q = queries.dimensions(), p = pages.dimensions();
-  const auto run = [&](const auto* numbers) {
-    using T = std::decay_t<decltype(*numbers)>;
-    const int64_t before = std::min<int64_t>(std::max(*layer.typed_data(), 0), p[0] - 1) * p[1] * p[2] * p[3];
-    const PagedAttention<T> job{
-        queries.typed_data(), numbers + before * p[4], factors.typed_data() + (std::is_same_v<T, int8_t> ? before : 0),
-        table.typed_data(), lengths.typed_data(), starts.typed_data(), out->typed_data(), q[0], q[1], q[2], q[3],
-        table.dimensions()[0], table.dimensions()[1], p[1], p[2], window, chunk, scale};
-    job.width % LANES ? attend_paged<false>(threads, job) : attend_paged<true>(threads, job);
+// C tokens from `x` on, with four rows of the weight from `n` on.
+template <int C, typename T>
+static void multiply_floats_together(const Product<T>& job, const float* x, int64_t n, float* out) {
+  constexpr int R = TOGETHER;
+  const int64_t columns = job.columns;
+  const T* rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = job.weight + std::min(n + r, job.rows - 1) * columns;
+  const T* following = rows[0] + std::max<int64_t>(R * columns, AHEAD / sizeof(T));  // as in `multiply_together`
+  floats total[C][R] = {};
+  const auto add = [&](auto whole, int64_t i) {
+    floats w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(following + i * R + r * LANES);
+      w[r] = some<whole()>(rows[r] + i, columns - i);
+    }
+#pragma GCC unroll 6
+    for (int c = 0; c < C; ++c) {
+      const floats token = some<whole()>(x + c * columns + i, columns - i);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) total[c][r] += w[r] * token;
+    }
   };
-  if (pages.element_type() != ffi::S8) return by_type(pages, run);
-  run(static_cast<const int8_t*>(pages.untyped_data()));
-  return ffi::Error::Success();
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_paged, AttendPaged,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<int64_t>("chunk")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-// Pages with rows of some bytes at their places, counted in rows; what lies beyond the end is dropped. In place, unless XLA
-// gives another buffer for the result.
-static ffi::Error PutRows(ffi::AnyBuffer pages, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> places,
-                          ffi::Result<ffi::AnyBuffer> out) {
-  const int64_t count = places.element_count(), size = count ? rows.size_bytes() / count : 0;
-  char* const to = static_cast<char*>(out->untyped_data());
-  if (to != pages.untyped_data()) std::memcpy(to, pages.untyped_data(), pages.size_bytes());
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t at = static_cast<int64_t>(places.typed_data()[i]) * size;
-    if (at >= 0 && at + size <= static_cast<int64_t>(pages.size_bytes()))
-      std::memcpy(to + at, static_cast<const char*>(rows.untyped_data()) + i * size, size);
+  int64_t i = 0;
+  for (; i + LANES <= columns; i += LANES) add(std::true_type{}, i);
+  if (i < columns) add(std::false_type{}, i);
+  for (int c = 0; c < C; ++c) {
+    float found[R];
+    sums_of_four(total[c], found);
+    std::memcpy(out + c * job.rows + n, found, sizeof(float) * std::min<int64_t>(R, job.rows - n));
   }
-  return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_put_rows, PutRows,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+// The tokens from `t` on, C at a time, and the rest fewer at a time.
+template <int C, typename T>
+static void multiply_floats_from(const Product<T>& job, int64_t t, int64_t n) {
+  for (; t + C <= job.tokens; t += C) multiply_floats_together<C>(job, job.x + t * job.columns, n, job.out + t * job.rows);
+  if constexpr (C > 1) multiply_floats_from<C - 1>(job, t, n);
+}
+
+template <typename T>
+static void multiply_few_floats(const ThreadPool& threads, const Product<T>& job) {
+  const int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / (job.columns * std::max<int64_t>(job.tokens, 1)));
+  const int64_t at_once = std::max<int64_t>(TOGETHER, fitting / TOGETHER * TOGETHER);
+  share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
+    const int64_t end = std::min(job.rows, (part + 1) * at_once);
+    for (int64_t n = part * at_once; n < end; n += TOGETHER) multiply_floats_from<TOKENS_TOGETHER>(job, 0, n);
+  });
+}
+
+// --- many tokens: a vector has a number of each of LANES of them, a panel, or two of bfloat16 where PAIRS are multiplied ------
+
+#if defined(__AVX2__)
+constexpr int64_t FEW_TOKENS = 6;
+#else
+constexpr int64_t FEW_TOKENS = INT64_MAX;  // a tile would not stay in registers
+#endif
+constexpr int TILE_ROWS = VNNI ? 12 : 6, TILE_PANELS = 2;  // of so many rows by so many panels all sums stay in registers
+
+template <typename T>
+constexpr int NUMBERS = PAIRS && std::is_same_v<T, brain> ? 2 : 1;  // of each token in a vector
+
+template <bool whole>
+static inline floats plus_product(floats total, const float* w, floats x) {
+  return total + *w * x;
+}
+
+// Numbers of a weight as they are multiplied.
+static const float* as_multiplied(const float* from, int64_t, std::vector<float>*) { return from; }
+#if PAIRS
+static const brain* as_multiplied(const brain* from, int64_t, std::vector<float>*) { return from; }
+#else
+static const float* as_multiplied(const brain* from, int64_t count, std::vector<float>* room) {
+  room->resize(count + LANES);
+  for (int64_t i = 0; i < count; i += LANES) store(room->data() + i, some<false>(from + i, count - i));
+  return room->data();
+}
+#endif
+
+// The tokens from `first` on; after the last come others that are not used.
+template <typename T>
+static void put_panel(const Product<T>& job, int64_t first, floats* panel) {
+  constexpr int each = NUMBERS<T>;
+  for (int64_t i = 0; i < job.columns; i += each * LANES) {
+    floats* to = panel + i / each;
+    for (int t = 0; t < LANES; ++t) {
+      const float* from = job.x + std::min(first + t, job.tokens - 1) * job.columns + i;
+      const int64_t count = job.columns - i, more = std::max<int64_t>(0, count - LANES);
+      to[t] = some<false>(from, count);
+#if PAIRS
+      if (each == 2) to[t] = as_pairs(to[t], some<false>(more ? from + LANES : from, more));
+#endif
+    }
+    transpose(to);
+  }
+}
+
+// R rows of a weight by C panels: every sum in the order of the columns.
+template <int R, int C, typename T>
+static inline void multiply_tile(const T* w, const floats* panels, int64_t length, int64_t columns, floats (*total)[LANES]) {
+  constexpr int each = NUMBERS<T>;
+  floats sums[R][C] = {};
+  const auto add = [&](auto whole, int64_t i) {
+    __builtin_prefetch(w + R * (columns + i * each));  // the next rows
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c)
+        sums[r][c] = plus_product<whole()>(sums[r][c], w + r * columns + i * each, panels[c * length + i]);
+  };
+  int64_t i = 0;
+  for (; (i + 1) * each <= columns; ++i) add(std::true_type{}, i);
+  if (i * each < columns) add(std::false_type{}, i);
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < R; ++r) total[c][r] = sums[r][c];
+}
+
+template <typename T>
+static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
+  constexpr int R = TILE_ROWS, C = TILE_PANELS;
+  if (job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
+  const int64_t columns = job.columns, length = (columns + NUMBERS<T> * LANES - 1) / (NUMBERS<T> * LANES) * LANES;
+  const int64_t count = (job.tokens + LANES - 1) / LANES, tiles = (job.rows + R - 1) / R;
+  const std::unique_ptr<floats[]> panels(new floats[count * length]);
+  share(threads, count, [&](int64_t p) { put_panel(job, p * LANES, &panels[p * length]); });
+  // The rows of a part stay in the L2 cache of a core, while all panels pass by.
+  const int64_t fitting = (int64_t{1} << 19) / (R * columns * sizeof(T));
+  const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(fitting, tiles / (4 * threads.num_threads())));
+  share(threads, (tiles + at_once - 1) / at_once, [&](int64_t part) {
+    const int64_t end = std::min(job.rows, (part + 1) * at_once * R), begin = part * at_once * R;
+    const int64_t first = std::min(begin, job.rows - R);
+    std::vector<float> room;
+    const auto* weight = as_multiplied(job.weight + first * columns, (end - first) * columns, &room);
+    floats total[C][LANES] = {};
+    for (int64_t p = 0; p < count; p += C)
+      for (int64_t n = begin; n < end; n += R) {
+        const int64_t from = std::min(n, job.rows - R), known = n - from;  // rows of the last tile that are in another too
+        const auto multiply = [&](auto c) {
+          multiply_tile<R, c()>(weight + (from - first) * columns, &panels[p * length], length, columns, total);
+        };
+        p + C <= count ? multiply(std::integral_constant<int, C>{}) : multiply(std::integral_constant<int, 1>{});
+        for (int64_t t = p * LANES; t < std::min(job.tokens, (p + C) * LANES); ++t) {
+          floats* tokens = total[t / LANES - p];
+          if (t % LANES == 0) transpose(tokens);
+          const float* found = reinterpret_cast<const float*>(&tokens[t % LANES]);
+          float* to = job.out + t * job.rows + n;
+          if (__builtin_expect(known == 0, true)) {
+            std::memcpy(to, found, 4 * R);
+          } else {
+            std::memcpy(to, found + known, 4 * (R - known));
+          }
+        }
+      }
+  });
+}
+
+static void run(const Call& call) {
+  const int64_t first = call.first(), *sizes = call.sizes(first), rows = call.result().dims[1];
+  const TYPE* weight = call.data<TYPE>(first + 1) + call.group() * rows * sizes[1];
+  const Product<TYPE> job{call.data<float>(first), weight, call.out<float>(), sizes[0], rows, sizes[1]};
+  multiply_floats(ThreadPool(call), job);
+}

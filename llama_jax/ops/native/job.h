@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "sharing.h"
-#include "tokens.h"
+#include "thread_pool.h"
+#include "activations.h"
 #include "weights.h"
 
 struct Job {

@@ -2,9 +2,13 @@
 
 #pragma once
 
+#include <cmath>
+#include <limits>
 #include <type_traits>
+#include <vector>
 
-#include "attention.h"
+#include "simd.h"
+#include "thread_pool.h"
 
 constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
@@ -40,14 +44,6 @@ struct PagedAttention {
     return std::max<int64_t>(chunk ? position / chunk * chunk : 0, window ? position - window + 1 : 0);
   }
 };
-
-// Compilers load a vector again for every product with it.
-static inline floats in_register(floats v) {
-#if defined(__AVX2__)
-  asm("" : "+v"(v));
-#endif
-  return v;
-}
 
 static inline float number(float x) { return x; }
 static inline float number(int8_t x) { return x; }
@@ -358,7 +354,7 @@ static void join_parts(const PagedAttention<T>& job, const PagedPart& part, int6
 }
 
 template <bool whole, typename T>
-static void attend_paged(ffi::ThreadPool& threads, const PagedAttention<T>& job) {
+static void attend_paged(const ThreadPool& threads, const PagedAttention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t together = std::max<int64_t>(1, QUERIES_TOGETHER / job.groups);
   std::vector<PagedPart> parts;

@@ -1,8 +1,8 @@
-// The rows of quantised weights, as integers with factors.
+// The rows of quantized weights, as integers with factors.
 
 #pragma once
 
-#include "vectors.h"
+#include "simd.h"
 
 // Each kind is a row of a weight: `at` gives W numbers from `i` on as integers, which are `more` than they stand for, and
 // `scales` and `mins` the factors and minima of LANES groups of them from group `g` on. `unpack` gives `step` numbers, which
@@ -34,27 +34,27 @@ static inline floats by_block(const half* from, int64_t g, int64_t columns) {
   return taken(halves<false>(from + g / 8, blocks), spread_from<8>(0));
 }
 
-struct Int8 {
+struct int8 {
   typedef Signed Integers;
   static constexpr int bits = 8, group = 0, more = MORE;  // a factor for the whole row
   static constexpr bool has_mins = false;
   const int8_t* values;
   int64_t columns;
   float scale;
-  Int8(const Planes& p, int64_t n, int64_t columns)
+  int8(const Planes& p, int64_t n, int64_t columns)
       : values(row_of<int8_t>(p.at[0], n, columns)), columns(columns), scale(*row_of<float>(p.at[1], n, 1)) {}
   template <bool whole>
   Integers at(int64_t i) const { return with_sign(load<whole, i8s>(values + i, columns - i)); }
 };
 
-struct Q8_0 {
+struct q8_0 {
   typedef Signed Integers;
   static constexpr int bits = 8, group = 32, step = W, more = MORE;
   static constexpr bool has_mins = false;
   const half* d;
   const int8_t* values;
   int64_t columns;
-  Q8_0(const Planes& p, int64_t n, int64_t columns)
+  q8_0(const Planes& p, int64_t n, int64_t columns)
       : d(row_of<half>(p.at[0], n, columns / 32)), values(row_of<int8_t>(p.at[1], n, columns)), columns(columns) {}
   template <bool whole>
   Integers at(int64_t i) const { return with_sign(load<whole, i8s>(values + i, columns - i)); }
@@ -84,7 +84,7 @@ struct Nibbles {
   static int64_t place(int64_t i) { return i / 32 * 16 % W + i % 32 / 16 * W + i % 16; }
 };
 
-// Q4_0, Q4_1, Q5_0, Q5_1: such blocks with a factor, a minimum or none, and a fifth bit of each number or none.
+// q4_0, q4_1, q5_0, q5_1: such blocks with a factor, a minimum or none, and a fifth bit of each number or none.
 template <bool five, bool min>
 struct Q : Nibbles {
   typedef u8s Integers;
@@ -120,7 +120,7 @@ struct Q : Nibbles {
   floats mins(int64_t g) const { return -halves<whole>(m + g, columns / 32 - g); }
 };
 
-// IQ4_NL, IQ4_XS, MXFP4: such blocks, whose four bits select one of sixteen integers.
+// iq4_nl, iq4_xs, mxfp4: such blocks, whose four bits select one of sixteen integers.
 template <typename Table>
 struct Selected : Nibbles {
   typedef Signed Integers;
@@ -147,17 +147,17 @@ struct OfE2M1 {  // doubled
   static constexpr int8_t integers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
 
-struct IQ4_NL : Selected<OfIQ4> {
+struct iq4_nl : Selected<OfIQ4> {
   const half* d;
-  IQ4_NL(const Planes& p, int64_t n, int64_t columns)
+  iq4_nl(const Planes& p, int64_t n, int64_t columns)
       : Selected(p.at[1], n, columns), d(row_of<half>(p.at[0], n, columns / 32)) {}
   template <bool whole>
   floats scales(int64_t g) const { return halves<whole>(d + g, columns / 32 - g); }
 };
 
-struct MXFP4 : Selected<OfE2M1> {
+struct mxfp4 : Selected<OfE2M1> {
   const uint8_t* exponents;
-  MXFP4(const Planes& p, int64_t n, int64_t columns)
+  mxfp4(const Planes& p, int64_t n, int64_t columns)
       : Selected(p.at[1], n, columns), exponents(row_of<uint8_t>(p.at[0], n, columns / 32)) {}
   template <bool whole>
   floats scales(int64_t g) const {  // half of a power of two, as the integers are twice what they stand for
@@ -166,11 +166,11 @@ struct MXFP4 : Selected<OfE2M1> {
   }
 };
 
-struct IQ4_XS : Selected<OfIQ4> {
+struct iq4_xs : Selected<OfIQ4> {
   const half* d;
   const uint16_t* high;  // of each block of 256 the upper two bits of eight factors
   const uint8_t* low;    // and the lower four
-  IQ4_XS(const Planes& p, int64_t n, int64_t columns)
+  iq4_xs(const Planes& p, int64_t n, int64_t columns)
       : Selected(p.at[3], n, columns),
         d(row_of<half>(p.at[0], n, columns / 256)),
         high(row_of<uint16_t>(p.at[1], n, columns / 256)),
@@ -244,7 +244,7 @@ struct QK {
   }
 };
 
-struct Q6_K {
+struct q6_k {
   typedef u8s Integers;
   static constexpr int bits = 4, group = 16, step = W, more = 32;
   static constexpr bool has_mins = false;
@@ -252,7 +252,7 @@ struct Q6_K {
   const int8_t* of_group;
   const half* d;
   int64_t columns;
-  Q6_K(const Planes& p, int64_t n, int64_t columns)
+  q6_k(const Planes& p, int64_t n, int64_t columns)
       : values(row_of<uint8_t>(p.at[0], n, columns / 2)),
         high(row_of<uint8_t>(p.at[1], n, columns / 4)),
         of_group(row_of<int8_t>(p.at[2], n, columns / 16)),
@@ -270,7 +270,7 @@ struct Q6_K {
   }
 };
 
-// Q2_K and Q3_K: every 128 numbers have 32 bytes of four pairs of bits; of Q3_K a third bit lies apart.
+// q2_k and q3_k: every 128 numbers have 32 bytes of four pairs of bits; of q3_k a third bit lies apart.
 template <bool third>
 struct Pairs {
   typedef u8s Integers;
@@ -318,3 +318,12 @@ struct Pairs {
  private:
   static constexpr int each = third ? 12 : 16;
 };
+
+typedef Q<false, false> q4_0;
+typedef Q<false, true> q4_1;
+typedef Q<true, false> q5_0;
+typedef Q<true, true> q5_1;
+typedef Pairs<false> q2_k;
+typedef Pairs<true> q3_k;
+typedef QK<false> q4_k;
+typedef QK<true> q5_k;

@@ -51,6 +51,15 @@ static inline void store(void* to, V v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
+// Compilers load a vector again for every product with it.
+template <typename V>
+static inline V in_register(V v) {
+#if defined(__AVX2__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 static inline floats wide(ints v) { return __builtin_convertvector(v, floats); }
 
 template <typename T>
@@ -345,4 +354,16 @@ static inline floats some(const int8_t* from, int64_t count) {
   narrow found{};
   std::memcpy(&found, from, whole ? LANES : std::min<int64_t>(count, LANES));
   return wide(longer(found));
+}
+
+// For numbers that are not positive (Cephes, expf); NaN for NaN. Below -87 the result is 1e-38, practically zero.
+static inline floats exponential(floats x) {
+  x = x < -87.0f ? floats{} - 87.0f : x;
+  const floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest integer
+  const floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  floats p = floats{} + 1.9875691500e-4f;
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  return (floats)((ints)p + (__builtin_convertvector(n, ints) << 23));
 }

@@ -61,7 +61,7 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
       if (C == 1) __builtin_prefetch(static_cast<const char*>(next) + i * R * Kind::bits / 8);
       i8s x[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) x[c] = panels[c].q[i / 4];
+      for (int c = 0; c < C; ++c) x[c] = in_register(panels[c].q[i / 4]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         uint32_t four;
@@ -84,7 +84,7 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
 }
 
 template <typename Kind, int R, int C>
-static void multiply_panels(ffi::ThreadPool& threads, const Job& job) {
+static void multiply_panels(const ThreadPool& threads, const Job& job) {
   constexpr int each = rows_per_token<Kind>, held = LANES / each;  // tokens of a panel
   const int64_t columns = job.columns, padded = up_to(columns, W);
   const int64_t group = Kind::group ? Kind::group : columns, groups = columns / group, factors = up_to(groups, LANES);

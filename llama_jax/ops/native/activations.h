@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "vectors.h"
+#include "simd.h"
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 

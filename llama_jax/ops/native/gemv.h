@@ -103,20 +103,20 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
   }
 }
 
-static float multiply_row(const Int8& weight, const Row* x) {
+static float multiply_row(const int8& weight, const Row* x) {
   ints sums[2] = {};
   const i8s *coarse = x[0].q.data(), *fine = x[1].q.data();
   for_each_vector(weight, [&](int64_t i, auto w) {
     sums[0] = dot(sums[0], w, coarse[i / W]), sums[1] = dot(sums[1], w, fine[i / W]);
   });
   float total = 0;
-  for (int j = 0; j < 2; ++j) total += (sum(sums[j]) - Int8::more * x[j].total[0]) * x[j].factor[0];
+  for (int j = 0; j < 2; ++j) total += (sum(sums[j]) - int8::more * x[j].total[0]) * x[j].factor[0];
   return total * weight.scale;
 }
 
 // A few tokens, with a few rows of the weight at a time.
 template <typename Kind>
-static void multiply_rows(ffi::ThreadPool& threads, const Job& job) {
+static void multiply_rows(const ThreadPool& threads, const Job& job) {
   constexpr int each = rows_per_token<Kind>;
   const int64_t columns = job.columns, numbers = columns * std::max<int64_t>(job.tokens, 1);
   const int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / numbers);
