@@ -55,7 +55,6 @@ CASES = (
     Case("prefill", "stories-110m", "data=1", 4, 2048),
     Case("prefill", "stories-110m", "fsdp=2,tensor=2", 4, 2048),
     Case("prefill", "stories-110m", "data=1", 1, 1024, dtype="bfloat16"),
-    Case("grow", "stories-110m", "data=1", 4, 2048),
     Case("decode", "stories-110m", "data=1", 1, 8192),
     Case("decode", "stories-110m", "data=1", 4, 2048),
     Case("decode", "stories-110m", "fsdp=2,tensor=2", 4, 2048),
