@@ -2,8 +2,8 @@
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 
-Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank
-16 on all seven matrices, float32, rows of 128 tokens. Which adapter one uses, or none, changes no time: the program is the same.
+Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on
+all seven matrices, float32, rows of 128 tokens. Which adapter one uses, or none, changes no time: the program is the same.
 """
 
 from __future__ import annotations
