@@ -2,8 +2,8 @@
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 
-Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank
-16 on all seven matrices, float32, 128 slots. Which adapter a row uses, or none, changes no time: the program is the same.
+Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on
+all seven matrices, float32, rows of 128 tokens. Which adapter one uses, or none, changes no time: the program is the same.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 from llama_jax.model.adapter_table import adapter_table
-from llama_jax.model.pages import PAGE
+from llama_jax.model.cache import PAGE
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import StepBatch
 from llama_jax.serving.rows import settings_of
 
-SLOTS, RANK = 128, 16
+CONTEXT, RANK = 128, 16
 
 
 class Turns:
     """Rows that all decode, none of which ends."""
 
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
-        engine = Engine(config, params, EngineOptions(rows=rows, context=SLOTS, cache_tokens=rows * SLOTS))
+        engine = Engine(config, params, EngineOptions(rows=rows, context=CONTEXT, cache_tokens=rows * CONTEXT))
         self._model, self._state = engine.model, engine.state
         self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
         self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
-        starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * SLOTS // PAGE, dtype=np.int32)
+        starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE, dtype=np.int32)
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
-        """Seconds for a token of every row, from the first slot on."""
+        """Seconds for a token of every row, from the first position on."""
         started = time.perf_counter()
         for at in range(tokens):
             batch = self._batch._replace(lengths=np.full_like(self._rows, at))

@@ -6,7 +6,7 @@ attention: every backend that runs here, forward and forward with gradients, 8 h
   the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times
   and is left out where they alone are above 4 GB.
 step: one training step of the 15M shape with one row and full rematerialisation.
-prompt: reading a prompt in pieces of 512 into a cache that grows, as `generate` does.
+prompt: reading a prompt in pieces of 512 into a cache with room for all of it, as `generate` does.
 decode: tokens/s after so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
 
 All candidates of a comparison take turns in one process; the figures are medians, and ratios of them are what counts on a
@@ -49,7 +49,6 @@ from llama_jax import (
     stream,
     train_step,
 )
-from llama_jax.inference import batching
 from llama_jax.inference import state as states
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.requests import prepare
@@ -179,7 +178,7 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = cache_bytes(config, 1, 131_072, jnp.float32)
-    sizes = ", ".join(f"{v / 2**20:.1f} MiB at {int(k):,} slots" for k, v in rows.items())
+    sizes = ", ".join(f"{v / 2**20:.1f} MiB with room for {int(k):,}" for k, v in rows.items())
     print(
         f"prompt of {length:,} tokens: {seconds:.1f} s with compiling, {length / seconds:,.0f} tokens/s; temporaries of a"
         f" piece {sizes}; cache {held / 1e6:.0f} MB,"
@@ -202,9 +201,10 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
         ):
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), init(config, jax.random.key(0)))
-            _, _, request = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
+            asked = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
             reading = states.empty_reading(config, params, 1, capacity, options)
-            held[name] = _filled(batching.empty_state(config, params, reading, request), length)
+            state, _ = states.start(config, params, reading, *asked)
+            held[name] = _filled(state, length)
             program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
             runs[name] = partial(_run, program, params, held, name)
         seconds = in_turns(runs, turns)
@@ -231,16 +231,15 @@ def _run(program: Any, params: Any, held: dict[str, states.State], name: str) ->
 
 
 def _filled(state: states.State, length: int) -> states.State:
-    """An empty state after so many tokens, of which the keys and values are random."""
+    """The state after so many tokens, of which the keys and values are random."""
 
     def noise(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.int8:
             return jax.random.randint(jax.random.key(0), x.shape, -127, 128, jnp.int8)
-        return (jax.random.normal(jax.random.key(0), x.shape) * (0.01 if x.ndim == 3 else 1)).astype(x.dtype)
+        return (jax.random.normal(jax.random.key(0), x.shape) * (0.01 if x.ndim == 4 else 1)).astype(x.dtype)
 
-    k, v = jax.tree.map(noise, (state.cache.k, state.cache.v))
-    cache = state.cache.replace(k=k, v=v, length=jnp.full(1, length, jnp.int32))
-    return state.replace(cache=cache, token=jnp.ones(1, jnp.int32), done=jnp.zeros(1, bool))
+    pages = jax.tree.map(noise, state.cache.pages)
+    return state.replace(cache=state.cache.replace(pages=pages, length=jnp.full(1, length, jnp.int32)))
 
 
 def main(arguments: Arguments) -> None:

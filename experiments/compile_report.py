@@ -40,7 +40,7 @@ class Case:
 
     Attributes:
       hardware: names of which each compiles it, with its mesh.
-      batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
+      batch, length: rows over the mesh, and tokens in each; of a cache, its room.
       options: of `train_programs` or `decode_programs`; of a step, how many tokens of a prompt it reads besides, how many
         adapters lie beside the model and their rank, how many drafts each row has, and the smaller model that makes them; of
         a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
@@ -221,8 +221,8 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax import preset
     from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.placement import layout_of
+    from llama_jax.model.cache import PAGE
     from llama_jax.model.options import Compute
-    from llama_jax.model.pages import PAGE
     from llama_jax.serving import programs
     from llama_jax.serving.model import BURST
     from llama_jax.serving.rows import batch_of, settings_of
@@ -283,7 +283,7 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.pages import PAGE, init_pages
+    from llama_jax.model.cache import PAGE, init_pages
     from llama_jax.serving.programs import ServingState
 
     decode = decoding(config, case, mesh)

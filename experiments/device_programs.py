@@ -141,10 +141,8 @@ def _next(case: Case, arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...
     if case.kind == "train":
         return result[0], *arguments[1:]
     if case.kind == "prefill":
-        like = arguments[1].cache  # of which the buffers are gone, but not what it says of them
         length = jax.device_put(np.zeros(case.batch, np.int32), result.cache.length.sharding)
-        cache = result.cache.replace(length=length, fresh=like.fresh)
-        return arguments[0], result._replace(cache=cache), *arguments[2:]
+        return arguments[0], result._replace(cache=result.cache.replace(length=length)), *arguments[2:]
     return arguments[0], result[0], *arguments[2:]
 
 

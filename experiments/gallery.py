@@ -16,7 +16,7 @@ PICTURES = {
     "heads": ("01_forward_pass", "fig.suptitle(f"),
     "causality": ("01_forward_pass", "Influence of s on t"),
     "recompute": ("02_kv_cache", "One more token, Llama 2 7B"),
-    "rows": ("02_kv_cache", "Which request each row"),
+    "pages": ("02_kv_cache", "Which request has each page"),
     "packed": ("03_training", "which keys a query sees"),
     "surprise": ("03_training", "starts = [min("),
     "mesh": ("04_sharding", "devices_indices_map"),

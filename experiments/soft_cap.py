@@ -35,7 +35,7 @@ class Arguments:
 
 def capped(queries: jax.Array, view: View, seen: Seen, *, scale: float, window: int | None = None) -> jax.Array:
     """[B, K, T, G, H], as `llama_jax.ops.attend` gives it, with soft-capped scores."""
-    keys, values = view  # [B, K, S, H] each: fresh ones, or those of a layer's cache
+    keys, values = view  # [B, K, S, H] each: those of the tokens themselves, or of a layer's cache
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=jnp.float32) * scale
     scores = CAP * jnp.tanh(scores / CAP)
     sees = visible(seen, window)[:, None, :, None]  # [B, 1, T, 1, S]

@@ -42,8 +42,8 @@ from llama_jax.inference.requests import prepare
 from llama_jax.inference.speculation import Drafter
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.run import drafted_pieces
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute, Layout
-from llama_jax.model.window import CacheOptions
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 Case = Literal["stories", "copied", "draft", "chats"]

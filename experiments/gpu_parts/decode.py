@@ -71,11 +71,10 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
     The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
     """
     cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype)
-    noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))
-    k, v = jax.tree.map(lambda buffer: noise(jax.random.key(0), buffer), (cache.k, cache.v))
+    pages = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))(jax.random.key(0), cache.pages)
     limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
     return State(
-        cache=cache.replace(k=k, v=v, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
+        cache=cache.replace(pages=pages, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
         request=Request(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
         token=jnp.ones(batch, jnp.int32),
         seen=jnp.zeros((batch, config.vocab_size), bool),

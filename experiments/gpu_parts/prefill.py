@@ -35,7 +35,7 @@ def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.L
 
     times = []
     for _ in range(run.plan.repetitions + 1):
-        empty = reading.cache.replace(length=jnp.zeros(batch, jnp.int32), fresh=True)
+        empty = reading.cache.replace(length=jnp.zeros(batch, jnp.int32))
         reading = jax.block_until_ready(reading._replace(cache=empty))
         start = time.perf_counter()
         reading = jax.block_until_ready(compiled(params, reading, ids, places))
