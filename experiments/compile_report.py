@@ -165,9 +165,9 @@ def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any
 def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     """Compile one program of one size."""
     import jax
+    from program_report import examine
 
     from llama_jax.analysis.compilers import mesh_for
-    from llama_jax.analysis.findings import examine
     from llama_jax.analysis.hardware import named_hardware
     from llama_jax.analysis.memory import DoesNotFitError
     from llama_jax.parallel.mesh import parse_mesh

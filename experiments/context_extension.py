@@ -298,8 +298,9 @@ def measure(
     stage: str,
 ) -> Found:
     """Loss and retrieval at factor * L."""
+    from needle import needle
+
     from llama_jax.runs.lengths import evaluate_lengths
-    from llama_jax.runs.needle import needle
 
     began = time.perf_counter()
     lengths = sorted({size.length, factor * size.length})

@@ -15,7 +15,7 @@ The public face, loaded on first use so that importing the package costs nothing
                                       of them each row of a batch uses, for `generate` and all else
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantised model's predictions are from the dense model's
-  evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
+  evaluate_lengths(...)               how far a model uses its context: loss by length and position
   register_for_export()               programs of these as bytes, by `jax.export`
 
 and their arguments:
@@ -103,8 +103,6 @@ _HOME = {
     "LengthLoss": "runs.lengths",
     "evaluate_lengths": "runs.lengths",
     "train": "runs.loop",
-    "NeedleTest": "runs.needle",
-    "needle": "runs.needle",
     "Recipe": "runs.recipe",
     "Message": "tokenizers",
     "TextStream": "tokenizers",
@@ -163,7 +161,6 @@ __all__ = [
     "MeshError",
     "MeshSizes",
     "Message",
-    "NeedleTest",
     "OptimizerSettings",
     "Piece",
     "Places",
@@ -201,7 +198,6 @@ __all__ = [
     "logits",
     "make_optimizer",
     "merge",
-    "needle",
     "next_token_loss",
     "observe",
     "parameter_count",
@@ -242,7 +238,6 @@ if TYPE_CHECKING:
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths
     from llama_jax.runs.loop import train
-    from llama_jax.runs.needle import NeedleTest, needle
     from llama_jax.runs.recipe import Recipe
     from llama_jax.serving.offline import batch
     from llama_jax.serving.options import EngineOptions

@@ -40,7 +40,6 @@ COMMANDS = {
         "data": ("Data", "Show training data as tokens, or tokenise it ahead."),
         "eval": ("Eval", "Measure loss and perplexity on texts, chats, preferences."),
         "lm-eval": ("LmEval", "Run tasks of the lm-evaluation-harness."),
-        "needle": ("Needle", "Test whether a model finds a sentence in a long text."),
         "plot": ("Plot", "Draw the curves of training runs."),
     },
     "Plan and set up": {

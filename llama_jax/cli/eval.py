@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -13,7 +12,6 @@ import tyro
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
@@ -71,8 +69,6 @@ class Eval(TextOptions, RememberOptions):
     They may go beyond the model's context."""
     max_tokens: int | None = None
     """With --lengths: most tokens to predict at each, in windows spread evenly over the text; by default all of it."""
-    plot: Path | None = None
-    """With --lengths: draw the loss by position, a curve for each, as .png, .pdf or .svg. Needs the extra 'plot'."""
 
     def run(self) -> None:
         lengths = self._check()
@@ -122,12 +118,6 @@ class Eval(TextOptions, RememberOptions):
             **({} if counts is None else {"examples": asdict(counts)}),
         }
         self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts, compared))
-        if self.plot is not None and isinstance(found, tuple):
-            from llama_jax.runs.plot import draw_lengths
-
-            # Last, so that the results are not lost if the picture cannot be written.
-            name = f"{self.path} {self.rope}".strip()
-            save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
 
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
@@ -193,7 +183,7 @@ class Eval(TextOptions, RememberOptions):
         self.check()
         self.cache_options()
         cache = None if self.cache == "auto" else self.cache
-        alone = {"max_tokens": self.max_tokens, "plot": self.plot, "cache": cache, "window": self.window}
+        alone = {"max_tokens": self.max_tokens, "cache": cache, "window": self.window}
         for name, value in alone.items():
             if value is not None and not self.lengths:
                 raise UserError(f"{name}={value} goes with --lengths alone")
@@ -202,8 +192,6 @@ class Eval(TextOptions, RememberOptions):
                 raise UserError(
                     f"{name}={given} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
                 )
-        if self.plot is not None:
-            check_picture("plot", self.plot)
         return numbers("lengths", self.lengths, int) if self.lengths else ()
 
     def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:

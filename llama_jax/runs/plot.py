@@ -1,9 +1,9 @@
-"""Pictures: the curves of training runs, from their metrics.jsonl; losses by length and position; needles found."""
+"""The curves of training runs, from their metrics.jsonl, as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -14,9 +14,6 @@ from llama_jax.runs.history import MORE, OF_SOURCE, TRAIN, RunHistory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.lengths import LengthLoss
-    from llama_jax.runs.needle import NeedleTest
 
 By = Literal["step", "tokens"]
 
@@ -127,102 +124,6 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     else:
         figure.suptitle(_plain(runs[0].name), x=0.01, ha="left", fontsize=12)
     return figure
-
-
-PER_OCTAVE = 4  # points of a curve by position: enough for its shape, few enough to be smooth
-MOST_NUMBERS = 80  # in the cells of a heat map; more would not be readable
-
-
-def draw_lengths(found: Sequence[LengthLoss], *, context: int | None = None, title: str = "") -> Figure:
-    """Loss by position, a curve for each length, beside the loss by length.
-
-    Args:
-      found: what `evaluate_lengths` gave.
-      context: tokens of the model's context, where a line is drawn.
-
-    Returns:
-      A figure that belongs to no window, as that of `draw`.
-
-    Raises:
-      UserError: matplotlib is missing, or nothing to draw.
-    """
-    if not found:
-        raise UserError("no length was given; give at least one")
-    figure = _blank(11, 4.5)
-    by_position, by_length = figure.subplots(1, 2, width_ratios=(3, 2))
-    _style(by_position, "Loss by position, nats per token")
-    _style(by_length, "Loss by length, nats per token")
-    by_position.set_xlabel("tokens of context", color=GREY)
-    by_length.set_xlabel("tokens of the window", color=GREY)
-    for one, (colour, dashes) in zip(found, _looks(), strict=False):
-        steps = np.arange(PER_OCTAVE * np.log2(one.length) + 1) / PER_OCTAVE
-        edges = np.unique([0, *np.minimum(np.round(2**steps).astype(int), one.length), one.length])
-        means = [one.by_position[a:b].mean() for a, b in pairwise(edges)]
-        marker = "." if len(means) == 1 else ""  # a line needs two points
-        by_position.plot(
-            edges[1:], means, color=colour, linestyle=dashes, linewidth=1.6, marker=marker, label=f"{one.length:,}"
-        )
-    lengths = [one.length for one in found]
-    errors = [one.standard_error if np.isfinite(one.standard_error) else 0 for one in found]
-    losses, last = ([getattr(one, name) for one in found] for name in ("loss", "last_quarter"))
-    by_length.errorbar(lengths, losses, errors, color=COLOURS[0], marker="o", markersize=4, capsize=3, label="all positions")
-    by_length.plot(lengths, last, **DOTS, color=COLOURS[1], label="the last quarter")
-    for axes in (by_position, by_length):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(_whole)
-        if context is not None and context <= max(lengths):
-            axes.axvline(context, color=GREY, linewidth=1, linestyle=(0, (1, 2)), label=f"context, {context:,}")
-        axes.legend(edgecolor="none", framealpha=0.9, title="window" if axes is by_position else None)
-    if title:
-        figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12)
-    return figure
-
-
-def draw_needle(found: NeedleTest, *, context: int | None = None, title: str = "") -> Figure:
-    """Two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats.
-
-    Args:
-      found: what `needle` gave.
-      context: tokens of the model's context; a line stands before the lengths beyond it.
-
-    Returns:
-      A figure that belongs to no window, as that of `draw`.
-
-    Raises:
-      UserError: matplotlib is missing.
-    """
-    figure = _blank(11, 4.5)
-    panels = figure.subplots(1, 2)
-    margins = np.nan_to_num(found.grid("margin"), nan=0, posinf=0, neginf=0)
-    titles = f"Key preferred to {found.wrong_keys} wrong ones", "Log-probability above theirs, nats"
-    values = found.grid("chosen"), found.grid("margin")
-    spans = (0.0, 1.0), (min(margins.min(), 0.0), max(margins.max(), 1.0))
-    beyond = None if context is None else sum(length <= context for length in found.lengths)
-    forms = "{:.0%}", "{:.2g}"
-    for axes, title_of, value, (low, high), form in zip(panels, titles, values, spans, forms, strict=True):
-        axes.set_title(title_of, loc="left", fontsize=11)
-        picture = axes.imshow(value, aspect="auto", cmap="cividis", vmin=low, vmax=high)
-        axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-        axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
-        axes.set_xlabel("tokens of the prompt", color=GREY)
-        axes.set_ylabel("depth of the needle", color=GREY)
-        axes.tick_params(colors=GREY, length=0)
-        axes.spines[:].set_visible(False)
-        figure.colorbar(picture, ax=axes).outline.set_visible(False)
-        if beyond is not None and 0 < beyond < len(found.lengths):
-            axes.axvline(beyond - 0.5, color=COLOURS[1], linewidth=1.5)
-        if value.size <= MOST_NUMBERS:
-            for (row, column), one in np.ndenumerate(value):
-                dark = one < (low + high) / 2
-                colour = "white" if dark else "black"
-                axes.text(column, row, form.format(one), ha="center", va="center", fontsize=8, color=colour)
-    if title:
-        figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12)
-    return figure
-
-
-def _whole(value: float, _: Any = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else ""
 
 
 def _blank(width: float, height: float) -> Figure:

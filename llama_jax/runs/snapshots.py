@@ -53,7 +53,6 @@ from llama_jax.writing import clear_up, remedy_for
 # What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
 SAVING = ".saving"  # its checksums are being written; or what was replaced by it
-REPLACED = ".replaced"  # an older checkpoint of a step that was being saved again, as versions before this one named it
 SAVE_TIMEOUT = 1800.0  # seconds
 
 _log = logging.getLogger("llama_jax.runs")
@@ -384,12 +383,7 @@ class Snapshots:
         """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
         clear_up(self.folder)
         for path in sorted(self.folder.iterdir()):
-            if path.name.endswith(REPLACED):
-                final = path.with_name(path.name.removesuffix(REPLACED))
-                if not final.exists():
-                    path.rename(final)
-                    continue
-            if path.name.endswith((TEMPORARY, SAVING, REPLACED, REMOVED)):
+            if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
                 shutil.rmtree(path)
 
 

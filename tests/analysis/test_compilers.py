@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,8 +78,8 @@ from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
 from llama_jax.parallel.mesh import MeshSizes
 hardware = sys.argv[1]
@@ -104,7 +105,10 @@ def look(hardware, program=LOOK, *arguments):
     missing = compiler_missing(hardware)
     if missing:
         pytest.skip(missing)
-    done = subprocess.run([sys.executable, "-c", program, hardware, *arguments], capture_output=True, text=True, timeout=600)
+    paths = str(Path(__file__).parents[2] / "experiments"), os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-c", program, hardware, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -145,8 +149,8 @@ from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.analysis.memory import decode_programs
 from llama_jax.parallel.mesh import parse_mesh
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8)
@@ -177,11 +181,10 @@ import json, sys
 from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
-sys.path.insert(0, sys.argv[3])
 import compile_report
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 asked = [("step", 16, {}), ("step", 16, {"piece": 64}), ("drafted", 16, {"drafted": 8}), ("burst", 1, {})]
@@ -190,14 +193,13 @@ if sys.argv[1] == "h100":  # pages with heads of 64, as of a draft, a TPU copies
 cases = [compile_report.Case("", kind, "", {}, rows, 2048, options) for kind, rows, options in asked]
 print(json.dumps([examine(compile_report.served(config, case, mesh)).as_dict() for case in cases]))
 """
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.mark.accelerators
 @pytest.mark.parametrize(("hardware", "mesh"), [("tpu-v5e", "tensor=8"), ("tpu-v5e", "data=1"), ("h100", "data=1")])
 def test_a_step_of_the_engine_copies_no_pages(hardware, mesh):
     """Nor weights, also where it reads a piece of a prompt, or drafts; it reads little more than weights and pages."""
-    step, reading, lookup, burst, *draft = look(hardware, STEP, mesh, str(EXPERIMENTS))
+    step, reading, lookup, burst, *draft = look(hardware, STEP, mesh)
     logits = 16 * 128256 * 4
     for found in (step, reading, lookup, burst, *draft):
         assert found["copies"]["bytes"] <= 2 * logits  # of rows that sampling sorts
@@ -215,11 +217,10 @@ import json, sys
 from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
-sys.path.insert(0, sys.argv[3])
 import compile_report
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 case = compile_report.Case("", "rollout", "", {}, 64, 512)
@@ -231,7 +232,7 @@ print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, gro
 @pytest.mark.parametrize("mesh", ["data=1", pytest.param("tensor=8", marks=pytest.mark.nightly)])
 def test_answers_are_sampled_without_a_copy_of_the_weights(mesh):
     """On a TPU, which reads stacked layers as they lie; and new tokens are written by one scatter, not row by row."""
-    found = look("tpu-v5e", ROLLOUT, mesh, str(EXPERIMENTS))
+    found = look("tpu-v5e", ROLLOUT, mesh)
     assert found["token"]["read_ratio"] < 1.15
     assert found["token"]["kernels_per_layer"] < 64
     assert found["copies"]["bytes"] < found["bytes_per_device"]["parameters"] // 20
@@ -275,8 +276,8 @@ from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.analysis.memory import decode_programs
 from llama_jax.parallel.mesh import MeshSizes
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
@@ -311,8 +312,8 @@ from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
+from program_report import examine
 from llama_jax.analysis.compilers import mesh_for
-from llama_jax.analysis.findings import examine
 from llama_jax.analysis.memory import train_programs
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes

@@ -1,4 +1,4 @@
-"""Writing that is killed, or finds no room, at random moments, and the next run: `python tests/nightly_kills.py --help`.
+"""Writing that is killed, or finds no room, at random moments, and the next run: see `--help`.
 
 A case is one thing that is written (`save` and `convert` in every format, a corpus in its cache, the checkpoints of a
 training run), over an old one or where there was none, and one of:
@@ -38,7 +38,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "tests"
 FORMATS = {"safetensors": "model", "gguf": "model.gguf", "llama2c": "model.bin", "orbax": "model"}
 OPERATIONS = (*(f"{verb} {format}" for verb in ("save", "convert") for format in FORMATS), "corpus", "checkpoints")
 WAYS = ("kill", "full") * 4 + ("read-only",)  # round after round of the operations

@@ -1,4 +1,4 @@
-"""Damaged files by the hundred thousand, over all formats, vocabularies and templates: `python tests/nightly.py --help`.
+"""Damaged files by the hundred thousand, over all formats, vocabularies and templates: see `--help`.
 
 Each case is a sound model, vocabulary or template with one to three changes, loaded in a worker process. What may come of it
 is a result or a `UserError`. Counted as failures are: a process that dies, a case over SECONDS, another exception, something
@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "tests"
 SECONDS = 10  # of a case, of the processor
 PATIENCE = 120  # seconds on the clock for an answer: the first case of a worker compiles, and the machine may be busy
 BYTES = 100 << 20

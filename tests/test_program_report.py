@@ -1,17 +1,28 @@
-"""The texts in `texts/` are real: two layers of a small decoder, and a training step of twelve over eight devices (fsdp),
-compiled by libtpu 0.0.42 for v5e and by JAX's CUDA plugin 0.10.2 for H100, without metadata and most of the configuration.
+"""The texts in `program_texts/` are real: two layers of a small decoder, and a training step of twelve over eight devices
+(fsdp), compiled by libtpu 0.0.42 for v5e and by JAX's CUDA plugin 0.10.2 for H100, without metadata and most of the
+configuration.
 """
 
 from pathlib import Path
 
 import pytest
 from jax.sharding import AbstractMesh
+from program_report import (
+    DeviceProgram,
+    Token,
+    believed,
+    bytes_read,
+    bytes_written,
+    custom_calls,
+    find_copies,
+    multiplies,
+    overlap,
+    token_of,
+)
 
-from llama_jax.analysis.collectives import add_up, find_collectives
-from llama_jax.analysis.hlo import ARRAY, ProgramText, array_bytes, tuple_elements
-from llama_jax.analysis.programs import bytes_read, bytes_written, custom_calls, find_copies, multiplies, token_of
+from llama_jax.analysis.collectives import ARRAY, add_up, array_bytes, find_collectives, tuple_elements
 
-TEXTS = Path(__file__).parent / "texts"
+TEXTS = Path(__file__).parent / "program_texts"
 LAYERS, WIDTH, HIDDEN, SLOTS, ROWS = 2, 2048, 16384, 16384, 2
 WEIGHTS = LAYERS * 2 * WIDTH * HIDDEN * 2  # bytes
 CACHE = LAYERS * ROWS * SLOTS * WIDTH * 2
@@ -22,7 +33,7 @@ def read(name):
 
 
 def test_a_gpu_reads_weights_once_and_the_cache_for_scores_and_for_values():
-    text = ProgramText(read("decode_h100"))
+    text = DeviceProgram(read("decode_h100"))
     assert not text.is_tpu
     token = token_of(text, LAYERS, 4)
     assert token.read == pytest.approx(WEIGHTS + 2 * CACHE, rel=0.01)
@@ -32,7 +43,7 @@ def test_a_gpu_reads_weights_once_and_the_cache_for_scores_and_for_values():
 
 
 def test_a_tpu_copies_the_cache_into_another_layout_before_the_loop():
-    text = ProgramText(read("decode_tpu-v5e"))
+    text = DeviceProgram(read("decode_tpu-v5e"))
     assert text.is_tpu
     copies = find_copies(text)
     assert [(copy.shape, copy.in_loop) for copy in copies] == [("bf16[2,16384,2048]", False)] * 4
@@ -43,10 +54,10 @@ def test_a_tpu_copies_the_cache_into_another_layout_before_the_loop():
 
 
 def test_trips_that_a_tpu_leaves_to_the_condition():
-    text = ProgramText(read("train_tpu-v5e"))
+    text = DeviceProgram(read("train_tpu-v5e"))
     loops = [one for one in text.computations[text.entry] if one.opcode == "while"]
     assert [text.trips(text.entry, loop) for loop in loops] == [12, 12]
-    text = ProgramText(read("decode_tpu-v5e"))
+    text = DeviceProgram(read("decode_tpu-v5e"))
     (outer,) = (one for one in text.computations[text.entry] if one.opcode == "while")
     assert text.trips(text.entry, outer) is None  # as many turns as are asked for
     (inner,) = (one for one in text.computations[outer.calls("body")] if one.opcode == "while")
@@ -62,9 +73,9 @@ def test_collectives_of_both_compilers(name):
     assert traffic["all-gather"].bytes == 2 * matrices  # forward and backward
     assert traffic["reduce-scatter"].bytes == matrices / 8  # what a TPU writes as an all-reduce in a fusion of that name
     assert set(traffic) == {"all-gather", "reduce-scatter"}
-    gathers = [one for one in found if one.kind == "all-gather"]
-    assert sum(one.overlapped for one in gathers) == (2 if name == "train_h100" else 3)
-    assert all(one.asynchronous for one in gathers if one.overlapped)
+    gathers = [how for one, how in zip(found, overlap(DeviceProgram(read(name))), strict=True) if one.kind == "all-gather"]
+    assert sum(overlapped for _, overlapped in gathers) == (2 if name == "train_h100" else 3)
+    assert all(asynchronous for asynchronous, overlapped in gathers if overlapped)
     assert all(one.loops == (12,) for one in found)
 
 
@@ -116,7 +127,7 @@ ENTRY %main (x: bf16[8,1024], y: bf16[1,1024], at: s32[], table: bf16[5000,1024]
 
 
 def test_what_is_updated_in_place_looked_up_or_left_out():
-    text = ProgramText(HAND)
+    text = DeviceProgram(HAND)
     row, whole = 2 * 1024, 2 * 8 * 1024
     named = text.named(text.entry)
     assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
@@ -152,7 +163,7 @@ ENTRY %main (w: bf16[64,128], x: bf16[1,128]) -> bf16[1,64] {
 
 
 def test_a_weight_that_a_fusion_passes_to_another_is_read():
-    text = ProgramText(NESTED)
+    text = DeviceProgram(NESTED)
     assert bytes_read(text, text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
     assert multiplies(text, text.named(text.entry)["y"])
 
@@ -177,7 +188,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_what_a_kernel_says_of_itself_over_several_lines_ends_no_computation():
-    text = ProgramText(KERNEL)
+    text = DeviceProgram(KERNEL)
     assert [one.name for one in text.computations["body"]] == ["x", "kernel", "taken", "start"]
     assert all('op_name="jit(f)/splash"' in one.rest for one in text.computations["body"][1:3])
     assert [one.name for one in text.computations[text.entry]] == ["x", "call"]
@@ -193,13 +204,13 @@ def test_types():
         array_bytes(*array) for *array, _ in ARRAY.findall("bf16[3,5]{1,0:T(8,128)(2,1)S(1)} s4[3] pred[7] f8e4m3fn[2]")
     ]
     assert sizes == [30, 2, 7, 2]
-    text = ProgramText(read("decode_tpu-v5e"))
+    text = DeviceProgram(read("decode_tpu-v5e"))
     assert text.memory_bytes("(bf16[4]{0:T(128)S(1)}, bf16[8]{0:T(128)})") == 16  # the first is on the chip
 
 
 def test_a_kernel_that_speaks_of_itself_over_lines_hides_nothing_after_it():
     """As a TPU's text has splash: what follows is of the same computation, and the kernel keeps its metadata."""
-    text = ProgramText(
+    text = DeviceProgram(
         """HloModule m
 
 ENTRY %main (a: f32[8]) -> f32[8] {
@@ -239,5 +250,11 @@ ENTRY %main (table: s8[64,32,128], at: s32[]) -> s8[1,32,128] {
 
 def test_a_part_of_a_table_that_is_seen_in_another_tiling_is_a_part():
     """As a TPU's compiler takes rows of 8-bit numbers."""
-    text = ProgramText(TILED)
+    text = DeviceProgram(TILED)
     assert bytes_read(text, text.entry, text.named(text.entry)["found"]) == 32 * 128 + 4
+
+
+@pytest.mark.parametrize(("least", "trusted"), [(100, True), (200, True), (201, False)])
+def test_a_token_that_reads_less_than_it_must_is_another_loop(least, trusted):
+    token = Token(read=100, written=1, kernels=2, kernels_of_layers=2, collectives=0)
+    assert believed(token, least) == (token if trusted else None)

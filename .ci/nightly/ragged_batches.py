@@ -1,4 +1,4 @@
-"""Ragged batches of mixed requests, each row against what it is alone: `python tests/nightly_batches.py --help`.
+"""Ragged batches of mixed requests, each row against what it is alone: `python .ci/nightly/ragged_batches.py --help`.
 
 In a batch every row has a prompt, a limit, a seed and sampling parameters of its own, and in half of the batches stop
 tokens of its own, which `generate` gives all rows alike. The stop tokens are such as the rows would generate. Of every 125
@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+    sys.path += [str(Path(__file__).parents[2] / name) for name in ("tests", "experiments")]
 
 import conftest  # noqa: F401  XLA's settings for tests
 import jax

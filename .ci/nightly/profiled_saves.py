@@ -1,4 +1,4 @@
-"""Runs that are profiled while they save, again and again: `python tests/nightly_profiles.py --help`.
+"""Runs that are profiled while they save, again and again: `python .ci/nightly/profiled_saves.py --help`.
 
 Each run saves after every step, and its profile begins and ends at random ones, so that threads of the saving start and
 end while the profiler does. Of each: it takes all its steps, every step is saved whole, there is a profile, and no thread
@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "tests"
 PATIENCE = 300  # seconds for a run; the first compiles, and the machine may be busy
 STEPS = 8
 
