@@ -300,7 +300,7 @@ def measure(
     """Loss and retrieval at factor * L."""
     from needle import needle
 
-    from llama_jax.runs.lengths import evaluate_lengths
+    from llama_jax.evaluation.loss_by_length import evaluate_lengths
 
     began = time.perf_counter()
     lengths = sorted({size.length, factor * size.length})

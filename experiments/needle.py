@@ -26,7 +26,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.errors import TokenizerError, UserError
-from llama_jax.evaluation.scoring import Continuation, score_pairs
+from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.params import Llama
 from llama_jax.tokenizers import Tokenizer

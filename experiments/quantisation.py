@@ -230,7 +230,7 @@ def quality(
     """
     import llama_jax
     from llama_jax.errors import UserError
-    from llama_jax.runs.divergence import divergence
+    from llama_jax.evaluation.perplexity import divergence
     from llama_jax.verify.matrices import matrix_errors
 
     config, params, tokenizer = llama_jax.load(path, "float32")

@@ -99,8 +99,8 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
     import jax.numpy as jnp
 
     import llama_jax
+    from llama_jax.evaluation.measure import nats_of
     from llama_jax.model.options import Places
-    from llama_jax.runs.evaluate import nats_of
 
     @jax.jit
     def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:

@@ -96,12 +96,12 @@ _HOME = {
     "layers_of": "model.trees",
     "stack": "model.trees",
     "MeshSizes": "parallel.mesh",
-    "Divergence": "runs.divergence",
-    "divergence": "runs.divergence",
-    "Evaluation": "runs.evaluate",
-    "evaluate": "runs.evaluate",
-    "LengthLoss": "runs.lengths",
-    "evaluate_lengths": "runs.lengths",
+    "Divergence": "evaluation.perplexity",
+    "divergence": "evaluation.perplexity",
+    "Evaluation": "evaluation.perplexity",
+    "evaluate": "evaluation.perplexity",
+    "LengthLoss": "evaluation.loss_by_length",
+    "evaluate_lengths": "evaluation.loss_by_length",
     "train": "runs.loop",
     "Recipe": "runs.recipe",
     "Message": "tokenizers",
@@ -218,6 +218,8 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
+    from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
+    from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
     from llama_jax.exporting import register_for_export
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
@@ -234,9 +236,6 @@ if TYPE_CHECKING:
     from llama_jax.model.whole import logits, observe
     from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.runs.divergence import Divergence, divergence
-    from llama_jax.runs.evaluate import Evaluation, evaluate
-    from llama_jax.runs.lengths import LengthLoss, evaluate_lengths
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
     from llama_jax.serving.offline import batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -15,17 +16,22 @@ from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
+from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.data.conversations import ExampleCounts
+    from llama_jax.data.pairs import Pairs
+    from llama_jax.evaluation.loss_by_length import LengthLoss
+    from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
     from llama_jax.model.params import Llama
-    from llama_jax.runs.divergence import Divergence
-    from llama_jax.runs.evaluate import Evaluation
-    from llama_jax.runs.lengths import LengthLoss
+    from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
+
+CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,6 @@ class Eval(TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.cli.eval_answers import ExampleOptions, kind_of_lines
         from llama_jax.ops.attention import observed
 
         # Quick checks come first: no mistake should be found after minutes of loading.
@@ -84,9 +89,7 @@ class Eval(TextOptions, RememberOptions):
             return self._preferences(subject)
         counts = None
         if kind == "chats":
-            corpus, counts = ExampleOptions(self.format, self.too_long, self.max_documents).chats(
-                self.data, subject.tokenizer, self._length(config)
-            )
+            corpus, counts = self._chats(subject)
         else:
             corpus = self.corpus(subject.tokenizer, lengths)
         reference = None if self.against is None else self._reference_config(self.against, subject)
@@ -131,40 +134,62 @@ class Eval(TextOptions, RememberOptions):
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
-        from llama_jax.runs.evaluate import LONGEST
+        from llama_jax.evaluation.measure import LONGEST
 
         return min(config.max_seq_len, LONGEST) if self.length is None else self.length
 
+    def _chats(self, subject: Subject) -> tuple[Corpus, ExampleCounts]:
+        """Conversations whose targets are the assistant's messages."""
+        import numpy as np
+
+        from llama_jax.data.conversations import ChatReading, open_chats
+
+        reading = ChatReading(self.format, self.too_long)
+        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
+        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), counts
+
+    def _pairs(self, subject: Subject, length: int) -> tuple[Pairs, ExampleCounts]:
+        """Pairs of answers."""
+        import numpy as np
+
+        from llama_jax.data.conversations import ChatReading, open_preferences
+        from llama_jax.data.pairs import Pairs
+
+        reading = ChatReading(self.format, self.too_long)
+        chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
+        pairs = Pairs(chosen, rejected)
+        return pairs.select(np.arange(pairs.count)[: self.max_documents]), counts
+
     def _preferences(self, subject: Subject) -> None:
         """Accuracy and margin on pairs."""
-        from tqdm import tqdm
-
-        from llama_jax.cli.eval_answers import ExampleOptions, page_of_preferences
+        from llama_jax.evaluation.measure import check_batch, usual_batch
+        from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.adapters import base_of
         from llama_jax.model.options import Compute
-        from llama_jax.runs.evaluate import check_batch
-        from llama_jax.runs.preferring import log_answers, prefer
 
-        config, length, batch = subject.config, self._length(subject.config), self.batch or 1
+        config, length, batch = subject.config, self._length(subject.config), self.batch or usual_batch()
         against = None if self.against is None else self._reference_config(self.against, subject)
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
             raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
         check_batch(batch, length)
-        reading = ExampleOptions(self.format, self.too_long, self.max_documents)
-        pairs, counts = reading.preferences(self.data, subject.tokenizer, length)
+        pairs, counts = self._pairs(subject, length)
         params = self.load(subject)
         seconds = subject.stopwatch()
-        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
         measure = partial(
-            log_answers, pairs=pairs, length=length, batch=batch, compute=Compute(attention=self.attention), progress=bar
+            pair_logprobs,
+            pairs=pairs,
+            length=length,
+            batch=batch,
+            compute=Compute(attention=self.attention),
+            progress=progress_bar("evaluating", "batches"),
         )
         own, reference, name = measure(config, params), None, None
         if self.against is not None and against is not None:
             name, reference = str(self.against), measure(against, self.load_dense(self.against))
         elif self.adapter is not None:
             name, reference = f"{self.path} without the adapter", measure(config, base_of(params))
-        found = prefer(own, reference)
+        found = preference_accuracy(own, reference)
         if not math.isfinite(found.margin):
             raise self.not_finite("margin", found.margin)
         facts = {
@@ -196,8 +221,8 @@ class Eval(TextOptions, RememberOptions):
 
     def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
         """How the corpus will be read, after all checks that need no parameters."""
-        from llama_jax.runs.evaluate import choose_sizes
-        from llama_jax.runs.lengths import choose_lengths
+        from llama_jax.evaluation.loss_by_length import choose_lengths
+        from llama_jax.evaluation.measure import choose_sizes
 
         if not lengths:
             return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
@@ -208,12 +233,10 @@ class Eval(TextOptions, RememberOptions):
         return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
     def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
-        from tqdm import tqdm
-
+        from llama_jax.evaluation.perplexity import evaluate
         from llama_jax.model.options import Compute
-        from llama_jax.runs.evaluate import evaluate
 
-        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
+        bar = progress_bar("evaluating", "batches")
         found = evaluate(config, params, corpus, compute=Compute(attention=self.attention), progress=bar, **sizes)
         if not math.isfinite(found.loss):
             raise self.not_finite("loss", found.loss)
@@ -246,12 +269,10 @@ class Eval(TextOptions, RememberOptions):
         corpus: Corpus,
         sizes: dict[str, Any],
     ) -> Divergence:
-        from tqdm import tqdm
-
+        from llama_jax.evaluation.perplexity import divergence
         from llama_jax.model.options import Compute
-        from llama_jax.runs.divergence import divergence
 
-        bar = partial(tqdm, desc="comparing", unit=" batches", leave=False, disable=None)
+        bar = progress_bar("comparing", "batches")
         found = divergence(
             *model,
             reference[1],
@@ -279,12 +300,10 @@ class Eval(TextOptions, RememberOptions):
     def _by_length(
         self, config: LlamaConfig, params: Llama, corpus: Corpus, lengths: Sequence[int]
     ) -> tuple[LengthLoss, ...]:
-        from tqdm import tqdm
-
+        from llama_jax.evaluation.loss_by_length import evaluate_lengths
         from llama_jax.model.options import Compute
-        from llama_jax.runs.lengths import evaluate_lengths
 
-        bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
+        bar = progress_bar("evaluating", "pieces")
         found = evaluate_lengths(
             config,
             params,
@@ -389,3 +408,30 @@ def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
     if facts["window"] is not None:
         about += f", each token sees {facts['window']:,} back" + (f" and {facts['sinks']} sinks" if facts["sinks"] else "")
     return "\n\n".join([about, *tables, note])
+
+
+def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
+    """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
+    from llama_jax.data.documents import jsonl_objects
+    from llama_jax.data.sources import find_files
+
+    files = [file for file in find_files(data) if file.suffix.lower() == ".jsonl"]
+    first = next((set(found) for file in files for found, _, _ in islice(jsonl_objects(file), 1)), set())
+    if field in first:
+        return "text"
+    if {"chosen", "rejected"} <= first:
+        return "preferences"
+    return "chats" if any(fields <= first for fields in CHATS) else "text"
+
+
+def page_of_preferences(found: PreferenceAccuracy, facts: dict[str, Any], counts: ExampleCounts) -> str:
+    """How often the chosen answer is preferred, and by how much."""
+    against = "" if facts["against"] is None else f" against {printable(facts['against'])}"
+    rows = [
+        ["accuracy", f"{found.accuracy:.2%} ± {found.accuracy_error:.1%} of {found.pairs:,} pairs"],
+        ["margin", f"{found.margin:.4f}{_plus_minus(found.margin_error)} nats"],
+        ["per token", f"accuracy {found.accuracy_per_token:.2%}"],
+        ["log-probability", f"chosen {found.chosen_logprob:.3f}, rejected {found.rejected_logprob:.3f}"],
+        ["read", f"{found.tokens:,} tokens of answers; {counts}"],
+    ]
+    return f"{printable(facts['model'])}{against}\n\n{columns(rows)}"

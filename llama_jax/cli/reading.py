@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
@@ -17,6 +16,7 @@ from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.rope import with_rope
 from llama_jax.cli.stopping import ending_in_order
 from llama_jax.errors import UserError, shown
+from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.store import Stored
@@ -100,7 +100,6 @@ class TextOptions(CompileOptions):
     def corpus(self, tokenizer: Tokenizer, lengths: tuple[int, ...] = ()) -> Corpus:
         """The files as documents of tokens, long enough for rows of these lengths where the text is."""
         import numpy as np
-        from tqdm import tqdm
 
         from llama_jax.data import DocumentFormat, open_corpus
 
@@ -109,7 +108,7 @@ class TextOptions(CompileOptions):
         if longest is None:
             longest = max([DocumentFormat.longest, *(64 * length for length in lengths)])
         reading = DocumentFormat(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
-        bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
+        bar = progress_bar("tokenizing", "MB")
         with ending_in_order("stopped"):
             corpus = open_corpus(self.data, tokenizer, reading=reading, progress=bar)
         if self.max_documents is None:

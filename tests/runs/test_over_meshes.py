@@ -11,15 +11,14 @@ import pytest
 from mortal_run import recipe
 
 import llama_jax
+from llama_jax.evaluation.measure import WindowRows, token_nats
 from llama_jax.model.options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, reading_over, shardings
 from llama_jax.runs.base import load_weights
-from llama_jax.runs.evaluate import token_nats
 from llama_jax.runs.program import make_program
 from llama_jax.runs.samples import continued
 from llama_jax.runs.tasks.text import objective
-from llama_jax.runs.windows import WindowRows
 from llama_jax.tokenizers.making import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)

@@ -13,7 +13,6 @@ from zipfile import BadZipFile
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from llama_jax.data.batches import Batches
 from llama_jax.data.conversations import open_judged, open_preferences
@@ -21,8 +20,10 @@ from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.opening import Progress
 from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
 from llama_jax.errors import GenerationError
+from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.progress import progress_bar
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.program import TrainingProgram, loss_options
@@ -221,8 +222,7 @@ class PreferenceFeed:
         """Log-probabilities of the initial model, and their digest: computed once, and kept in the folder."""
         path = beginning.folder / REFERENCE
         if beginning.place is None:
-            params, hidden = beginning.state.params, True if beginning.log.quiet else None
-            bar = partial(tqdm, desc="reference", unit=" batches", leave=False, delay=1.0, disable=hidden)
+            params, bar = beginning.state.params, progress_bar("reference", "batches", quiet=beginning.log.quiet, delay=1.0)
             made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
             if beginning.processes.index == 0:
                 with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
@@ -306,9 +306,8 @@ def read_all(
     rows = PairRows(pairs, batch, length, seed=None, host=share[0], hosts=share[1])
     whole = PairRows(pairs, batch, length, seed=None)
     found = np.zeros((2, pairs.count, 2), np.float32)
-    numbers = range(len(rows))
-    for number in progress(numbers) if progress else numbers:
-        for kind, part in enumerate(read(rows[number])):
+    for number, answers in run_ahead(range(len(rows)), lambda number: read(rows[number]), progress):
+        for kind, part in enumerate(answers):
             array = np.asarray(part)
             for at in range(batch):
                 members = whole.row(number, at)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
 from llama_jax.data.batches import Rows
@@ -23,10 +22,12 @@ from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import row_count, whole_rows
 from llama_jax.data.sources import FoundData
 from llama_jax.errors import GenerationError
+from llama_jax.evaluation.measure import token_nats, usual_batch
+from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.progress import progress_bar
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import evaluate, token_nats, usual_batch
 from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
@@ -286,10 +287,7 @@ def _read(recipe: Recipe, given: Given, paths: Sequence[Path]) -> Corpus:
         given.log.line(f"chats: {found.counts}")
         return found.corpus
 
-    def bar(megabytes: range) -> Any:
-        disable = True if given.log.quiet else None
-        return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
-
+    bar = progress_bar("tokenizing", "MB", quiet=given.log.quiet, delay=1.0)
     return open_corpus(paths, given.tokenizer, reading=recipe.reading, progress=bar)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.errors import GenerationError, shown
-from llama_jax.evaluation.scoring import Continuation, Score, measure_with, score_pairs
+from llama_jax.evaluation.loglikelihood import Continuation, Score, measure_with, score_pairs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine

@@ -8,13 +8,12 @@ import make_goldens
 import numpy as np
 import pytest
 from conftest import jit_logits
-from runs.test_evaluate import corpus_of
+from evaluation.test_perplexity import corpus_of
 
 import llama_jax
 from llama_jax.data import Corpus, DataError
+from llama_jax.evaluation.perplexity import divergence, evaluate
 from llama_jax.model.trees import quantize
-from llama_jax.runs.divergence import divergence
-from llama_jax.runs.evaluate import evaluate
 
 CONFIG = make_goldens.KINDS["gqa"]
 LENGTHS = [40, 1, 9, 64, 2, 33]

@@ -15,16 +15,15 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.data.packing import pack
 from llama_jax.errors import GenerationError
+from llama_jax.evaluation.measure import CHUNK, run_ahead, target_logprobs, usual_batch
 from llama_jax.inference.checks import token_ids
 from llama_jax.inference.placement import layout_of
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.runs.evaluate import usual_batch
 
 SHORTEST = 512  # tokens of a row; each further length is four times the one before, so that few programs are compiled
-CHUNK = 64  # tokens whose logits are made at a time
 
 
 class Continuation(NamedTuple):
@@ -104,7 +103,7 @@ def score_pairs(
     Args:
       params: on one device, or on a mesh that divides no rows or a multiple of `batch`.
       context: tokens that are read at most; None takes the model's context.
-      batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `runs.evaluate.evaluate`.
+      batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `perplexity.evaluate`.
       compute: dtype and attention.
       measure: `measure_with(...)`; given to several calls it is compiled once for each length of rows.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
@@ -121,23 +120,14 @@ def score_pairs(
     measure = measure_with(config, params, compute) if measure is None else measure
     logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
 
-    def collect(found: tuple[jax.Array, jax.Array], owner: np.ndarray) -> None:
+    def launch(rows: tuple[int, list[list[int]]]) -> tuple[Any, np.ndarray]:
+        laid, owner = _lay([[runs[member] for member in row] for row in rows[1]], batch, rows[0])
+        return measure(params, laid), owner
+
+    for _, (found, owner) in run_ahead(_batches(runs, context, batch), launch, progress):
         of_tokens, best = (np.asarray(one)[: len(owner)] for one in found)
         np.add.at(logprobs, owner, of_tokens.astype(np.float64))
         np.logical_and.at(greedy, owner, best)
-
-    batches = _batches(runs, context, batch)
-    running: tuple[Any, np.ndarray] | None = None
-    numbers = range(len(batches))
-    for number in progress(numbers) if progress else numbers:
-        length, rows = batches[number]
-        laid, owner = _lay([[runs[member] for member in row] for row in rows], batch, length)
-        started = measure(params, laid)
-        if running is not None:  # collected while the device computes the next
-            collect(*running)
-        running = started, owner
-    if running is not None:
-        collect(*running)
     if np.isnan(logprobs).any():
         raise GenerationError(
             f"the model's logits after text {int(np.isnan(logprobs).argmax())} are not numbers: its weights overflow; try"
@@ -167,10 +157,7 @@ def score_rows(
         start = number * CHUNK
         here, wanted = (lax.dynamic_slice_in_dim(one, start, CHUNK) for one in (places, targets))
         logits = unembed(config, params, hidden[here])  # [CHUNK, V]
-        # Compared and not gathered, for the vocabulary may lie on several devices.
-        chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == wanted[:, None], logits, 0), axis=-1)
-        logprobs = (chosen - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
-        made = logprobs, logits.argmax(axis=-1) == wanted
+        made = target_logprobs(logits, wanted).astype(jnp.float32), logits.argmax(axis=-1) == wanted
         both = zip(found, made, strict=True)
         first, second = (lax.dynamic_update_slice_in_dim(all_, new, start, 0) for all_, new in both)
         return first, second

@@ -1,12 +1,13 @@
-"""How well a model predicts a text: nats per token, perplexity, and bits per byte, comparable across tokenizers."""
+"""The engine of measurements: documents cut into windows, packed into rows, and read batch by batch.
+
+Every token is predicted once. The device reads a batch while the host collects the one before.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,33 @@ from llama_jax.data.packing import pack
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
-from llama_jax.ops.platform import tracing_for
-from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
-CHUNK = 64
+CHUNK = 64  # positions of a row whose logits are held at a time
 MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
 MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
 LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
 
-Measure = Callable[[Llama, WindowRows], jax.Array]
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def run_ahead(
+    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: Progress | None = None
+) -> Iterator[tuple[Job, Result]]:
+    """Launch jobs in order and yield each with its result, once the next one is launched: what the caller does with arrays
+    of a result overlaps with the device's work on the next.
+
+    Args:
+      launch: starts the computation of a job; it need not wait for it.
+      progress: wraps the range of jobs, as `tqdm.tqdm` does.
+    """
+    numbers = range(len(jobs))
+    running: list[tuple[Job, Result]] = []
+    for number in progress(numbers) if progress else numbers:
+        running.append((jobs[number], launch(jobs[number])))
+        if number:
+            yield running.pop(0)
+    yield from running
 
 
 class Sizes(NamedTuple):
@@ -39,78 +58,83 @@ class Sizes(NamedTuple):
     batch: int
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What `evaluate` found; nan where a model's outputs are not finite, or a text has no bytes.
+class Windows(NamedTuple):
+    """Spans of tokens of a corpus, each inside one document.
 
     Attributes:
-      loss: mean negative log-likelihood of a predicted token, in nats.
-      standard_error: of `loss`, in nats, from the spread between windows (see `evaluate`); nan for a single window.
-      perplexity: exp(loss).
-      bits_per_byte: the nats of all predicted tokens / ln 2 / `bytes`.
-      tokens: predicted tokens.
-      bytes: UTF-8 bytes of the text of all documents.
-      documents, windows: their numbers.
+      start: int64[n], the index in `corpus.tokens` at which a window begins.
+      read: int64[n], the number of tokens that the model reads; each could predict its next token.
+      context: int64[n], how many of these predict nothing, since an earlier window has predicted the tokens after them.
+      predicted: int64[n], the number of predicted tokens: the others, or those of them that are targets of the corpus.
     """
 
-    loss: float
-    standard_error: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-    bytes: int
-    documents: int
-    windows: int
+    start: np.ndarray
+    read: np.ndarray
+    context: np.ndarray
+    predicted: np.ndarray
 
 
-def evaluate(
-    config: LlamaConfig,
-    params: Llama,
-    corpus: Corpus,
-    *,
-    length: int | None = None,
-    stride: int | None = None,
-    batch: int | None = None,
-    compute: Compute = Compute(),
-    measure: Measure | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
+class WindowRows(NamedTuple):
+    """Windows side by side, int32[B, T] each.
 
-    Every token but a document's first is predicted once, its end-of-sequence token included. In a corpus with targets, as
-    `data.open_chats` makes, only the targets are predicted, and bits per byte count their bytes alone. A document begins
-    with BOS where the vocabulary has one, so that its first token of text is predicted too; where it has none, the first
-    token costs nothing although its bytes count. Bits per byte divide by the bytes of the text itself, so they compare two
-    models that read the same files whatever their tokenizers; nats per token and perplexity do not.
-
-    The standard error treats windows as independent draws and the loss as a ratio of two sums over them (Cochran 1977,
-    chapter 6). A document that fits into a window is one window. Windows of a long document resemble each other, so with
-    few long documents the true error is larger.
-
-    Args:
-      length: T, tokens of a window; by default the model's context, 4096 at most. Windows are packed into rows of T tokens
-        and do not see each other, so short documents cost no more than their tokens.
-      stride: tokens from the start of a window to that of the next one in the document, and the tokens that each window but
-        the first predicts; by default half of `length`. With stride = length windows do not overlap, which is quicker, but
-        tokens at their beginnings lack context.
-      batch: B, rows that are read at once, the last ones padded; by default 1 on a CPU, where the scores of more do not fit
-        into its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
-      compute: dtype and attention.
-      measure: `token_nats` with all but its last two arguments bound, under `jax.jit`. Pass the same one to several calls
-        and it is compiled once for each shape [B, T]; it also determines the computation and the layout over devices.
-      progress: wraps the range of batches, as `tqdm.tqdm` does.
-
-    Raises:
-      DataError: impossible sizes, a corpus of another vocabulary, or one with nothing to predict.
+    Attributes:
+      tokens: what is read.
+      targets: the token that follows, or -1 where nothing is predicted.
+      segment_ids: 1 for the tokens of a row's first window, 2 for those of its second, and so on; 0 for padding.
+      positions: from 0 in every window.
     """
-    length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
-    windows = cut_windows(corpus, length, stride)
-    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    sums = np.zeros(len(windows.read))
-    with tracing_for(params):
-        for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
-            np.add.at(sums, owner, nats)
-    return summary(corpus, windows, sums)
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
+    """Cut documents so that every token but a document's first is predicted in one window, from what the window holds before
+    it; in a corpus with targets, these alone.
+
+    A document's first window predicts `length` tokens; each that follows begins `stride` tokens further on and predicts
+    the `stride` tokens that are new to it, each from at least `length - stride` tokens before.
+    """
+    predicted = corpus.stops - corpus.starts - 1
+    counts = np.where(predicted > 0, 1 + np.maximum(-(-(predicted - length) // stride), 0), 0)
+    document = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = corpus.starts[document] + number * stride
+    read = np.minimum(length, predicted[document] - number * stride)
+    context = np.where(number > 0, length - stride, 0)
+    if corpus.targets is None:
+        return Windows(start, read, context, read - context)
+    before = np.concatenate([[0], np.cumsum(corpus.targets)])
+    return Windows(start, read, context, before[start + read + 1] - before[start + context + 1])
+
+
+def lay_rows(
+    corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
+) -> tuple[WindowRows, np.ndarray]:
+    """The rows as the model reads them, padded to `batch` rows of `length` tokens.
+
+    Returns:
+      The rows, and int64[B, T], the window that predicts each target, or -1.
+    """
+    laid = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
+    owner = np.full((batch, length), -1)
+    for row, members in enumerate(rows):
+        begin = 0
+        for segment, window in enumerate(members, 1):
+            start, read, context, _ = (int(column[window]) for column in windows)
+            end, scored = begin + read, begin + context
+            laid.tokens[row, begin:end] = corpus.tokens[start : start + read]
+            laid.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
+            laid.segment_ids[row, begin:end] = segment
+            laid.positions[row, begin:end] = np.arange(read)
+            owner[row, scored:end] = window
+            if corpus.targets is not None:
+                left_out = scored + np.flatnonzero(~corpus.targets[start + context + 1 : start + read + 1])
+                laid.targets[row, left_out] = owner[row, left_out] = -1
+            begin = end
+    return laid, owner
 
 
 def measured(
@@ -128,24 +152,17 @@ def measured(
     rows = pack(windows.read.tolist(), length)
     batch = min(batch, max(len(rows), MOST_PADDED))
 
-    def collect(found: Any, owner: np.ndarray) -> tuple[Any, np.ndarray]:
-        predicted = owner >= 0
-        return jax.tree.map(lambda array: np.asarray(array, np.float64)[predicted], found), owner[predicted]
+    def launch(first: int) -> tuple[Any, np.ndarray]:
+        laid, owner = lay_rows(corpus, windows, rows[first : first + batch], batch, length)
+        return measure(laid), owner
 
-    numbers = range(-(-len(rows) // batch))
-    running: tuple[Any, np.ndarray] | None = None
-    for number in progress(numbers) if progress else numbers:
-        laid, owner = lay_rows(corpus, windows, rows[number * batch : (number + 1) * batch], batch, length)
-        started = measure(laid)
-        if running:  # collected while the device computes the next
-            yield collect(*running)
-        running = started, owner
-    if running:
-        yield collect(*running)
+    for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
+        predicted = owner >= 0
+        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
 
 
 def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None) -> Sizes:
-    """The sizes of `evaluate`, with its defaults; see there for arguments and errors."""
+    """The sizes of `perplexity.evaluate`, with its defaults; see there for arguments and errors."""
     length = min(config.max_seq_len, LONGEST) if length is None else length
     if not 1 <= length <= config.max_seq_len:
         raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
@@ -172,7 +189,7 @@ def check_batch(batch: int, length: int) -> None:
 
 
 def usual_batch() -> int:
-    """The default number of rows that a device reads at once, see `evaluate`."""
+    """The default number of rows that a device reads at once, see `perplexity.evaluate`."""
     return 1 if jax.default_backend() == "cpu" else 8
 
 
@@ -227,11 +244,16 @@ def nats_of(
 
     def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
-        # Compared and not gathered, for the vocabulary may lie on several devices.
-        chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
-        return jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
+        return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
 
     return in_chunks(predict, hidden, targets, chunk)
+
+
+def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Log-probability of each target int32[...] under logits [..., V]."""
+    # Compared and not gathered, for the vocabulary may lie on several devices.
+    chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
@@ -263,25 +285,9 @@ def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: ja
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
 
 
-def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
-    """The numbers from the nats of each window: float64[n]."""
-    loss, error = mean_of_tokens(windows, sums)
-    with np.errstate(over="ignore", invalid="ignore"):
-        perplexity = float(np.exp(loss))
-    return Evaluation(
-        loss=loss,
-        standard_error=error,
-        perplexity=perplexity,
-        bits_per_byte=float(sums.sum()) / math.log(2) / corpus.byte_count if corpus.byte_count else math.nan,
-        tokens=int(windows.predicted.sum()),
-        bytes=corpus.byte_count,
-        documents=corpus.document_count,
-        windows=len(sums),
-    )
-
-
 def mean_of_tokens(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
-    """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see `evaluate`."""
+    """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see
+    `perplexity.evaluate`."""
     tokens, count = int(windows.predicted.sum()), len(sums)
     mean = float(sums.sum()) / tokens
     if count < 2:

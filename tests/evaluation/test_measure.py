@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
 from llama_jax.data.packing import OPEN, pack
-from llama_jax.runs.windows import cut_windows, lay_rows
+from llama_jax.evaluation.measure import cut_windows, lay_rows
 
 
 def corpus_of(lengths):

@@ -12,8 +12,8 @@ from conftest import jit_logits
 
 import llama_jax
 from llama_jax.errors import GenerationError
-from llama_jax.evaluation import scoring
-from llama_jax.evaluation.scoring import Continuation, measure_with, score_pairs
+from llama_jax.evaluation import loglikelihood
+from llama_jax.evaluation.loglikelihood import Continuation, measure_with, score_pairs
 from llama_jax.model.whole import logits
 
 CONFIG = replace(make_goldens.KINDS["gqa"], max_seq_len=64)
@@ -115,11 +115,11 @@ def test_of_equal_tokens_the_first_is_greedy(model, measure):
 
 
 def test_rows_are_few_lengths(monkeypatch):
-    monkeypatch.setattr(scoring, "SHORTEST", 16)
+    monkeypatch.setattr(loglikelihood, "SHORTEST", 16)
     runs = [
-        scoring._Run(np.zeros(n, np.int32), [(0, np.zeros(1, np.int32))]) for n in [5, 100, 64, 15, 17, 3, 70, 9, 16, 10]
+        loglikelihood._Run(np.zeros(n, np.int32), [(0, np.zeros(1, np.int32))]) for n in [5, 100, 64, 15, 17, 3, 70, 9, 16, 10]
     ]
-    batches = scoring._batches(runs, 100, 2)
+    batches = loglikelihood._batches(runs, 100, 2)
     assert [length for length, _ in batches] == [100, 64, 16, 16]
     assert sorted(run for _, rows in batches for row in rows for run in row) == list(range(10))
     for length, rows in batches:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
+from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
+from llama_jax.evaluation.perplexity import Evaluation, evaluate
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.whole import logits
-from llama_jax.runs.evaluate import Evaluation, choose_sizes, evaluate, token_nats
-from llama_jax.runs.windows import WindowRows
 
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]

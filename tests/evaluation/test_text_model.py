@@ -9,8 +9,8 @@ from conftest import jit_logits, sharp
 import llama_jax
 from llama_jax import EngineOptions, LlamaConfig, Sampling, encode_chat
 from llama_jax.errors import GenerationError
-from llama_jax.evaluation.scoring import Continuation
-from llama_jax.evaluation.texts import TextModel, Wish, wish_of
+from llama_jax.evaluation.loglikelihood import Continuation
+from llama_jax.evaluation.text_model import TextModel, Wish, wish_of
 from llama_jax.tokenizers import load_tokenizer
 
 SMALL = EngineOptions(rows=2, piece=16, prefix_bytes=0)

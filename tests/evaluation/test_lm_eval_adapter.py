@@ -135,7 +135,7 @@ def run(model, tasks, **options):
 
 
 def ours(folder):
-    harness, texts = (importlib.import_module(f"llama_jax.evaluation.{name}") for name in ("harness", "texts"))
+    harness, texts = (importlib.import_module(f"llama_jax.evaluation.{name}") for name in ("lm_eval_adapter", "text_model"))
     return harness.HarnessModel(texts.TextModel(*llama_jax.load(folder), options=SMALL), "mine")
 
 
@@ -221,7 +221,7 @@ def test_the_command_with_an_adapter_in_fewer_bits(tasks, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (sample,) = json.loads(out.read_text())["samples"]["mine_choose"]
-    texts = importlib.import_module("llama_jax.evaluation.texts")
+    texts = importlib.import_module("llama_jax.evaluation.text_model")
     model = texts.TextModel(*llama_jax.load(folder, adapter=tmp_path / "adapter", quantize="int8"), options=SMALL)
     (score,) = model.score([model.pair(*sample["arguments"][0])])
     assert next(numbers([sample["filtered_resps"][0]])) == pytest.approx(score.logprob, abs=1e-4)
@@ -243,7 +243,7 @@ def test_neither_torch_nor_transformers_takes_part():
     code = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'accelerate', 'peft'): sys.modules[name] = None\n"
-        "import lm_eval, llama_jax.evaluation.harness\n"
+        "import lm_eval, llama_jax.evaluation.lm_eval_adapter\n"
         "from lm_eval.tasks import TaskManager\n"
         "lm_eval.simple_evaluate"
     )

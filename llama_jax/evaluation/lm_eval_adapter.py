@@ -12,11 +12,11 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from llama_jax.errors import GenerationError, shown
-from llama_jax.evaluation.scoring import Continuation
-from llama_jax.evaluation.texts import TextModel, wish_of
+from llama_jax.evaluation.loglikelihood import Continuation
+from llama_jax.evaluation.text_model import TextModel, wish_of
+from llama_jax.progress import progress_bar
 from llama_jax.tokenizers import Message
 
 
@@ -45,7 +45,10 @@ class HarnessModel(LM):
           GenerationError: a continuation of no tokens, or longer than the context.
         """
         pairs = [self.texts.pair(*request.args) for request in requests]
-        found = [(score.logprob, score.greedy) for score in self.texts.score(pairs, _bar("loglikelihood", disable_tqdm))]
+        found = [
+            (score.logprob, score.greedy)
+            for score in self.texts.score(pairs, progress_bar("loglikelihood", "batches", quiet=disable_tqdm))
+        ]
         return self._kept("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -66,19 +69,21 @@ class HarnessModel(LM):
             pairs += [Continuation(*make_disjoint_window(window)) for window in windows]
             owners += [number] * (len(pairs) - len(owners))
         found = [0.0] * len(requests)
-        for owner, score in zip(owners, self.texts.score(pairs, _bar("rolling", disable_tqdm)), strict=True):
+        for owner, score in zip(
+            owners, self.texts.score(pairs, progress_bar("rolling", "batches", quiet=disable_tqdm)), strict=True
+        ):
             found[owner] += score.logprob
         return self._kept("loglikelihood_rolling", requests, found)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each (context, settings) as its settings say, see `texts.wish_of`.
+        """Continue each (context, settings) as its settings say, see `text_model.wish_of`.
 
         Raises:
           GenerationError: settings that are not supported, or that leave no room for the context.
         """
         asked = [(context, wish_of(settings)) for context, settings in (request.args for request in requests)]
-        bar = partial(tqdm, desc="generate_until", total=len(asked), leave=False, disable=disable_tqdm or None)
-        return self._kept("generate_until", requests, self.texts.generate(asked, bar))
+        bar = progress_bar("generate_until", "texts", quiet=disable_tqdm)
+        return self._kept("generate_until", requests, self.texts.generate(asked, partial(bar, total=len(asked))))
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """A chat as a text, see `TextModel.chat`."""
@@ -108,7 +113,3 @@ class HarnessModel(LM):
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return found
-
-
-def _bar(name: str, disable: bool) -> Any:
-    return partial(tqdm, desc=name, unit=" batches", leave=False, disable=disable or None)

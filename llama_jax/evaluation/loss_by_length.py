@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.opening import Progress
+from llama_jax.evaluation.measure import check_batch, check_vocabulary, nats_of, run_ahead
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward import forward
@@ -22,7 +22,6 @@ from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 from llama_jax.ops.platform import tracing_for
-from llama_jax.runs.evaluate import check_batch, check_vocabulary, nats_of
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
 ROWS_OF_LOGITS = 512  # that are held at a time
@@ -114,13 +113,43 @@ def evaluate_lengths(
     """
     lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
     spans = cut_spans(corpus, lengths[-1], max_tokens)
-    plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
-    numbers = range(sum(plan.batches * plan.pieces for plan in plans))
-    ticks = iter(progress(numbers) if progress else numbers)
+    plans = [_plan(length, spans, lengths[-1], batch) for length in lengths]
+    jobs = [
+        (number, first, begin)
+        for number, plan in enumerate(plans)
+        for first in range(0, len(plan.starts), plan.batch)
+        for begin in range(0, plan.capacity, plan.piece)
+    ]
+    by_position = [np.zeros(plan.capacity) for plan in plans]
+    by_window = [np.zeros(len(plan.starts)) for plan in plans]
+    kv: KVCache
+    tokens: np.ndarray
+    targets: np.ndarray
+
+    def launch(job: tuple[int, int, int]) -> jax.Array:
+        nonlocal kv, tokens, targets
+        number, first, begin = job
+        plan = plans[number]
+        if begin == 0:
+            tokens, targets = _lay(corpus, plan, first)
+            if first == 0:
+                options = without_needless_window(cache, plan.length)
+                kv = empty_cache(config, params, plan.batch, plan.capacity, options, plan.piece)
+            # What an earlier window left in the cache lies beyond the new length, where nothing reads it.
+            kv = kv.replace(length=jnp.zeros(plan.batch, jnp.int32))
+        piece = slice(begin, begin + plan.piece)
+        kv, nats = _piece_nats(config, params, plan.length, kv, tokens[:, piece], targets[:, piece], compute)
+        return nats
+
     with tracing_for(params):
-        found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
-    next(ticks, None)  # ends the bar
-    return found
+        for (number, first, begin), nats in run_ahead(jobs, launch, progress):
+            found = np.asarray(nats, np.float64)[: len(plans[number].starts) - first]
+            by_position[number][begin : begin + plans[number].piece] += found.sum(axis=0)
+            by_window[number][first : first + plans[number].batch] += found.sum(axis=1)
+    return tuple(
+        _summary(plan, len(spans), of_positions[: plan.length], of_windows)
+        for plan, of_positions, of_windows in zip(plans, by_position, by_window, strict=True)
+    )
 
 
 def choose_lengths(
@@ -164,29 +193,24 @@ class _WindowPlan(NamedTuple):
 
     Attributes:
       length: T, tokens of a window.
-      windows_of_span, windows: the number in a span, and in all.
-      batch, batches: windows that are read at once, and the number of such batches.
-      piece, pieces: tokens of each window that are read at once, and the number of such pieces; the last may be padded.
+      starts: int64[windows], where each begins in `corpus.tokens`.
+      batch: windows that are read at once.
+      piece, capacity: tokens of each window that are read at once, and of all pieces; the last may be padded.
     """
 
     length: int
-    windows_of_span: int
-    windows: int
+    starts: np.ndarray
     batch: int
-    batches: int
     piece: int
-    pieces: int
+    capacity: int
 
 
-def _plan(length: int, longest: int, spans: int, batch: int | None) -> _WindowPlan:
-    windows = spans * (longest // length)
-    batch = min(rows_at_once(length) if batch is None else batch, windows)
-    return _WindowPlan(length, longest // length, windows, batch, -(-windows // batch), *cut_pieces(length))
-
-
-def rows_at_once(length: int) -> int:
-    """How many rows of `length` tokens are read at once: one on a CPU, because the scores of more leave its caches."""
-    return 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
+def _plan(length: int, spans: np.ndarray, longest: int, batch: int | None) -> _WindowPlan:
+    starts = (spans[:, None] + np.arange(longest // length) * length).reshape(-1)
+    if batch is None:  # one on a CPU, because the scores of more leave its caches
+        batch = 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
+    piece, pieces = cut_pieces(length)
+    return _WindowPlan(length, starts, min(batch, len(starts)), piece, piece * pieces)
 
 
 def cut_pieces(length: int) -> tuple[int, int]:
@@ -239,65 +263,27 @@ def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
     return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
 
 
-def _measure(
-    config: LlamaConfig,
-    params: Llama,
-    corpus: Corpus,
-    spans: np.ndarray,
-    plan: _WindowPlan,
-    options: tuple[CacheOptions, Compute],
-    ticks: Iterator[int],
-) -> LengthLoss:
-    """All windows of one length, batch by batch and piece by piece, with a tick for every piece."""
-    starts = (spans[:, None] + np.arange(plan.windows_of_span) * plan.length).reshape(-1)
-    by_position = np.zeros(plan.pieces * plan.piece)
-    by_window = np.zeros(plan.windows)
-    capacity = plan.pieces * plan.piece
-    cache = empty_cache(config, params, plan.batch, capacity, without_needless_window(options[0], plan.length), plan.piece)
-
-    def collect(first: int, begin: int, nats: jax.Array) -> None:
-        found = np.asarray(nats, np.float64)[: plan.windows - first]
-        by_position[begin : begin + plan.piece] += found.sum(axis=0)
-        by_window[first : first + plan.batch] += found.sum(axis=1)
-
-    running: Callable[[], None] | None = None
-    for first in range(0, plan.windows, plan.batch):
-        tokens, targets = _lay(corpus, starts[first : first + plan.batch], plan, capacity)
-        # What an earlier window left in the cache lies beyond the new length, where nothing reads it.
-        cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
-        for begin in range(0, capacity, plan.piece):
-            next(ticks)
-            piece = slice(begin, begin + plan.piece)
-            cache, nats = _piece_nats(config, params, plan.length, cache, tokens[:, piece], targets[:, piece], options[1])
-            if running:  # collected while the device computes the next
-                running()
-            running = partial(collect, first, begin, nats)
-    if running:
-        running()
-    return _summary(plan, by_position[: plan.length], by_window)
-
-
-def _lay(corpus: Corpus, starts: np.ndarray, plan: _WindowPlan, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of the windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
-    tokens, targets = (np.full((plan.batch, capacity), filling, np.int32) for filling in (0, -1))
-    for row, start in enumerate(starts):
+def _lay(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a batch of windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
+    tokens, targets = (np.full((plan.batch, plan.capacity), filling, np.int32) for filling in (0, -1))
+    for row, start in enumerate(plan.starts[first : first + plan.batch]):
         tokens[row, : plan.length] = corpus.tokens[start : start + plan.length]
         targets[row, : plan.length] = corpus.tokens[start + 1 : start + plan.length + 1]
     return tokens, targets
 
 
-def _summary(plan: _WindowPlan, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
+def _summary(plan: _WindowPlan, spans: int, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
     """The numbers from the sums of nats over windows, float64[T], and over positions, float64[n]."""
-    means = by_position / plan.windows
-    spans = by_window.reshape(-1, plan.windows_of_span).mean(axis=1) / plan.length
+    means = by_position / len(plan.starts)
+    of_spans = by_window.reshape(spans, -1).mean(axis=1) / plan.length
     loss = float(means.mean())
     with np.errstate(over="ignore", invalid="ignore"):
         perplexity = float(np.exp(loss))
-        error = float(spans.std(ddof=1)) / math.sqrt(len(spans)) if len(spans) > 1 else math.nan
+        error = float(of_spans.std(ddof=1)) / math.sqrt(spans) if spans > 1 else math.nan
     return LengthLoss(
         length=plan.length,
-        windows=plan.windows,
-        tokens=plan.windows * plan.length,
+        windows=len(plan.starts),
+        tokens=len(plan.starts) * plan.length,
         loss=loss,
         standard_error=error,
         perplexity=perplexity,
