@@ -315,7 +315,7 @@ def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
 
 
 def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:
-    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.rollout_program`."""
+    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.tasks.rewards`."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
@@ -325,7 +325,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.specs import adapter_specs, param_specs, shardings
-    from llama_jax.runs.rollout_program import sampler
+    from llama_jax.runs.tasks.rewards import sampler
 
     def placed(shapes: Any, specs: Any) -> Any:
         return jax.tree.map(

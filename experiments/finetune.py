@@ -50,7 +50,7 @@ from llama_jax import Lora, OptimizerSettings, Recipe
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import RewardSettings
 from llama_jax.training.preferences import PreferenceOptions
 
 if TYPE_CHECKING:

@@ -231,7 +231,7 @@ def quality(
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.evaluation.perplexity import divergence
-    from llama_jax.verify.matrices import matrix_errors
+    from llama_jax.verify.rounding_error import matrix_errors
 
     config, params, tokenizer = llama_jax.load(path, "float32")
     assert tokenizer is not None

@@ -42,7 +42,7 @@ import llama_jax
 from llama_jax import Lora, Recipe
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import RewardSettings
 from llama_jax.tokenizers import encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.template import Renderer
 

@@ -108,7 +108,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
 def main(arguments: Arguments) -> None:
 
-    from llama_jax.runs.history import read_runs
+    from llama_jax.runs.metrics import read_runs
     from llama_jax.runs.plot import draw
 
     training, validation = divide(arguments.data, arguments.workdir)

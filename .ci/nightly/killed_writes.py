@@ -158,7 +158,7 @@ class Work:
         answer = {"found": self.contents(operation, folder), "left": listing(folder)}
         self.perform(operation, folder)
         if operation == "checkpoints":
-            from llama_jax.runs.history import read_run
+            from llama_jax.runs.metrics import read_run
 
             read_run(folder / "run")
         return answer | {"next": self.contents(operation, folder), "left next": listing(folder)}

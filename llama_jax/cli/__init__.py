@@ -130,7 +130,7 @@ def _run(arguments: list[str]) -> None:
     command = command_type(name)
     recipe = recipe_asked_about(arguments)
     if recipe is not None:
-        from llama_jax.cli.recipe_settings import settings_page
+        from llama_jax.cli.train import settings_page
 
         print(settings_page(*recipe))
         return

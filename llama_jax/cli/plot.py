@@ -33,8 +33,7 @@ class Plot:
     """Reach of the moving mean that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
 
     def run(self) -> None:
-        from llama_jax.runs.history import read_runs
-        from llama_jax.runs.metrics import METRICS
+        from llama_jax.runs.metrics import METRICS, read_runs
         from llama_jax.runs.plot import draw
 
         output = self._output()

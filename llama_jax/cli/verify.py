@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
+    from llama_jax.verify.activations import Origin, Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
-    from llama_jax.verify.matrices import MatrixError
-    from llama_jax.verify.trace import Origin, Trace
+    from llama_jax.verify.rounding_error import MatrixError
 
 TOKENS = 64
 LARGEST_TEXT = 1 << 20  # characters
@@ -67,9 +67,9 @@ class Verify(CompileOptions):
         self._check_options()
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.verify.activations import trace
         from llama_jax.verify.compare import compare
         from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
-        from llama_jax.verify.trace import trace
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         use_compilation_cache(self.no_cache)
@@ -122,7 +122,7 @@ class Verify(CompileOptions):
 
     def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
         """What the weights are rounded by while they are read."""
-        from llama_jax.verify.rounding import rounding_of
+        from llama_jax.verify.rounding_error import rounding_of
 
         if self.quantize == "auto":
             return None
@@ -133,7 +133,7 @@ class Verify(CompileOptions):
         from llama_jax.checkpoints.assemble import plan
         from llama_jax.checkpoints.loading import load
         from llama_jax.checkpoints.tensors import Opened
-        from llama_jax.verify.matrices import matrix_errors
+        from llama_jax.verify.rounding_error import matrix_errors
 
         # Orbax reads whole models alone.
         dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
@@ -159,7 +159,7 @@ class Verify(CompileOptions):
 
         import llama_jax
         from llama_jax.checkpoints.loading import check_names
-        from llama_jax.verify.rounding import origin_of
+        from llama_jax.verify.rounding_error import origin_of
 
         check_names(opened)
         versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
@@ -213,10 +213,10 @@ class Verify(CompileOptions):
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
     def _text(self) -> str:
-        from llama_jax.verify import soundness
+        from llama_jax.verify import activations
 
         if self.text is None:
-            return soundness.TEXT
+            return activations.TEXT
         if not self.text.is_file():
             raise UserError(f"{self.text} is not a file; give a text")
         try:
@@ -226,7 +226,7 @@ class Verify(CompileOptions):
             raise UserError(f"{self.text} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
 
     def _end_alone(self, ours: Trace, tokenizer: Tokenizer | None, read: str, tensors: int) -> NoReturn:
-        from llama_jax.verify.soundness import FEWEST, Check, check_logits, check_speech, check_vocabulary
+        from llama_jax.verify.activations import FEWEST, Check, check_logits, check_speech, check_vocabulary
 
         checks = [Check("tensors", True, f"{tensors:,}, with the names and shapes of the configuration, all finite")]
         if tokenizer is not None:

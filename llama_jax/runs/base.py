@@ -18,12 +18,12 @@ from llama_jax.checkpoints import load, open_checkpoint
 from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import TrainingError
 from llama_jax.model.params import Llama
 from llama_jax.ops.weights import Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 
 _log = logging.getLogger("llama_jax.runs")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,28 +16,27 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data.sources import Data, find_data
-from llama_jax.errors import CheckpointError, StuckSaveError
+from llama_jax.errors import CheckpointError, StuckSaveError, TrainingError
+from llama_jax.inference.generate import generate
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.options import Compute
+from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
-from llama_jax.runs import preparing
+from llama_jax.runs import preflight
 from llama_jax.runs.base import about_weights, load_weights
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
-from llama_jax.runs.plan import plan_of
-from llama_jax.runs.profile import Profile
-from llama_jax.runs.program import Backend, TrainingProgram, make_program
+from llama_jax.runs.preflight import choose_tokenizer, kind_of, plan_of
+from llama_jax.runs.program import make_program
 from llama_jax.runs.recipe import Recipe, name_of, to_dict
 from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.run_folder import opened as opened_run
-from llama_jax.runs.samples import continued
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import SAVE_TIMEOUT, Snapshots
-from llama_jax.runs.tasks.choose import kind_of
-from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
+from llama_jax.runs.tasks.task import Backend, Beginning, Feed, Finding, Given, Task, TrainingProgram
 from llama_jax.runs.trackers import Track, Tracking, check_trackers
-from llama_jax.runs.vocabulary import choose_tokenizer
 from llama_jax.storage import locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
@@ -129,22 +129,22 @@ def train(
     where = locate(workdir)
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
-        model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
+        model = recipe.model if preflight.is_extended(recipe.model, opened.config) else opened.config
         recipe = replace(recipe, model=replace(model, attend=opened.config.attend), vocabulary="given")
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
     # Quick checks come first, so that no mistake is found after minutes of reading or learning a vocabulary.
-    preparing.check(recipe, where, trace, mesh, backend)
+    preflight.check(recipe, where, trace, mesh, backend)
     if not processes.first_of_host:  # which fetches what is in a store
         processes.wait("data fetched")
     sources = find_data(data)
-    validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    validation_sources = find_data(validation_data) if preflight.is_given(validation_data) else []
     if processes.first_of_host:
         processes.wait("data fetched")
     check_trackers(track)
-    preparing.check_sources(recipe, sources, validation_sources)
+    preflight.check_sources(recipe, sources, validation_sources)
     with (
         opened_run(where, processes, log) as run_folder,
         Snapshots(
@@ -157,7 +157,7 @@ def train(
         ) as snapshots,
     ):
         folder = run_folder.path
-        note = preparing.note_of(snapshots, run_folder.place, recipe, resume)
+        note = preflight.note_of(snapshots, run_folder.place, recipe, resume)
         if note is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
@@ -167,28 +167,28 @@ def train(
             of_weights=kind_of(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
             of_run=run_folder.place if note else None,
         )
-        prompts = preparing.encode_prompts(recipe, vocabulary)
+        prompts = preflight.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        with preparing.unchanged(note):
+        with preflight.unchanged(note):
             task = kind_of(recipe).open(recipe, Given(sources, validation_sources, vocabulary, mesh, log, weights))
         recipe = task.recipe
-        preparing.check_data(note, task, reweigh=reweigh)
+        preflight.check_data(note, task, reweigh=reweigh)
         if note is not None:
-            preparing.check_recipe(note, run_folder.place, recipe)
-        preparing.check_trace(recipe, trace)
+            preflight.check_recipe(note, run_folder.place, recipe)
+        preflight.check_trace(recipe, trace)
         if processes.first_of_host:
             processes.wait("text tokenised")
         facts = [] if opened is None else about_weights(recipe, opened.tensors)
-        preparing.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
-        preparing.agree(processes, run_folder, recipe, mesh, backend, task, note)
+        preflight.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
+        preflight.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
-            preparing.check_data(note, task, reweigh=reweigh)
+            preflight.check_data(note, task, reweigh=reweigh)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
         if backend == "jit":  # by pmap it is compiled in the first step
-            preparing.tell_of_compiling(log, folder)
+            preflight.tell_of_compiling(log, folder)
         program = make_program(recipe, task.objective, mesh, backend, frozen)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
@@ -199,7 +199,7 @@ def train(
         del start
         place = None if note is None else note["data"]
         feed = task.begin(Beginning(program, state, frozen, place, folder, processes, log))
-        preparing.write_recipe(folder, recipe)
+        preflight.write_recipe(folder, recipe)
         # Up to here there is nothing to save, and a signal ends the process at once.
         with StopRequest(quiet=processes.index > 0) as stop:
             run = _TrainingRun(
@@ -431,3 +431,68 @@ class _TrainingRun:
             self.metrics.write(kind, step, **values)
         if self.tracking is not None:
             self.tracking.write(kind, step, values)
+
+
+class Profile:
+    """Profiles a range of steps, counted from 1, into `trace` in a run's folder; nothing if the range is None."""
+
+    def __init__(self, folder: Path, steps: range | None, log: Log) -> None:
+        self._folder, self._steps, self._log = folder / "trace", steps, log
+        self._running = False
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Start or stop the profile at the ends of the range; call before `step`, with the state after the one before."""
+        if self._steps and step in (self._steps.start, self._steps.stop):
+            jax.block_until_ready(state)
+            self.end()
+            if step == self._steps.start:
+                # Without Python's own frames: the hook that records them ends a thread which starts at a bad moment, and
+                # a save whose thread has died waits for it.
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(str(self._folder), profiler_options=options)
+                self._running = True
+
+    def end(self) -> None:
+        """Stop a profile that is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            self._log.line(f"profile in {self._folder}")
+
+    def tell_of_missed(self, done: int) -> None:
+        """Report it if the range began before the first step of this process."""
+        if self._steps and done >= self._steps.start:
+            self._log.line(f"no profile: step {self._steps.start} has been taken before")
+
+
+def continued(
+    recipe: Recipe, program: TrainingProgram, model: Llama, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> list[str]:
+    """The prompts with their continuations, generated in the training layout: all processes take part.
+
+    Args:
+      model: as `TrainingProgram.model` gives it.
+      prompts: those of the recipe as tokens.
+    """
+    if not prompts:
+        return []
+    # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
+    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.layout.shares)]
+    new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
+    sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
+    results = generate(
+        program.config,
+        program.fit(model),
+        rows,
+        max_new_tokens=new,
+        sampling=sampling,
+        stop_tokens=tokenizer.stop_ids,
+        compute=Compute(attend=recipe.attend),
+    )
+    found = []
+    for ids, result in zip(prompts, results, strict=False):
+        # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.
+        known = [token for token in result.tokens if token < tokenizer.vocab_size]
+        found.append(tokenizer.decode([*ids, *known]))
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from llama_jax.errors import UserError
-from llama_jax.runs.history import MORE, OF_SOURCE, TRAIN, RunHistory
+from llama_jax.runs.metrics import MORE, OF_SOURCE, TRAIN, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

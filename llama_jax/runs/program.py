@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.config import LlamaConfig
-from llama_jax.errors import MeshError
+from llama_jax.errors import MeshError, TrainingError
 from llama_jax.model.adapters import adapted, init_adapters, settled, with_base
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
@@ -24,55 +22,11 @@ from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, reading_over, shardings, train_state_specs
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Frozen, Objective, compute_of
+from llama_jax.runs.tasks.task import Backend, Frozen, Objective, StepMetrics, TrainingProgram, compute_of
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
-
-Backend = Literal["jit", "pmap"]
-Metrics = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class TrainingProgram:
-    """The functions that the loop calls.
-
-    Attributes:
-      step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
-      place: puts the rows that this process reads onto its devices.
-      share: which part of a batch these rows are, and of how many.
-      start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
-        not to be used again.
-      shapes: of the state, with shardings, for `Snapshots.restore`.
-      adopt: turns a restored state into one that `step` accepts.
-      model: the model of trained parameters: they themselves, or adapters joined with their base.
-      jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
-      fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
-      config: of that model, as the mesh holds it.
-      layout: of forward passes for evaluation and generation; rows are divided `shares` ways.
-      devices: their number.
-      description: of the devices, in words.
-      compile_seconds: of `step`.
-      attention: how `step` computes attention, in words; empty if it is compiled later, as by pmap.
-    """
-
-    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-    place: Callable[[Any], Any]
-    share: tuple[int, int]
-    start: Callable[[Llama | None], TrainState]
-    shapes: TrainState
-    adopt: Callable[[TrainState], TrainState]
-    model: Callable[[Llama], Llama]
-    jit: Callable[[Callable[..., Any]], Callable[..., Any]]
-    fit: Callable[[Llama], Llama]
-    config: LlamaConfig
-    layout: Layout
-    devices: int
-    description: str
-    compile_seconds: float
-    attention: str = ""
 
 
 def make_program(
@@ -95,8 +49,8 @@ def make_program(
 
 
 def _step(
-    recipe: Recipe, objective: Objective, frozen: Frozen, step: Callable[..., tuple[TrainState, Metrics]]
-) -> Callable[..., tuple[TrainState, Metrics]]:
+    recipe: Recipe, objective: Objective, frozen: Frozen, step: Callable[..., tuple[TrainState, StepMetrics]]
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """`train_step` with the configuration and the options of the recipe bound."""
     return partial(
         step,
@@ -166,7 +120,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     )
     config, layout = layout_over(recipe.model, mesh)
 
-    def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         base, other = models
         told, frozen = layout, Frozen(None, other)
         if base is not None and lora is not None:

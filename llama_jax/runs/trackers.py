@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.writing import appearing
 

@@ -19,8 +19,8 @@ import numpy as np
 from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_of
-from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
-from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
+from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
+from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
 # ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded matmuls in a row), up to 2.4 for

@@ -177,14 +177,16 @@ def test_as_json_by_length(run, model, long_text):
     assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
 
 
-@pytest.mark.parametrize(("function", "more"), [("evaluate.evaluate", []), ("lengths.evaluate_lengths", ["--lengths", "8"])])
+@pytest.mark.parametrize(
+    ("function", "more"), [("perplexity.evaluate", []), ("loss_by_length.evaluate_lengths", ["--lengths", "8"])]
+)
 def test_another_rope(run, model, text, monkeypatch, function, more):
     def asked(config, *_, **__):
         assert config.rope_scaling == RopeScaling("linear", 2)
         assert config.max_seq_len == 128
         raise UserError("seen")
 
-    monkeypatch.setattr(f"llama_jax.runs.{function}", asked)
+    monkeypatch.setattr(f"llama_jax.evaluation.{function}", asked)
     with pytest.raises(UserError, match="seen"):
         run(model, "--data", text, "--rope", "linear:2", *more)
 

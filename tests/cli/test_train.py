@@ -22,13 +22,13 @@ from llama_jax.checkpoints.sums import verify
 from llama_jax.cli import main
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.train import Train
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.runs.lock import locked
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
+from llama_jax.runs.preflight import choose_tokenizer
 from llama_jax.runs.recipes import find
 from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.vocabulary import choose_tokenizer
 
 RECIPES = """
 from llama_jax.config import LlamaConfig

@@ -117,7 +117,8 @@ def test_of_equal_tokens_the_first_is_greedy(model, measure):
 def test_rows_are_few_lengths(monkeypatch):
     monkeypatch.setattr(loglikelihood, "SHORTEST", 16)
     runs = [
-        loglikelihood._Run(np.zeros(n, np.int32), [(0, np.zeros(1, np.int32))]) for n in [5, 100, 64, 15, 17, 3, 70, 9, 16, 10]
+        loglikelihood._Run(np.zeros(n, np.int32), [(0, np.zeros(1, np.int32))])
+        for n in [5, 100, 64, 15, 17, 3, 70, 9, 16, 10]
     ]
     batches = loglikelihood._batches(runs, 100, 2)
     assert [length for length, _ in batches] == [100, 64, 16, 16]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from llama_jax.config import RopeScaling
 from llama_jax.data import Corpus, DataError
+from llama_jax.evaluation import loss_by_length as room
 from llama_jax.evaluation.loss_by_length import LengthLoss, cut_spans, evaluate_lengths
 from llama_jax.model.whole import logits
 from llama_jax.model.window import CacheOptions
-from llama_jax.runs import lengths as room
 
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]

@@ -17,8 +17,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import Recipe, RewardSettings
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions

@@ -18,14 +18,13 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 import llama_jax
 from llama_jax.checkpoints import load_adapter, open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.base import about_weights, digest, load_frozen
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import differences, to_dict

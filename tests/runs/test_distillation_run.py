@@ -17,10 +17,10 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
+from llama_jax.errors import TrainingError
 from llama_jax.model.adapters import Lora
 from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions

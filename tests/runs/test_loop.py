@@ -21,9 +21,9 @@ from mortal_run import recipe, write_words
 import llama_jax
 from llama_jax.data import DocumentFormat
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs import preparing
-from llama_jax.runs.errors import TrainingError
+from llama_jax.runs import preflight
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
@@ -91,7 +91,7 @@ def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(tex
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)
     assert held.token_count == pytest.approx(0.1 * total, abs=1)
     assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
-    preparing.describe(Log(), recipe, about(recipe, corpora))
+    preflight.describe(Log(), recipe, about(recipe, corpora))
     assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 

@@ -14,11 +14,11 @@ from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.history import read_run
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
+from llama_jax.runs.metrics import read_run
 from llama_jax.runs.plot import draw
 from llama_jax.runs.tasks.task import Given
 from llama_jax.runs.tasks.text import about, read_data

@@ -16,8 +16,8 @@ from llama_jax.model.options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, reading_over, shardings
 from llama_jax.runs.base import load_weights
+from llama_jax.runs.loop import continued
 from llama_jax.runs.program import make_program
-from llama_jax.runs.samples import continued
 from llama_jax.runs.tasks.text import objective
 from llama_jax.tokenizers.making import byte_tokenizer
 

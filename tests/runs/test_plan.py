@@ -10,13 +10,13 @@ from test_loop import StopAt
 
 from llama_jax.data import ChatReading
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.plan import fit_to_data, plan_of
+from llama_jax.runs.preflight import kind_of
+from llama_jax.runs.recipe import fit_to_data, plan_of
 from llama_jax.runs.recipes import find
-from llama_jax.runs.tasks.choose import kind_of
 from llama_jax.runs.tasks.task import Given
 from llama_jax.tokenizers.making import byte_tokenizer
 

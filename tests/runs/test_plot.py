@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.errors import UserError
-from llama_jax.runs.history import RunHistory, read_run, read_runs
+from llama_jax.runs.metrics import RunHistory, read_run, read_runs
 from llama_jax.runs.plot import COLOURS, draw, smooth
 
 
@@ -272,6 +272,6 @@ def test_without_matplotlib(run, monkeypatch):
 
 def test_reading_needs_neither_matplotlib_nor_jax(tmp_path):
     write(tmp_path, WHOLE)
-    code = "import sys; from llama_jax.runs.history import read_run; read_run(sys.argv[1]); print(*sys.modules)"
+    code = "import sys; from llama_jax.runs.metrics import read_run; read_run(sys.argv[1]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert {"matplotlib", "jax"}.isdisjoint(done.stdout.split())

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.reward_functions import check_columns, find_rewards, judge, weighted
+from llama_jax.errors import TrainingError
+from llama_jax.runs.user_functions import check_columns, find_rewards, judge, weighted
 
 FILE = """
 import math

@@ -14,9 +14,9 @@ from mortal_run import recipe
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, open_chats
+from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import differences, to_dict

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from llama_jax.errors import TrainingError
 from llama_jax.runs import trackers
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.runs.trackers import NAMES, Tracking, check_trackers
 

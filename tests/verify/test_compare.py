@@ -15,8 +15,8 @@ from llama_jax import ops
 from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.config import SHAPE_FIELDS
 from llama_jax.verify import compare as module
+from llama_jax.verify.activations import Origin, trace
 from llama_jax.verify.compare import compare
-from llama_jax.verify.trace import Origin, trace
 
 CONFIG = make_goldens.KINDS["gqa"]
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24, dtype=np.int32)

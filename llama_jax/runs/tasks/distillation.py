@@ -13,13 +13,13 @@ import numpy as np
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
+from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, cut_windows, mean_of_tokens, measured
 from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import check_model, layout_over
 from llama_jax.runs.base import load_frozen
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import text
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Task, TaskKind, compute_of

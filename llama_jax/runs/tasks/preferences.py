@@ -19,16 +19,14 @@ from llama_jax.data.conversations import open_judged, open_preferences
 from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.opening import Progress
 from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.plan import fit_to_data
-from llama_jax.runs.program import TrainingProgram, loss_options
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
+from llama_jax.runs.program import loss_options
+from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, TrainingProgram
 from llama_jax.runs.tasks.text import check_vocabulary
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops

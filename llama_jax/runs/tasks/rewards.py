@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,27 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
-from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions
-from llama_jax.model.options import Layout
+from llama_jax.errors import GenerationError, TrainingError, shown
+from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.serving import layout_to_generate
 from llama_jax.parallel.specs import layout_over
 from llama_jax.runs.base import load_frozen
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.program import loss_options
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.reward_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
-from llama_jax.runs.reward_settings import RewardSettings
-from llama_jax.runs.rollout_program import sampler
-from llama_jax.runs.rollout_rows import lay_rows, packed, text_of, unpacked
+from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.training.answers import AnswerLoss, ScoredAnswers
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
@@ -388,3 +388,60 @@ class RewardFeed:
         for row, i in zip(tokens, asked.numbers, strict=True):
             row[: len(prompts.ids[i])] = prompts.ids[i]
         return Prompts(tokens, lengths, asked.seeds)
+
+
+def sampler(
+    config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
+) -> Callable[[Llama, Prompts], Answers]:
+    """`roll_out` from a model sharded as in training, possibly with adapters or quantised weights."""
+    held, layout = layout_to_generate(config, mesh)
+
+    def sample(model: Llama, prompts: Prompts) -> Answers:
+        with layout.context():
+            fitted = layout.fit(model)
+        return roll_out(held, fitted, prompts, options, compute, layout)
+
+    return sample
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text that an answer adds to its prompt, with a leading space if it begins with one."""
+    stream = TextStream(tokenizer)
+    return "".join([*map(stream.push, ids), stream.finish()])
+
+
+def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndarray, length: int) -> ScoredAnswers:
+    """Prompts and answers one after the other, [B, T + 1], without advantages.
+
+    Args:
+      learnt: bool[B], whether the answer's tokens are in the mask.
+    """
+    batch = len(answers.tokens)
+    group = batch // len(prompts)
+    tokens, mask = np.zeros((batch, length + 1), np.int32), np.zeros((batch, length + 1), bool)
+    drawn = np.zeros((batch, length), np.float32)
+    for i in range(batch):
+        prompt, count = prompts[i // group], int(answers.valid[i].sum())
+        begin, end = len(prompt), len(prompt) + count
+        tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
+        mask[i, begin:end] = learnt[i]
+        drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
+    return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
+
+
+def packed(judged: ScoredAnswers) -> str:
+    """Arrays as JSON can hold them, bit for bit."""
+    whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
+    return base64.b64encode(zlib.compress(whole, 1)).decode()
+
+
+def unpacked(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
+    """Undoes `packed`."""
+    whole, at = zlib.decompress(base64.b64decode(text)), 0
+    leaves, form = jax.tree.flatten(shapes)
+    found = []
+    for leaf in leaves:
+        size = leaf.size * leaf.dtype.itemsize
+        found.append(np.frombuffer(whole[at : at + size], leaf.dtype).reshape(leaf.shape))
+        at += size
+    return jax.tree.unflatten(form, found)

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
+from llama_jax.config import LlamaConfig
 from llama_jax.data.sources import FoundData
-from llama_jax.model.options import Compute
+from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -21,8 +22,8 @@ from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.batch import predicted_count
 from llama_jax.training.step import Loss, TrainState
 
-if TYPE_CHECKING:
-    from llama_jax.runs.program import Backend, TrainingProgram
+Backend = Literal["jit", "pmap"]
+StepMetrics = dict[str, jax.Array]
 
 
 class Frozen(NamedTuple):
@@ -102,6 +103,46 @@ class Feed(Protocol):
         """Stop making batches."""
 
 
+@dataclass(frozen=True)
+class TrainingProgram:
+    """The functions that the loop calls.
+
+    Attributes:
+      step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
+      place: puts the rows that this process reads onto its devices.
+      share: which part of a batch these rows are, and of how many.
+      start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
+        not to be used again.
+      shapes: of the state, with shardings, for `Snapshots.restore`.
+      adopt: turns a restored state into one that `step` accepts.
+      model: the model of trained parameters: they themselves, or adapters joined with their base.
+      jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
+      fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
+      config: of that model, as the mesh holds it.
+      layout: of forward passes for evaluation and generation; rows are divided `shares` ways.
+      devices: their number.
+      description: of the devices, in words.
+      compile_seconds: of `step`.
+      attention: how `step` computes attention, in words; empty if it is compiled later, as by pmap.
+    """
+
+    step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
+    place: Callable[[Any], Any]
+    share: tuple[int, int]
+    start: Callable[[Llama | None], TrainState]
+    shapes: TrainState
+    adopt: Callable[[TrainState], TrainState]
+    model: Callable[[Llama], Llama]
+    jit: Callable[[Callable[..., Any]], Callable[..., Any]]
+    fit: Callable[[Llama], Llama]
+    config: LlamaConfig
+    layout: Layout
+    devices: int
+    description: str
+    compile_seconds: float
+    attention: str = ""
+
+
 class Beginning(NamedTuple):
     """The arguments of `Task.begin`.
 
@@ -127,7 +168,7 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
-      recipe: with the sizes that follow from the data, where the given one had no steps (`runs.plan`).
+      recipe: with the sizes that follow from the data, where the given one had no steps (`recipe.fit_to_data`).
       objective: the compiled part.
       digests: of "train" and "validation", by which a resumed run recognises its data, and of everything else that must not
         change. They are kept in checkpoints and compared.

@@ -21,15 +21,13 @@ from llama_jax.data.duplicates import without
 from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import row_count, whole_rows
 from llama_jax.data.sources import FoundData
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.evaluation.measure import token_nats, usual_batch
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.plan import fit_to_data
-from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.recipe import Recipe, fit_to_data
 from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import total_loss

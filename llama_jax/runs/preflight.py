@@ -1,4 +1,4 @@
-"""Checks before the first step of a run: its folder, data and prompts, the same in all processes."""
+"""Before the first step of a run: its kind of training, its tokenizer, its plan, and checks, the same in all processes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
+from llama_jax.analysis.hardware import find_hardware
+from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
+from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Data, FoundData
-from llama_jax.errors import reading, shown
+from llama_jax.data.vocabulary import examine
+from llama_jax.errors import TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
+from llama_jax.ops import project
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lease import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS
-from llama_jax.runs.plan import FROM_DATA
-from llama_jax.runs.program import Backend
-from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
+from llama_jax.runs.program import check_mesh
+from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.tasks.choose import check_task, kind_of
-from llama_jax.runs.tasks.task import Task
+from llama_jax.runs.tasks import distillation, preferences, rewards, text
+from llama_jax.runs.tasks.task import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
-from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
 
@@ -257,3 +261,125 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
     if jax.process_index() == 0:
         with appearing(folder / RECIPE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+
+
+def choose_tokenizer(
+    recipe: Recipe,
+    data: Sequence[Path],
+    *,
+    given: str | os.PathLike[str] | None,
+    of_weights: Tokenizer | None,
+    of_run: Location | None,
+) -> Tokenizer:
+    """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
+
+    Raises:
+      TrainingError: none of them, or two that differ.
+      TokenizerError, DataError: files that cannot be used.
+    """
+    if given is not None and recipe.vocabulary != "given":
+        raise TrainingError(
+            f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
+            f" {os.fspath(given)}"
+        )
+    if of_run is not None:
+        folder = of_run / CHECKPOINTS
+        found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
+        if found is None:
+            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has")
+        if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
+            raise TrainingError(
+                f"{os.fspath(given)} is not the tokenizer that the run in {of_run} began with; resume without --tokenizer"
+            )
+        return found
+    if given is not None:
+        return load_tokenizer(given)
+    if of_weights is not None:
+        return of_weights
+    match recipe.vocabulary:
+        case "byte":
+            return byte_tokenizer()
+        case "bpe":
+            return _learn(data, recipe)
+        case _:
+            raise TrainingError(
+                "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
+            )
+
+
+def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
+    """A vocabulary learnt from the data. An error in a file passes through SentencePiece and comes back as it was."""
+    failed: list[UserError] = []
+
+    def texts() -> Iterator[str]:
+        try:
+            yield from _texts(data, recipe.reading)
+        except UserError as error:
+            failed.append(error)
+            raise
+
+    try:
+        return train_bpe(texts(), recipe.model.vocab_size)
+    except TokenizerError:
+        if failed:
+            raise failed[0] from None
+        raise
+
+
+def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
+    for path in data:
+        if path.suffix.lower() in (".bin", ".array_record"):
+            raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
+        for document in read_documents(path, reading):
+            yield document.text
+
+
+def kind_of(recipe: Recipe) -> TaskKind:
+    """The kind whose settings the recipe has."""
+    if recipe.preference is not None:
+        return preferences.KIND
+    if recipe.distill is not None:
+        return distillation.KIND
+    if recipe.rewards is not None:
+        return rewards.KIND
+    return text.KIND
+
+
+def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
+    """Checks that need no data; raises TrainingError, MeshError."""
+    kind = kind_of(recipe)
+    check_mesh(recipe, mesh, backend)
+    if backend not in kind.backends:
+        raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
+    if recipe.neftune and kind is not text.KIND:
+        raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
+    kind.check(recipe, mesh)
+
+
+UTILIZATION = 0.5  # usual share of the FLOP/s of a datasheet, or of a large matrix product, that a step reaches
+
+
+def plan_of(recipe: Recipe, task: Task, devices: int) -> str:
+    """A line with the steps of a run, and a guess how long they will take: by the FLOPs of the task."""
+    steps = f"plan: {recipe.steps:,} steps of {task.tokens:,} tokens"
+    if recipe.rewards is not None:  # sampling takes most of the time, and its FLOPs say little about it
+        return steps
+    hardware = find_hardware(jax.devices()[0].device_kind)
+    peak = matmul_flops(recipe.dtype) if hardware is None else hardware.flops
+    seconds = recipe.steps * task.flops / (UTILIZATION * peak * devices)
+    return f"{steps}, about {duration(seconds)} at {UTILIZATION:.0%} of {peak / 1e9:,.0f} GFLOP/s, besides evaluations"
+
+
+def matmul_flops(dtype: str, repetitions: int = 5) -> float:
+    """FLOP/s of a large matrix product on the first device, for devices without a datasheet, such as CPUs: the fastest of
+    some repetitions."""
+    rows, size = 512, 1024
+    x, weight = jnp.ones((rows, size), dtype), jnp.ones((size, size), dtype)
+    multiply = jax.jit(project)
+    multiply(x, weight).block_until_ready()
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        multiply(x, weight).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * rows * size * size / min(seconds)
