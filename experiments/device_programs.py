@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from program_report import look_at
 
-from llama_jax.analysis.compilers import NAMES
+from llama_jax.analysis.aot_compile import NAMES
 from llama_jax.analysis.hardware import BY_NAME, find_hardware
 from llama_jax.analysis.memory import Program
 from llama_jax.inference.state import CHUNK

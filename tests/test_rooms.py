@@ -112,3 +112,32 @@ def test_the_name_of_a_type_has_one_meaning():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+CIRCLES = {  # files that still import each other
+    frozenset({"data.corpus", "data.duplicates"}),
+    frozenset({"inference.drafting", "inference.generate", "inference.speculation.run", "inference.speculation.verify"}),
+}
+
+
+def test_files_do_not_import_each_other_in_circles():
+    """Wherever in a file an import stands, for types as well; what a package's `__init__` passes on is not counted."""
+    names = {path: path.relative_to(PACKAGE).as_posix()[:-3].replace("/", ".").removesuffix(".__init__") for path in FILES}
+    reached = {name: imported_files(path, set(names.values())) - {name} for path, name in names.items()}
+    for _ in reached:  # in as many steps as there are files
+        further = {name: used.union(*(reached[one] for one in used)) for name, used in reached.items()}
+        if further == reached:
+            break
+        reached = further
+    within = {name: frozenset({name, *(one for one in used if name in reached[one])}) for name, used in reached.items()}
+    assert {circle for circle in within.values() if len(circle) > 1} <= CIRCLES
+
+
+def imported_files(path: Path, names: set[str]) -> set[str]:
+    """The files of this package, by their names without it, that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llama_jax."):
+            module = node.module.removeprefix("llama_jax.")
+            found |= {f"{module}.{one.name}" if f"{module}.{one.name}" in names else module for one in node.names}
+    return found & names

@@ -210,17 +210,17 @@ def _digest(config: Any, params: Any, tokenizer: Any) -> str:
 
 def _stop_at(step: int) -> None:
     """Have the training of this process asked to stop when it saves that step."""
-    from llama_jax.runs.snapshots import Snapshots
+    from llama_jax.runs.checkpoint_manager import CheckpointManager
 
-    save = Snapshots.save
+    save = CheckpointManager.save
 
-    def stopped(self: Snapshots, at: int, *arguments: Any, **options: Any) -> None:
+    def stopped(self: CheckpointManager, at: int, *arguments: Any, **options: Any) -> None:
         save(self, at, *arguments, **options)
         if at == step:
-            Snapshots.save = save  # type: ignore[method-assign]
+            CheckpointManager.save = save  # type: ignore[method-assign]
             signal.raise_signal(signal.SIGTERM)
 
-    Snapshots.save = stopped  # type: ignore[method-assign,assignment]
+    CheckpointManager.save = stopped  # type: ignore[method-assign,assignment]
 
 
 def watch(folder: Path, happened: Callable[[int], None]) -> Callable[[], int]:

@@ -323,7 +323,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def axes_of(groups: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes in whose coordinates members of a group differ."""
+    """The axes along which members of a group have different coordinates."""
     coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, group, axes]
     differ = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
     return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
@@ -369,8 +369,13 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def is_root(self) -> bool:
+        """Whether it is the result of its computation."""
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The function that a custom call names."""
         found = _TARGET.search(self.rest)
         return found[1] if found else ""
 

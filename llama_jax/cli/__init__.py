@@ -36,8 +36,8 @@ COMMANDS = {
         "merge": ("Merge", "Add a LoRA adapter to a model's weights."),
     },
     "Train and evaluate": {
-        "train": ("Train", "Train, fine-tune or distil a model by a recipe."),
-        "data": ("Data", "Show training data as tokens, or tokenise it ahead."),
+        "train": ("Train", "Train, fine-tune or distill a model by a recipe."),
+        "data": ("Data", "Show training data as tokens, or tokenize it ahead."),
         "eval": ("Eval", "Measure loss and perplexity on texts, chats, preferences."),
         "lm-eval": ("LmEval", "Run tasks of the lm-evaluation-harness."),
         "plot": ("Plot", "Draw the curves of training runs."),

@@ -94,8 +94,8 @@ class Estimate(CompileOptions):
     quantize: QUANTIZE = "auto"
     """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
     lora: int = 0
-    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No least
-    communication and no least time are given for that."""
+    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No lower
+    bounds are computed with LoRA."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
     (full, auto)."""
@@ -299,18 +299,18 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
     Raises:
       MeshError: more devices than can be simulated, or than the hardware is built of.
     """
-    from llama_jax.analysis.compilers import CompilerError, compiler_missing, compiler_of, mesh_for
+    from llama_jax.analysis.aot_compile import CompilerError, compiler_version, mesh_for, missing_compiler
     from llama_jax.parallel.mesh import make_mesh
 
     note = None
     if hardware is not None:
         import jax
 
-        note = compiler_missing(hardware)
+        note = missing_compiler(hardware)
         if note is None:
             jax.config.update("jax_platforms", "cpu")
             try:
-                return mesh_for(hardware, sizes), compiler_of(hardware), None
+                return mesh_for(hardware, sizes), compiler_version(hardware), None
             except CompilerError as error:
                 note = str(error)
     simulate_devices(sizes.devices)

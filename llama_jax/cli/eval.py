@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from llama_jax.cli.eval_options import Subject, TextOptions, numbers
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
@@ -39,7 +39,7 @@ class Eval(TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
-    --against PATH itself, what quantising costs.
+    --against PATH itself, what quantizing costs.
 
     For chats in .jsonl: the same of the assistant's messages. For preferences: how often the chosen answer is the more
     probable one, relative to a reference if --against or --adapter gives one (with --adapter PATH without it).
@@ -78,6 +78,7 @@ class Eval(TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
+        from llama_jax.evaluation.perplexity import Divergence
         from llama_jax.ops.attention import observed
 
         # Quick checks come first: no mistake should be found after minutes of loading.
@@ -99,28 +100,59 @@ class Eval(TextOptions, RememberOptions):
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
-        found: Evaluation | tuple[LengthLoss, ...]
-        compared = None
         with observed() as attention:
-            if lengths:
-                found = self._by_length(config, params, corpus, lengths)
-            elif reference is not None and other is not None:
-                compared = self._compared((config, params), (reference, other), corpus, sizes)
-                found = compared.model
-            else:
-                found = self._by_window(config, params, corpus, sizes)
-        tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
+            against = None if reference is None or other is None else (reference, other)
+            found = self._measure((config, params), against, corpus, lengths, sizes)
+        for name, value in _losses(found):
+            if not math.isfinite(value):
+                raise self.not_finite(name, value)
+        if isinstance(found, tuple):
+            results, tokens = _of_lengths(found, config), sum(one.tokens for one in found)
+        else:
+            own = found.model if isinstance(found, Divergence) else found
+            results, tokens = asdict(own), own.tokens
+        if isinstance(found, Divergence):
+            results["against"] = self._of_comparison(found, other)
         facts = {
             **self.facts(subject, params, tokens, seconds()),
-            **(_of_lengths(found, config) if isinstance(found, tuple) else asdict(found)),
-            **({} if compared is None else {"against": self._of_comparison(compared, other)}),
+            **results,
             **sizes,
             "unknown_tokens": _unknown(subject.tokenizer, corpus),
             "attention": " and ".join(attention),
             "kind": kind,
             **({} if counts is None else {"examples": asdict(counts)}),
         }
-        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts, compared))
+        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
+
+    def _measure(
+        self,
+        model: tuple[LlamaConfig, Llama],
+        reference: tuple[LlamaConfig, Llama] | None,
+        corpus: Corpus,
+        lengths: Sequence[int],
+        sizes: dict[str, Any],
+    ) -> Evaluation | Divergence | tuple[LengthLoss, ...]:
+        """Measure by length, against a reference, or alone through a sliding window."""
+        from llama_jax.evaluation.loss_by_length import evaluate_lengths
+        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.model.options import Compute
+
+        compute, bar = Compute(attention=self.attention), progress_bar("evaluating", "pieces" if lengths else "batches")
+        if lengths:
+            return evaluate_lengths(
+                *model,
+                corpus,
+                lengths,
+                max_tokens=self.max_tokens,
+                batch=self.batch,
+                cache=self.cache_options(),
+                compute=compute,
+                progress=bar,
+            )
+        if reference is None:
+            return evaluate(*model, corpus, **sizes, compute=compute, progress=bar)
+        config, params = reference
+        return divergence(*model, params, corpus, reference_config=config, **sizes, compute=compute, progress=bar)
 
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
@@ -162,12 +194,12 @@ class Eval(TextOptions, RememberOptions):
 
     def _preferences(self, subject: Subject) -> None:
         """Accuracy and margin on pairs."""
-        from llama_jax.evaluation.measure import check_batch, usual_batch
+        from llama_jax.evaluation.measure import check_batch, default_batch
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.adapters import base_of
         from llama_jax.model.options import Compute
 
-        config, length, batch = subject.config, self._length(subject.config), self.batch or usual_batch()
+        config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
         against = None if self.against is None else self._reference_config(self.against, subject)
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
@@ -232,16 +264,6 @@ class Eval(TextOptions, RememberOptions):
         remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
         return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
-    def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
-        from llama_jax.evaluation.perplexity import evaluate
-        from llama_jax.model.options import Compute
-
-        bar = progress_bar("evaluating", "batches")
-        found = evaluate(config, params, corpus, compute=Compute(attention=self.attention), progress=bar, **sizes)
-        if not math.isfinite(found.loss):
-            raise self.not_finite("loss", found.loss)
-        return found
-
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
         from llama_jax.checkpoints.loading import open_checkpoint
@@ -262,33 +284,6 @@ class Eval(TextOptions, RememberOptions):
             )
         return opened.config
 
-    def _compared(
-        self,
-        model: tuple[LlamaConfig, Llama],
-        reference: tuple[LlamaConfig, Llama],
-        corpus: Corpus,
-        sizes: dict[str, Any],
-    ) -> Divergence:
-        from llama_jax.evaluation.perplexity import divergence
-        from llama_jax.model.options import Compute
-
-        bar = progress_bar("comparing", "batches")
-        found = divergence(
-            *model,
-            reference[1],
-            corpus,
-            reference_config=reference[0],
-            compute=Compute(attention=self.attention),
-            progress=bar,
-            **sizes,
-        )
-        for name, one in (("loss", found.model), ("reference's loss", found.reference)):
-            if not math.isfinite(one.loss):
-                raise self.not_finite(name, one.loss)
-        if not math.isfinite(found.kl):
-            raise self.not_finite("divergence", found.kl)
-        return found
-
     def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
         """What was found of the reference, and between both, as JSON has it."""
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
@@ -297,28 +292,16 @@ class Eval(TextOptions, RememberOptions):
         held = {"weights": kinds_in_memory(reference), "weight_bytes": bytes_in_memory(reference)}
         return {"model": str(self.against), **held, **asdict(found.reference), **between}
 
-    def _by_length(
-        self, config: LlamaConfig, params: Llama, corpus: Corpus, lengths: Sequence[int]
-    ) -> tuple[LengthLoss, ...]:
-        from llama_jax.evaluation.loss_by_length import evaluate_lengths
-        from llama_jax.model.options import Compute
 
-        bar = progress_bar("evaluating", "pieces")
-        found = evaluate_lengths(
-            config,
-            params,
-            corpus,
-            lengths,
-            max_tokens=self.max_tokens,
-            batch=self.batch,
-            cache=self.cache_options(),
-            compute=Compute(attention=self.attention),
-            progress=bar,
-        )
-        for one in found:
-            if not math.isfinite(one.loss):
-                raise self.not_finite(f"loss at length={one.length}", one.loss)
-        return found
+def _losses(found: Evaluation | Divergence | tuple[LengthLoss, ...]) -> list[tuple[str, float]]:
+    """The numbers that must be finite, by name."""
+    from llama_jax.evaluation.perplexity import Divergence
+
+    if isinstance(found, tuple):
+        return [(f"loss at length={one.length}", one.loss) for one in found]
+    if isinstance(found, Divergence):
+        return [("loss", found.model.loss), ("reference's loss", found.reference.loss), ("divergence", found.kl)]
+    return [("loss", found.loss)]
 
 
 def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
@@ -346,8 +329,12 @@ def _plus_minus(error: float) -> str:
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 
-def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | None = None) -> str:
+def as_page(result: Evaluation | Divergence, facts: dict[str, Any]) -> str:
     """The three numbers, the data they are about, and their distance from a reference's."""
+    from llama_jax.evaluation.perplexity import Divergence
+
+    compared = result if isinstance(result, Divergence) else None
+    found = result.model if isinstance(result, Divergence) else result
     bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
     rows = [
         ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],

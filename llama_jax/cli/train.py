@@ -61,7 +61,7 @@ class Train(CompileOptions):
     """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend its
     context, change model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""
     teacher: ModelPath | None = None
-    """A model of the same vocabulary, in any format, whose predictions are learnt, with the recipe distill or any other for
+    """A model of the same vocabulary, in any format, whose predictions are learned, with the recipe distill or any other for
     text or chats. The same as the change distill.teacher=PATH."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
     """For the recipe grpo: FILE.py:FUNCTION, which gets the completions and, as lists, the fields of their prompts, and

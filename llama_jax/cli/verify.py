@@ -35,7 +35,7 @@ LARGEST_TEXT = 1 << 20  # characters
 class Verify(CompileOptions):
     """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
-    Without a reference a quantised model (--quantize) is compared with itself as it is stored, and any other is checked as
+    Without a reference a quantized model (--quantize) is compared with itself as it is stored, and any other is checked as
     far as that is possible without one."""
 
     path: tyro.conf.Positional[ModelPath]
@@ -54,7 +54,7 @@ class Verify(CompileOptions):
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "auto"
     """Keep the matrices of PATH in fewer bits, as for generate; keep: those of its files.
-    The reference is not quantised; without one it is PATH itself."""
+    The reference is not quantized; without one it is PATH itself."""
     adapter: ModelPath | None = None
     """A LoRA adapter for PATH: a folder of PEFT's, or of a run that trains one. It is not added to a reference, which should
     be the merged model. With --quantize and no reference PATH is compared with itself, both with the adapter."""
@@ -111,7 +111,7 @@ class Verify(CompileOptions):
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
     def _check_quantize(self, opened: Opened | Stored) -> None:
-        """Raise an error if the model cannot be quantised this way."""
+        """Raise an error if the model cannot be quantized this way."""
         from llama_jax.checkpoints.quantising import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
@@ -129,7 +129,7 @@ class Verify(CompileOptions):
         return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
 
     def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
-        """Of every matrix, beside what is read once more."""
+        """The error of every quantized matrix; the originals are read again."""
         from llama_jax.checkpoints.assemble import plan
         from llama_jax.checkpoints.loading import load
         from llama_jax.checkpoints.tensors import Opened
@@ -299,7 +299,7 @@ def _exp(nats: float) -> float:
 
 
 def _described(origin: Origin) -> str:
-    quantized = f", quantised as {origin.quantized[0]}" if origin.quantized else ""
+    quantized = f", quantized as {origin.quantized[0]}" if origin.quantized else ""
     return f"{printable(origin.name)}: {', '.join(origin.kinds)}{quantized}, computed in {origin.dtype}"
 
 

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llama_jax.errors import GenerationError, shown
 from llama_jax.evaluation.loglikelihood import Continuation
-from llama_jax.evaluation.text_model import TextModel, wish_of
+from llama_jax.evaluation.text_model import TextModel, generation_settings
 from llama_jax.progress import progress_bar
 from llama_jax.tokenizers import Message
 
@@ -76,12 +76,12 @@ class HarnessModel(LM):
         return self._kept("loglikelihood_rolling", requests, found)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each (context, settings) as its settings say, see `text_model.wish_of`.
+        """Continue each (context, settings) as its settings say, see `text_model.generation_settings`.
 
         Raises:
           GenerationError: settings that are not supported, or that leave no room for the context.
         """
-        asked = [(context, wish_of(settings)) for context, settings in (request.args for request in requests)]
+        asked = [(context, generation_settings(settings)) for context, settings in (request.args for request in requests)]
         bar = progress_bar("generate_until", "texts", quiet=disable_tqdm)
         return self._kept("generate_until", requests, self.texts.generate(asked, partial(bar, total=len(asked))))
 

@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.data.packing import pack
 from llama_jax.errors import GenerationError
-from llama_jax.evaluation.measure import CHUNK, run_ahead, target_logprobs, usual_batch
+from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import token_ids
 from llama_jax.inference.placement import layout_of
 from llama_jax.model.checks import check_tokens
@@ -51,7 +51,7 @@ class PackedRows(NamedTuple):
     Attributes:
       tokens, segment_ids, positions: int32[B, T]: texts side by side, whose segments are numbered from 1 in each row; 0 is
         padding.
-      places: int32[N], B times T up to a multiple of `CHUNK`: where a token is predicted, as row times T plus column.
+      places: int32[N], B times T up to a multiple of `LOGIT_CHUNK`: where a token is predicted, as row times T plus column.
       targets: int32[N], that token. Several may be asked for at one place.
       count: int32[], how many of the N there are.
     """
@@ -64,7 +64,7 @@ class PackedRows(NamedTuple):
     count: Any
 
 
-Measure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
+ContinuationMeasure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
 
 
 class _Run(NamedTuple):
@@ -91,7 +91,7 @@ def score_pairs(
     context: int | None = None,
     batch: int | None = None,
     compute: Compute = Compute(),
-    measure: Measure | None = None,
+    measure: ContinuationMeasure | None = None,
     progress: Progress | None = None,
 ) -> list[Score]:
     """The log-probability of each continuation after its context, in the order given.
@@ -105,7 +105,7 @@ def score_pairs(
       context: tokens that are read at most; None takes the model's context.
       batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `perplexity.evaluate`.
       compute: dtype and attention.
-      measure: `measure_with(...)`; given to several calls it is compiled once for each length of rows.
+      measure: `compiled_measure(...)`; given to several calls it is compiled once for each length of rows.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
@@ -113,11 +113,11 @@ def score_pairs(
         context, or logits that are nan.
     """
     context = config.max_seq_len if context is None else context
-    batch = usual_batch() if batch is None else batch
+    batch = default_batch() if batch is None else batch
     if batch < 1:
         raise GenerationError(f"batch={batch} must be at least 1 row")
     runs = _runs(config, pairs, context)
-    measure = measure_with(config, params, compute) if measure is None else measure
+    measure = compiled_measure(config, params, compute) if measure is None else measure
     logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
 
     def launch(rows: tuple[int, list[list[int]]]) -> tuple[Any, np.ndarray]:
@@ -136,7 +136,7 @@ def score_pairs(
     return [Score(float(logprob), bool(best)) for logprob, best in zip(logprobs, greedy, strict=True)]
 
 
-def measure_with(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> Measure:
+def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
     """`score_rows` under `jax.jit`, laid out as the parameters lie."""
     return jax.jit(partial(score_rows, config, compute=compute, layout=layout_of(params)))
 
@@ -146,7 +146,7 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
-    Logits are made of the places that are asked for alone, `CHUNK` of them at a time.
+    Logits are made of the places that are asked for alone, `LOGIT_CHUNK` of them at a time.
     """
     tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
     where = Places(positions=positions, segment_ids=segment_ids)
@@ -154,9 +154,9 @@ def score_rows(
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
     def measure(number: Any, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start = number * CHUNK
-        here, wanted = (lax.dynamic_slice_in_dim(one, start, CHUNK) for one in (places, targets))
-        logits = unembed(config, params, hidden[here])  # [CHUNK, V]
+        start = number * LOGIT_CHUNK
+        here, wanted = (lax.dynamic_slice_in_dim(one, start, LOGIT_CHUNK) for one in (places, targets))
+        logits = unembed(config, params, hidden[here])  # [LOGIT_CHUNK, V]
         made = target_logprobs(logits, wanted).astype(jnp.float32), logits.argmax(axis=-1) == wanted
         both = zip(found, made, strict=True)
         first, second = (lax.dynamic_update_slice_in_dim(all_, new, start, 0) for all_, new in both)
@@ -164,7 +164,7 @@ def score_rows(
 
     with layout.context():
         empty = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.bool_)
-        logprobs, best = lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, measure, empty)
+        logprobs, best = lax.fori_loop(0, (count + LOGIT_CHUNK - 1) // LOGIT_CHUNK, measure, empty)
     return logprobs, best
 
 
@@ -212,7 +212,7 @@ def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, 
 def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
     """The rows as the model reads them, filled up with padding, and int64[count], the pair that each target is of."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
-    places, targets = np.zeros((2, -(-batch * length // CHUNK) * CHUNK), np.int32)
+    places, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)
     owner: list[int] = []
     for row, members in enumerate(rows):
         begin = 0

@@ -14,7 +14,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.opening import Progress
-from llama_jax.evaluation.measure import check_batch, check_vocabulary, nats_of, run_ahead
+from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahead, target_nats
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward import forward
@@ -108,7 +108,7 @@ def evaluate_lengths(
       What was found at each length, the shortest first.
 
     Raises:
-      DataError: an impossible length, a text too short for it, a limit that leaves nothing, or a corpus of another
+      DataError: an invalid length, a text too short for it, a limit that leaves nothing, or a corpus of another
         vocabulary.
     """
     lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
@@ -235,12 +235,12 @@ def piece_nats(
       tokens, targets: int32[B, T]; -1 where nothing is predicted.
 
     Returns:
-      The cache, and float32[B, T] as `nats_of` gives it.
+      The cache, and float32[B, T] as `target_nats` gives it.
     """
     batch, new = tokens.shape
     places = Places(rope_lengths=jnp.full(batch, length, jnp.int32))
     hidden, cache = forward(config, params, tokens, cache, places=places, compute=compute)
-    return cache, nats_of(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
+    return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)

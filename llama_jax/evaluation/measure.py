@@ -22,7 +22,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
 
-CHUNK = 64  # positions of a row whose logits are held at a time
+LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
 MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
 MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
 LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
@@ -50,7 +50,7 @@ def run_ahead(
     yield from running
 
 
-class Sizes(NamedTuple):
+class WindowSizes(NamedTuple):
     """Tokens of a window, tokens from one window's start to the next's, and rows that are read at once."""
 
     length: int
@@ -110,7 +110,7 @@ def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
     return Windows(start, read, context, before[start + read + 1] - before[start + context + 1])
 
 
-def lay_rows(
+def pack_rows(
     corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
 ) -> tuple[WindowRows, np.ndarray]:
     """The rows as the model reads them, padded to `batch` rows of `length` tokens.
@@ -137,7 +137,7 @@ def lay_rows(
     return laid, owner
 
 
-def measured(
+def measure_windows(
     corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """What `measure` gives for all predicted tokens of the windows, one batch of B rows at a time.
@@ -153,7 +153,7 @@ def measured(
     batch = min(batch, max(len(rows), MOST_PADDED))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
-        laid, owner = lay_rows(corpus, windows, rows[first : first + batch], batch, length)
+        laid, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
         return measure(laid), owner
 
     for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
@@ -161,7 +161,9 @@ def measured(
         yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
 
 
-def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None) -> Sizes:
+def choose_sizes(
+    config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None
+) -> WindowSizes:
     """The sizes of `perplexity.evaluate`, with its defaults; see there for arguments and errors."""
     length = min(config.max_seq_len, LONGEST) if length is None else length
     if not 1 <= length <= config.max_seq_len:
@@ -175,9 +177,9 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
             " give more data"
         )
-    batch = usual_batch() if batch is None else batch
+    batch = default_batch() if batch is None else batch
     check_batch(batch, length)
-    return Sizes(length, stride, batch)
+    return WindowSizes(length, stride, batch)
 
 
 def check_batch(batch: int, length: int) -> None:
@@ -188,7 +190,7 @@ def check_batch(batch: int, length: int) -> None:
         raise DataError(f"batch={batch} must be at most {MOST_TOKENS // length} rows of length={length}")
 
 
-def usual_batch() -> int:
+def default_batch() -> int:
     """The default number of rows that a device reads at once, see `perplexity.evaluate`."""
     return 1 if jax.default_backend() == "cpu" else 8
 
@@ -208,7 +210,7 @@ def token_nats(
     rows: WindowRows,
     *,
     compute: Compute = Compute(),
-    chunk: int = CHUNK,
+    chunk: int = LOGIT_CHUNK,
     layout: Layout = Layout(),
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
@@ -217,22 +219,22 @@ def token_nats(
       compute: of the forward pass. Logits and their sum are float32 at least.
       chunk: positions of each row whose logits [B, chunk, V] are held at a time; chunks without a target, which are only
         context, are not computed.
-      layout: see `forward`; here `constrain` is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
+      layout: see `forward`; `constrain` is called with "hidden", the result of `forward`, and with "logits", [B, chunk, V].
     """
     tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
     places = Places(positions=positions, segment_ids=segment_ids)
     hidden, _ = forward(config, params, tokens, places=places, compute=compute, layout=layout)
     hidden = layout.constrain(hidden, "hidden")
-    return nats_of(config, params, hidden, targets, chunk=chunk, constrain=layout.constrain)
+    return target_nats(config, params, hidden, targets, chunk=chunk, constrain=layout.constrain)
 
 
-def nats_of(
+def target_nats(
     config: LlamaConfig,
     params: Llama,
     hidden: jax.Array,
     targets: jax.Array,
     *,
-    chunk: int = CHUNK,
+    chunk: int = LOGIT_CHUNK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
@@ -246,7 +248,7 @@ def nats_of(
         logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
         return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
 
-    return in_chunks(predict, hidden, targets, chunk)
+    return map_in_chunks(predict, hidden, targets, chunk)
 
 
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -256,7 +258,7 @@ def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
+def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
     """Apply a function of hidden states and targets that makes logits, to `chunk` positions of each row at a time.
 
     Args:
@@ -285,7 +287,7 @@ def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: ja
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
 
 
-def mean_of_tokens(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
+def token_mean(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
     """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see
     `perplexity.evaluate`."""
     tokens, count = int(windows.predicted.sum()), len(sums)

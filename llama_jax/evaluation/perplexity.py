@@ -1,4 +1,4 @@
-"""How well a model predicts a text, by itself or beside a reference: loss, divergence, and preferred answers."""
+"""How well a model predicts a text, by itself or compared with a reference: loss, divergence, and preferred answers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.opening import Progress
 from llama_jax.data.pairs import Pairs, joined
 from llama_jax.evaluation.measure import (
-    CHUNK,
+    LOGIT_CHUNK,
     WindowRows,
     Windows,
     check_batch,
     choose_sizes,
     cut_windows,
-    in_chunks,
-    mean_of_tokens,
-    measured,
+    map_in_chunks,
+    measure_windows,
+    token_mean,
     token_nats,
 )
 from llama_jax.model.forward import forward, unembed
@@ -34,7 +34,7 @@ from llama_jax.ops.platform import tracing_for
 
 QUANTILES = (0.5, 0.99)
 
-Measure = Callable[[Llama, WindowRows], jax.Array]
+TokenMeasure = Callable[[Llama, WindowRows], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def evaluate(
     stride: int | None = None,
     batch: int | None = None,
     compute: Compute = Compute(),
-    measure: Measure | None = None,
+    measure: TokenMeasure | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
@@ -99,21 +99,21 @@ def evaluate(
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
-      DataError: impossible sizes, a corpus of another vocabulary, or one with nothing to predict.
+      DataError: invalid sizes, a corpus of another vocabulary, or one with nothing to predict.
     """
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
     sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
+        for nats, owner in measure_windows(corpus, windows, batch, partial(measure, params), progress):
             np.add.at(sums, owner, nats)
     return summary(corpus, windows, sums)
 
 
 def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
     """The numbers from the nats of each window: float64[n]."""
-    loss, error = mean_of_tokens(windows, sums)
+    loss, error = token_mean(windows, sums)
     with np.errstate(over="ignore", invalid="ignore"):
         perplexity = float(np.exp(loss))
     return Evaluation(
@@ -199,14 +199,14 @@ def divergence(
     of_tokens = []
     measure = partial(compared, params, reference)
     with tracing_for(params):
-        for (nats, theirs, kl, top), owner in measured(corpus, windows, batch, measure, progress):
+        for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, measure, progress):
             for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
                 np.add.at(sums, owner, found)
             of_tokens.append(kl)
     kl = np.concatenate(of_tokens)
     model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
-    difference, difference_error = mean_of_tokens(windows, losses - others)
-    mean, error = mean_of_tokens(windows, kls)
+    difference, difference_error = token_mean(windows, losses - others)
+    mean, error = token_mean(windows, kls)
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = float(np.exp(difference))
     median, high = np.quantile(kl, QUANTILES)
@@ -250,7 +250,7 @@ def compare_tokens(
         top = (q.argmax(-1) == p.argmax(-1)).astype(q.dtype)
         return tuple(jnp.where(targets >= 0, one, 0) for one in (*nats, kl, top))
 
-    return in_chunks(predict, hidden, targets, CHUNK)
+    return map_in_chunks(predict, hidden, targets, LOGIT_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def pair_logprobs(
       batch: B, rows that are read at once.
 
     Raises:
-      DataError: an impossible batch.
+      DataError: an invalid batch.
     """
     check_batch(batch, length)
     texts = joined((pairs.first, pairs.second))
@@ -316,7 +316,7 @@ def pair_logprobs(
     measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
     sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measured(texts, windows, batch, measure, progress):
+        for nats, owner in measure_windows(texts, windows, batch, measure, progress):
             np.add.at(sums, owner, nats)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window

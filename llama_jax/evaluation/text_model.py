@@ -9,7 +9,7 @@ from typing import Any
 from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.errors import GenerationError, shown
-from llama_jax.evaluation.loglikelihood import Continuation, Score, measure_with, score_pairs
+from llama_jax.evaluation.loglikelihood import Continuation, Score, compiled_measure, score_pairs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine
@@ -26,7 +26,7 @@ USUAL_LIMIT = 256  # tokens of a continuation where a task does not say
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationSettings:
     """How a text is to be continued.
 
     Attributes:
@@ -40,13 +40,13 @@ class Wish:
     sampling: Sampling = field(default_factory=Sampling)
 
 
-def wish_of(settings: Mapping[str, Any]) -> Wish:
-    """The wish for a continuation from a task's settings, by the names of the lm-evaluation-harness and of transformers.
+def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
+    """The settings for a continuation from a task's settings, by the names of the lm-evaluation-harness and of transformers.
 
     Without `do_sample` the temperature decides: 0, the default, is greedy.
 
     Raises:
-      GenerationError: an unknown setting, or an impossible value.
+      GenerationError: an unknown setting, or an invalid value.
     """
     left = dict(settings)
     limits = [left.pop(name, None) for name in LIMITS]
@@ -71,7 +71,7 @@ def wish_of(settings: Mapping[str, Any]) -> Wish:
     sampling.per_row(1)
     if isinstance(limit, bool) or int(limit) != limit or limit < 1:
         raise GenerationError(f"{LIMITS[0]}={shown(limit, 40)} must be a positive integer")
-    return Wish(int(limit), tuple(filter(None, stop)), sampling)
+    return GenerationSettings(int(limit), tuple(filter(None, stop)), sampling)
 
 
 class TextModel:
@@ -102,7 +102,7 @@ class TextModel:
         """Compile nothing yet.
 
         Args:
-          config, params, tokenizer: as `load` gives them, also with an adapter or quantised, and on a mesh over `tensor`.
+          config, params, tokenizer: as `load` gives them, also with an adapter or quantized, and on a mesh over `tensor`.
           bos: whether texts begin with the begin-of-sequence token where the vocabulary's own rule says so.
           format: of chats, see `tokenizers.resolve_format`.
           batch: rows that are scored at once, see `score_pairs`.
@@ -125,7 +125,7 @@ class TextModel:
         self._config, self._params = config, params
         self._bos, self._format, self._batch, self._seed = bos, format, batch, seed
         self._options = options
-        self._measure = measure_with(config, params, options.compute)
+        self._measure = compiled_measure(config, params, options.compute)
         self._names = {token: name for name, token in tokenizer.special_tokens.items()}
         self._engine: Engine | None = None
         self._renderer: Renderer | None = None
@@ -179,14 +179,14 @@ class TextModel:
             progress=progress,
         )
 
-    def generate(self, asked: Sequence[tuple[str, Wish]], progress: Any = None) -> list[str]:
-        """Continue each text by its wish, many at a time.
+    def generate(self, asked: Sequence[tuple[str, GenerationSettings]], progress: Any = None) -> list[str]:
+        """Continue each text by its settings, several at a time.
 
         Args:
           progress: wraps the jobs as they end, as `tqdm.tqdm` does.
 
         Raises:
-          GenerationError: a wish that cannot be.
+          GenerationError: invalid settings.
         """
         if self._engine is None:
             self._engine = Engine(self._config, self._params, self._options)
@@ -199,23 +199,24 @@ class TextModel:
         self._seed += len(asked)
         return found
 
-    def _job(self, number: int, context: str, wish: Wish) -> Job:
-        room = self.context - wish.max_new_tokens
+    def _job(self, number: int, context: str, settings: GenerationSettings) -> Job:
+        room = self.context - settings.max_new_tokens
         if room < 1:
             raise GenerationError(
-                f"max_gen_toks={wish.max_new_tokens} leaves nothing of the context of {self.context} for a text; lower it"
+                f"max_gen_toks={settings.max_new_tokens} leaves nothing of the context of {self.context} for a text;"
+                " lower it"
             )
         ids = self.encode(context) or [self.prefix]
         self.cut += len(ids) > room
         special = self.tokenizer.special_tokens
-        ends = {*self.tokenizer.stop_ids, *(special[text] for text in wish.stop if text in special)}
+        ends = {*self.tokenizer.stop_ids, *(special[text] for text in settings.stop if text in special)}
         request = GenerationRequest(
             prompt=ids[-room:],
-            max_new_tokens=wish.max_new_tokens,
-            sampling=wish.sampling.replace(seed=(self._seed + number) % 2**32),
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling.replace(seed=(self._seed + number) % 2**32),
             stop_tokens=sorted(ends),
         )
-        stop = [text for text in wish.stop if text not in special]
+        stop = [text for text in settings.stop if text not in special]
         return Job(number, request, Text(self.tokenizer, stop, write=lambda text: None, at_start=True))
 
     def chat(self, messages: Sequence[Message], *, reply: bool = True) -> str:

@@ -131,15 +131,16 @@ def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
         return (text,) if text else ()
     found = _json(text)
     needed = 'a text, or several as ["one", "two"]' if kind is str else "numbers, as [1.0, 1.5]"
-    if dataclasses.is_dataclass(kind):
-        names = [f.name for f in dataclasses.fields(kind)]
+    dataclass_type = dataclass_of(kind)
+    if dataclass_type:
+        names = [f.name for f in dataclasses.fields(dataclass_type)]
         needed = f"a JSON list of objects with {', '.join(names)}"
         fits: Any = lambda item: isinstance(item, dict) and item.keys() <= set(names)
     else:
         fits = lambda item: isinstance(item, str if kind is str else int | float)
     if not isinstance(found, list) or not all(map(fits, found)):
         raise TrainingError(f"{key}={text!r} must be {needed}")
-    return tuple(kind(**item) for item in found) if dataclasses.is_dataclass(kind) else tuple(found)
+    return tuple(dataclass_type(**item) for item in found) if dataclass_type else tuple(found)
 
 
 def _json(text: str) -> Any:

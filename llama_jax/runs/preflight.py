@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ from llama_jax.model.trees import parameter_count
 from llama_jax.ops import project
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
+from llama_jax.runs.checkpoint_manager import CheckpointManager
+from llama_jax.runs.compiled_step import check_mesh
 from llama_jax.runs.lease import run_of
 from llama_jax.runs.log import Log, duration
-from llama_jax.runs.metrics import METRICS
-from llama_jax.runs.program import check_mesh
+from llama_jax.runs.metrics import METRICS, read_lines
 from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
-from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.tasks import distillation, preferences, rewards, text
-from llama_jax.runs.tasks.task import Backend, Task, TaskKind
+from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
+from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
@@ -50,7 +50,7 @@ COMPILE_SECONDS = 5.0
 MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
 
 
-def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
+def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
     """Whether two models differ at most in their context and rotary settings: the parameters of one fit the other."""
     return original == replace(
         model,
@@ -112,7 +112,7 @@ def _mark_of(run: RunFolder, processes: Processes) -> str:
 
 def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Sequence[FoundData]) -> None:
     """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
-    kind = kind_of(recipe)
+    kind = task_kind(recipe)
     if len(training) > 1 and not kind.mixes:
         raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
     names, held = ([source.name for source in sources] for sources in (training, validation))
@@ -137,9 +137,9 @@ def check_trace(recipe: Recipe, trace: range | None) -> None:
         raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
 
 
-def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
     """The note of the checkpoint to resume from, or None for a new run."""
-    latest = snapshots.latest()
+    latest = checkpoints.latest()
     if latest is None:
         return None
     if not resume:
@@ -149,7 +149,7 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
         verify(step, {ABOUT})
         note = read_note(folder / CHECKPOINTS, latest)
     except DamagedError as error:
-        older = max((step for step in snapshots.steps() if step < latest), default=None)
+        older = max((step for step in checkpoints.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
@@ -188,28 +188,27 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
 def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     """Print what is trained, before the compilation, which may take minutes."""
     r = recipe
-    learnt = ""
+    learned = ""
     if r.lora is not None:
         kept = "" if r.quantize == "none" else f" in {r.quantize}"
-        learnt = f"{kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
-    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, computed in {r.dtype}, remat {r.remat}")
+        learned = f"{kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+    log.line(f"model: {parameter_count(r.model):,} parameters{learned}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)
 
 
-def tell_of_compiling(log: Log, folder: Path) -> None:
+def log_compiling(log: Log, folder: Path) -> None:
     """Print that the step is compiled now, and how long that takes: as when this run last began, or as on CPUs."""
     seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
-        for line in (folder / METRICS).read_text("utf-8", errors="replace").splitlines():
-            if '"compile_seconds"' in line:
-                with suppress(ValueError):  # half a line of a run that was killed
-                    seconds = json.loads(line)["compile_seconds"] or seconds
+        for _, found in read_lines([(folder / METRICS).read_bytes()]):
+            if isinstance(found, dict):
+                seconds = found.get("compile_seconds") or seconds
     log.progress("compiling the training step" + ("" if seconds is None else f", about {duration(seconds)}"))
 
 
 @contextmanager
-def unchanged(note: dict[str, Any] | None) -> Iterator[None]:
+def explain_changed_data(note: dict[str, Any] | None) -> Iterator[None]:
     """In a resumed run, which has read its data before, an error of opening them says that they changed."""
     try:
         yield
@@ -308,7 +307,7 @@ def choose_tokenizer(
 
 
 def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
-    """A vocabulary learnt from the data. An error in a file passes through SentencePiece and comes back as it was."""
+    """A vocabulary learned from the data. An error in a file passes through SentencePiece and comes back as it was."""
     failed: list[UserError] = []
 
     def texts() -> Iterator[str]:
@@ -334,24 +333,24 @@ def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
             yield document.text
 
 
-def kind_of(recipe: Recipe) -> TaskKind:
-    """The kind whose settings the recipe has."""
+def task_kind(recipe: Recipe) -> TaskKind:
+    """The kind of training of a recipe, by its settings."""
     if recipe.preference is not None:
         return preferences.KIND
     if recipe.distill is not None:
         return distillation.KIND
     if recipe.rewards is not None:
-        return rewards.KIND
-    return text.KIND
+        return grpo.KIND
+    return language_modeling.KIND
 
 
 def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
-    kind = kind_of(recipe)
+    kind = task_kind(recipe)
     check_mesh(recipe, mesh, backend)
     if backend not in kind.backends:
         raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
-    if recipe.neftune and kind is not text.KIND:
+    if recipe.neftune and kind is not language_modeling.KIND:
         raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
     kind.check(recipe, mesh)
 

@@ -51,7 +51,7 @@ class RewardSettings:
     """How answers are sampled and judged, and the loss that is computed from the rewards.
 
     Attributes:
-      functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.reward_functions`. The
+      functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
         command line's ``--reward`` adds one.
       weights: of the functions in their sum; empty for 1 each.
       group: answers to each prompt; the recipe's batch / group are the prompts of a step.
@@ -61,7 +61,7 @@ class RewardSettings:
       loss, clip, clip_high, beta: see `training.rewards.PolicyOptions`. With beta the reference is the model without its
         adapters, or the weights that training began with.
       scale: whether advantages are divided by the standard deviation of their group.
-      truncated: whether answers that were cut off are learnt from as others are ("count") or not ("mask", Yu et al. 2025,
+      truncated: whether answers that were cut off are learned from as others are ("count") or not ("mask", Yu et al. 2025,
         section 3.4); either way they count in their group's mean.
       format: of prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
@@ -69,7 +69,7 @@ class RewardSettings:
       samples: how many of these answers are shown in the log.
 
     Raises:
-      TrainingError, ConfigError: an impossible value.
+      TrainingError, ConfigError: an invalid value.
     """
 
     functions: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class Recipe:
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
       optimizer: see `OptimizerSettings`.
-      vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
+      vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
         training text with `model.vocab_size` pieces.
       lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold the adapters alone. None
         trains the model.
@@ -160,7 +160,7 @@ class Recipe:
       sample_tokens: most tokens of such a continuation.
 
     Raises:
-      TrainingError, ConfigError: an impossible value.
+      TrainingError, ConfigError: an invalid value.
     """
 
     model: LlamaConfig
@@ -236,7 +236,7 @@ class Recipe:
                 " files of their own with --validation-data"
             )
         if self.chats is not None and self.vocabulary == "bpe":
-            raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
+            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; give a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
             raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
         losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]

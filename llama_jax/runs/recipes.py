@@ -161,7 +161,7 @@ def grpo() -> Recipe:
 BUILT_IN: dict[str, Callable[[], Recipe]] = {
     recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft, dpo, distill, grpo)
 }
-FINE_TUNING = ("sft", "dpo", "grpo")  # whose model is that of the weights
+FINE_TUNING = ("sft", "dpo", "grpo")  # they start from the model of --weights
 
 
 def check_weights(name: str, *, given: bool) -> None:

@@ -118,7 +118,9 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
             yield LocalRun(place, check)
         return
     if place.view.root.startswith("hf://"):
-        raise TrainingError(f"{place} is on the hub, where no run can be; give a folder of this machine, s3:// or gs://")
+        raise TrainingError(
+            f"{place} is on the Hub, where runs cannot be stored; pass a folder of this machine, s3:// or gs://"
+        )
     if processes.index:
         yield SharedStoredRun(place, Path(os.fsdecode(processes.hear())), processes)
         return
@@ -213,7 +215,7 @@ class StoredRun:
         """Put what is left, unless the lease is lost, and leave the folder to others.
 
         Raises:
-          TrainingError: it cannot be put; not where the run has failed, of which there is something to tell already.
+          TrainingError: it cannot be written; not raised for a run that has failed, which has an error already.
         """
         self._stop.set()
         try:
@@ -273,7 +275,7 @@ class StoredRun:
         while not self._stop.wait(METRICS_EVERY):
             try:
                 self.put_files()
-            except TrainingError:  # of which `check` tells the run
+            except TrainingError:  # `check` raises it in the run
                 return
             except OSError as error:
                 _log.warning("%s", cannot_reach(self.place, error))
@@ -373,7 +375,7 @@ class StoredShelf:
 
 
 def fetch_beside(place: StoredPath, path: Path) -> list[Path]:
-    """Bring into a folder what the run in `place` has left beside its steps and metrics; gives the files."""
+    """Download the files at the top of the run in `place`, without metrics, into a folder; return their paths."""
     found = []
     for name, listed in place.view.names(place.key).items():
         if listed.size is None or name.startswith(".") or name in (lease.NAME, METRICS):

@@ -41,7 +41,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours, as a script may
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbors, as a script may
     try:
         with _running(path, name, what):
             spec.loader.exec_module(module)
@@ -122,7 +122,7 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
 
 
 def digest_of(rewards: Sequence[Reward]) -> str:
-    """A digest by which a resumed run recognises them: of their names and files, wherever these lie."""
+    """A digest by which a resumed run recognizes them: of their names and files, wherever these lie."""
     found = hashlib.sha256()
     for reward in rewards:
         found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
@@ -140,8 +140,8 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
         except (TypeError, ValueError):  # of what is written in C there is none
             continue
         try:
-            told = [STOPPED] if _takes(reward.function, STOPPED) else []
-            signature.bind([], **{name: [] for name in (*columns, *told)})
+            also = [STOPPED] if _takes(reward.function, STOPPED) else []
+            signature.bind([], **{name: [] for name in (*columns, *also)})
         except TypeError as error:
             given = ", ".join(f"{name}=..." for name in columns)
             raise TrainingError(
@@ -167,9 +167,9 @@ def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
 
 def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
     taken = (name for name in columns if name != STOPPED or _takes(reward.function, STOPPED))
-    try:  # lists of its own: what it changes in them is not changed for others
+    try:  # copies: what it changes in them does not change for others
         given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
-        if inspect.isgenerator(given):  # of which one that never ends is not waited for
+        if inspect.isgenerator(given):  # which may never end
             given = list(islice(given, len(completions) + 1))
     # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
     except (Exception, SystemExit, KeyboardInterrupt) as error:

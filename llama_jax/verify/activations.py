@@ -49,7 +49,7 @@ class Trace:
       origin: which model.
       tokens: int32[T].
       logits: float32[T, V].
-      streams: float32[L + 1, T, D], the residual stream: the embedding, then what each layer left; not normalised.
+      streams: float32[L + 1, T, D], the residual stream: the embedding, then what each layer left; not normalized.
     """
 
     origin: Origin

@@ -22,7 +22,7 @@ from llama_jax.ops.weights.planes import bits_of
 from llama_jax.verify.activations import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
-# measured with ggml's quantisers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
+# measured with ggml's quantizers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
 # (ASYM) those between the least and the largest number of a group. Heavy tails add a third.
 ROUNDING = {
     "F64": 0.0,
@@ -128,7 +128,7 @@ def rounding_between(a: Origin, b: Origin) -> Rounding:
 
 
 def rounding_of(kind: str, columns: int) -> float:
-    """What quantising while reading does to normally distributed weights, as `ROUNDING` has it for what is stored.
+    """What quantizing while reading does to normally distributed weights, as `ROUNDING` has it for what is stored.
 
     Args:
       kind: of `ops.weights`, or "keep": the weights are then as they are stored, and a CPU's kernel rounds tokens to 8 bits,
@@ -148,7 +148,7 @@ RUN = 1 << 22  # numbers that are compared at a time
 
 
 class MatrixError(NamedTuple):
-    """How a quantised matrix differs from the original.
+    """How a quantized matrix differs from the original.
 
     Attributes:
       name: "embedding", "attention.qkv".
@@ -166,7 +166,7 @@ class MatrixError(NamedTuple):
 
 
 def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
-    """The error of every quantised matrix: of those outside of the layers, and then layer by layer.
+    """The error of every quantized matrix: of those outside of the layers, and then layer by layer.
 
     Args:
       params: adapted matrices are compared without their adapters.

@@ -34,7 +34,7 @@ def sent(found, axis):
 
 
 def matrices(config):
-    """Parameters without normalisations."""
+    """Parameters without normalizations."""
     return matrix_parameters(config) + (0 if config.tie_embeddings else config.vocab_size * config.dim)
 
 

@@ -13,7 +13,7 @@ from conftest import jit_logits
 import llama_jax
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation import loglikelihood
-from llama_jax.evaluation.loglikelihood import Continuation, measure_with, score_pairs
+from llama_jax.evaluation.loglikelihood import Continuation, compiled_measure, score_pairs
 from llama_jax.model.whole import logits
 
 CONFIG = replace(make_goldens.KINDS["gqa"], max_seq_len=64)
@@ -44,7 +44,7 @@ def plain(model):
 
 @pytest.fixture(scope="module")
 def measure(model):
-    return measure_with(*model)
+    return compiled_measure(*model)
 
 
 def random_pairs(sizes, seed=0):

@@ -148,8 +148,7 @@ def test_progress_sees_every_piece_and_its_end(monkeypatch):
 
     def progress(numbers):
         seen.append(len(numbers))
-        for _ in numbers:
-            yield
+        yield from numbers
         ended.append(True)
 
     class Cache(SimpleNamespace):

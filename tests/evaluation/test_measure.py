@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
 from llama_jax.data.packing import OPEN, pack
-from llama_jax.evaluation.measure import cut_windows, lay_rows
+from llama_jax.evaluation.measure import cut_windows, pack_rows, run_ahead
 
 
 def corpus_of(lengths):
@@ -36,7 +36,7 @@ def test_every_token_is_predicted_once_with_its_context(lengths, size, batch):
     packed = pack(windows.read.tolist(), length)
     seen = []
     for at in range(0, len(packed), batch):
-        rows, owner = lay_rows(corpus, windows, packed[at : at + batch], batch, length)
+        rows, owner = pack_rows(corpus, windows, packed[at : at + batch], batch, length)
         np.testing.assert_array_equal(owner >= 0, rows.targets >= 0)
         assert not rows.positions[rows.segment_ids == 0].any()
         for b, t in zip(*np.nonzero(rows.targets >= 0), strict=True):
@@ -65,7 +65,7 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
     for name in ("start", "read", "context"):
         np.testing.assert_array_equal(getattr(windows, name), getattr(whole, name))
     packed = pack(windows.read.tolist(), size[0])
-    rows, owner = lay_rows(corpus, windows, packed, len(packed), size[0])
+    rows, owner = pack_rows(corpus, windows, packed, len(packed), size[0])
     np.testing.assert_array_equal(owner >= 0, rows.targets >= 0)
     parts = [np.arange(a + 1, b) for a, b in zip(corpus.starts, corpus.stops, strict=True)]
     expected = np.concatenate(parts)[corpus.targets[np.concatenate(parts)]] + 1000
@@ -95,3 +95,19 @@ def test_windows_of_one_document_begin_at_every_stride():
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_document_with_nothing_to_predict_has_no_window(count):
     assert len(cut_windows(corpus_of([count]), 5, 2).read) == 0
+
+
+def test_the_next_job_is_launched_before_a_result_is_used():
+    said, shown = [], []
+
+    def progress(numbers):
+        shown.append(len(numbers))
+        yield from numbers
+        shown.append("end")
+
+    for job, result in run_ahead("abc", lambda job: said.append(job) or job.upper(), progress):
+        said.append(result)
+        assert result == job.upper()
+    assert said == ["a", "b", "A", "c", "B", "C"]
+    assert shown == [3, "end"]
+    assert list(run_ahead("", str.upper)) == []

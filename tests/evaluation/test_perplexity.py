@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
+from llama_jax.data.pairs import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
-from llama_jax.evaluation.perplexity import Evaluation, evaluate
+from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.whole import logits
@@ -302,3 +303,22 @@ def test_rows_of_a_batch_are_bounded():
         evaluate(CONFIG, params, corpus, length=16, batch=batch).loss for batch in (64, 10**8)
     ]  # no more than there are
     assert found[0] == pytest.approx(found[1])
+
+
+def test_logprobs_of_pairs_are_those_of_their_targets(models):
+    """Whole documents, several in a row, beside each of them by itself."""
+    config, params = models[KIND]
+    sides = [corpus_of(lengths, seed) for seed, lengths in enumerate(([9, 30, 17], [12, 8, 33]))]
+    sides = [replace(side, targets=np.random.default_rng(i).random(len(side.tokens)) < 0.5) for i, side in enumerate(sides)]
+    found = pair_logprobs(config, params, Pairs(*sides), length=40, batch=1)
+    for i, side in enumerate(sides):
+        for number in range(side.document_count):
+            ids = side.document(number).astype(np.int64)
+            row = np.zeros((1, 40), np.int64)
+            row[0, : len(ids)] = ids
+            each = np.asarray(jax.nn.log_softmax(jax.jit(logits, static_argnums=0)(config, params, row)[0]))
+            wanted = np.flatnonzero(side.targets[side.starts[number] + 1 : side.stops[number]])
+            assert found.tokens[number, i] == len(wanted)
+            assert found.logprobs[number, i] == pytest.approx(each[wanted, ids[wanted + 1]].sum(), rel=1e-4)
+    same = preference_accuracy(found, found)
+    assert (same.margin, same.accuracy, same.pairs, same.tokens) == (0, 0, 3, found.tokens.sum())

@@ -10,7 +10,7 @@ import llama_jax
 from llama_jax import EngineOptions, LlamaConfig, Sampling, encode_chat
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation
-from llama_jax.evaluation.text_model import TextModel, Wish, wish_of
+from llama_jax.evaluation.text_model import GenerationSettings, TextModel, generation_settings
 from llama_jax.tokenizers import load_tokenizer
 
 SMALL = EngineOptions(rows=2, piece=16, prefix_bytes=0)
@@ -94,40 +94,45 @@ def test_continuations_are_those_of_generate(texts, model, tokenizer):
     )
     whole = [tokenizer.decode(row.tokens) for row in wanted]
     assert all(map(len, whole))
-    asked = [(prompt, Wish(limit)) for prompt, limit in zip(prompts, limits, strict=True)]
+    asked = [(prompt, GenerationSettings(limit)) for prompt, limit in zip(prompts, limits, strict=True)]
     assert texts.generate(asked) == whole
     stop = whole[1][4:6]
     before = texts.cut
-    found = texts.generate([("Hello world", Wish(20, (stop, "not there"))), ("x" * 100, Wish(20))])
+    found = texts.generate(
+        [("Hello world", GenerationSettings(20, (stop, "not there"))), ("x" * 100, GenerationSettings(20))]
+    )
     assert found[0] == whole[1][: whole[1].index(stop)]
     assert texts.cut == before + 1
-    drawn = Wish(20, sampling=Sampling(temperature=1.0))
+    drawn = GenerationSettings(20, sampling=Sampling(temperature=1.0))
     one, other = texts.generate([("Hello world", drawn)] * 2)
     assert one != other  # each its own seed
     ending = next(name for name, token in tokenizer.special_tokens.items() if token not in tokenizer.stop_ids)
-    job = texts._job(0, "Hello", Wish(3, (ending, "x")))
+    job = texts._job(0, "Hello", GenerationSettings(3, (ending, "x")))
     assert tokenizer.special_tokens[ending] in job.request.stop_tokens
 
 
 def test_a_limit_that_leaves_nothing(texts):
     with pytest.raises(GenerationError, match="max_gen_toks=64 leaves nothing of the context of 64"):
-        texts.generate([("once", Wish(64))])
+        texts.generate([("once", GenerationSettings(64))])
 
 
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, Wish()),
-        ({"until": "\n\n", "max_gen_toks": 5}, Wish(5, ("\n\n",))),
-        ({"until": ["a", "", "b"], "do_sample": False, "temperature": 0.7, "max_tokens": 9}, Wish(9, ("a", "b"))),
-        ({"temperature": 0.7, "top_p": 0.9}, Wish(sampling=Sampling(temperature=0.7, top_p=0.9))),
-        ({"do_sample": True, "top_k": 4}, Wish(sampling=Sampling(temperature=1.0, top_k=4))),
-        ({"do_sample": True, "temperature": 0.0, "num_beams": 1, "top_p": None}, Wish()),
-        ({"max_new_tokens": 3, "max_gen_toks": 4}, Wish(4)),
+        ({}, GenerationSettings()),
+        ({"until": "\n\n", "max_gen_toks": 5}, GenerationSettings(5, ("\n\n",))),
+        (
+            {"until": ["a", "", "b"], "do_sample": False, "temperature": 0.7, "max_tokens": 9},
+            GenerationSettings(9, ("a", "b")),
+        ),
+        ({"temperature": 0.7, "top_p": 0.9}, GenerationSettings(sampling=Sampling(temperature=0.7, top_p=0.9))),
+        ({"do_sample": True, "top_k": 4}, GenerationSettings(sampling=Sampling(temperature=1.0, top_k=4))),
+        ({"do_sample": True, "temperature": 0.0, "num_beams": 1, "top_p": None}, GenerationSettings()),
+        ({"max_new_tokens": 3, "max_gen_toks": 4}, GenerationSettings(4)),
     ],
 )
 def test_what_a_task_asks_for(settings, wanted):
-    assert wish_of(settings) == wanted
+    assert generation_settings(settings) == wanted
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_what_a_task_asks_for(settings, wanted):
 )
 def test_what_a_task_cannot_ask_for(settings, message):
     with pytest.raises(GenerationError, match=message):
-        wish_of(settings)
+        generation_settings(settings)
 
 
 def test_a_chat_as_a_text_is_the_chat(texts, tokenizer):

@@ -77,7 +77,7 @@ def stories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(stories, tmp_path_factory):
-    """A model of the shape of stories15M, with the vocabulary of the bundled one, that has learnt a little."""
+    """A model of the shape of stories15M, with the vocabulary of the bundled one, that has learned a little."""
     folder = tmp_path_factory.mktemp("large")
     train(LARGE_OF_STORIES, folder, [stories], tokenizer=bundled(), log=StopAt())
     return folder
@@ -133,7 +133,7 @@ def test_a_killed_run_ends_with_the_same_bits(teacher, text, tmp_path):
 
 
 def test_a_student_of_two_million_approaches_a_teacher_of_the_shape_of_15m(large, stories, tmp_path):
-    """The shape of the bundled model; the teacher has its vocabulary, and has learnt for a few steps."""
+    """The shape of the bundled model; the teacher has its vocabulary, and has learned for a few steps."""
     config = llama_jax.load().config
     assert sum(x.size for x in jax.tree.leaves(param_shapes(config))) == pytest.approx(2.4e6, rel=0.1)
     recipe = replace(LARGE_OF_STORIES, model=config, evaluate_every=6, distill=DistillOptions(str(large)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import UserError
 from llama_jax.runs.metrics import RunHistory, read_run, read_runs
-from llama_jax.runs.plot import COLOURS, draw, smooth
+from llama_jax.runs.plot import COLORS, draw, smooth
 
 
 def train(step, **values):
@@ -237,7 +237,7 @@ def test_several_runs_have_looks_and_names_of_their_own(run):
     (legend,) = figure.legends
     assert [text.get_text().replace("\\", "").strip() for text in legend.get_texts()] == names
     looks = {(line.get_color(), str(line._dash_pattern)) for line in figure.axes[1].lines}
-    assert len(looks) == len(names) > len(COLOURS)
+    assert len(looks) == len(names) > len(COLORS)
 
 
 def test_a_run_of_one_step_and_without_validation(tmp_path):

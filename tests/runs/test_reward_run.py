@@ -22,7 +22,7 @@ from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import RewardSettings
-from llama_jax.runs.tasks.rewards import check
+from llama_jax.runs.tasks.grpo import check
 from llama_jax.training.optimizer import OptimizerSettings
 
 REWARDS = '''

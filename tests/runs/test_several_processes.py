@@ -29,9 +29,9 @@ from llama_jax.cli.plot import Plot
 from llama_jax.errors import TrainingError
 from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
-from llama_jax.runs.snapshots import Snapshots
 from llama_jax.storage import locate
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
@@ -135,7 +135,7 @@ def state_in(folder, *changes):
     shapes = jax.eval_shape(
         lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
     )
-    with Snapshots(folder / CHECKPOINTS) as snapshots:
+    with CheckpointManager(folder / CHECKPOINTS) as snapshots:
         return snapshots.restore(shapes)
 
 

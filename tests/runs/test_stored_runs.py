@@ -27,11 +27,11 @@ from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.parallel.processes import Processes
 from llama_jax.parallel.roll_call import Member
 from llama_jax.runs import lease, run_folder
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.metrics import read_run
 from llama_jax.runs.run_folder import SharedStoredRun, opened
-from llama_jax.runs.snapshots import Snapshots
 from llama_jax.storage import buckets, locate
 
 RUN = "s3://bucket/run"
@@ -55,7 +55,7 @@ def run(store):
 
 @pytest.fixture
 def kept(run):
-    with Snapshots(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
+    with CheckpointManager(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
         yield kept
 
 
@@ -271,7 +271,7 @@ def test_hosts_whose_scratch_folder_is_the_same(run):
 
 
 def test_where_no_run_can_be():
-    with pytest.raises(TrainingError, match="hf://a/b is on the hub, where no run can be"):
+    with pytest.raises(TrainingError, match="hf://a/b is on the Hub, where runs cannot be stored"):
         train("tiny", "hf://a/b", [__file__])
 
 
@@ -313,7 +313,7 @@ def check_the_same(store, folder, tmp_path):
     parts = b"".join(path.read_bytes() for path in sorted((stored / "metrics").iterdir()))
     for kind in ("train", "validation"):
         assert lines_of(parts.splitlines(), kind) == lines_of((local / "metrics.jsonl").read_text().splitlines(), kind)
-    with Snapshots(stored / "checkpoints") as one, Snapshots(local / "checkpoints") as other:
+    with CheckpointManager(stored / "checkpoints") as one, CheckpointManager(local / "checkpoints") as other:
         shapes = shapes_of_run()
         for step in sorted(map(int, names)):
             (state, note), (expected, expected_note) = one.restore(shapes, step), other.restore(shapes, step)

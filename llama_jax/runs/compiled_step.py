@@ -23,7 +23,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, reading_over, shardings, train_state_specs
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Backend, Frozen, Objective, StepMetrics, TrainingProgram, compute_of
+from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
@@ -49,7 +49,7 @@ def make_program(
 
 
 def _step(
-    recipe: Recipe, objective: Objective, frozen: Frozen, step: Callable[..., tuple[TrainState, StepMetrics]]
+    recipe: Recipe, objective: Objective, frozen: FrozenModels, step: Callable[..., tuple[TrainState, StepMetrics]]
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """`train_step` with the configuration and the options of the recipe bound."""
     return partial(
@@ -122,14 +122,14 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
 
     def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         base, other = models
-        told, frozen = layout, Frozen(None, other)
+        over, frozen = layout, FrozenModels(None, other)
         if base is not None and lora is not None:
-            told, frozen = with_base(layout, base, lora), Frozen(layout.fit(base), other)
+            over, frozen = with_base(layout, base, lora), FrozenModels(layout.fit(base), other)
         if objective.prepare is not None:
             with layout.context():
                 prepare = objective.prepare(frozen)
-                batch = prepare(config, told.fit(state.params), batch, loss_options(recipe), told)
-        return _step(recipe, objective, frozen, partial(train_step, config, layout=told))(state, batch)
+                batch = prepare(config, over.fit(state.params), batch, loss_options(recipe), over)
+        return _step(recipe, objective, frozen, partial(train_step, config, layout=over))(state, batch)
 
     def model(params: Llama) -> Llama:
         return params if base is None or lora is None else settled(adapted(base, params, lora))
@@ -188,7 +188,7 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
         return replicate(state, devices)
 
     return TrainingProgram(
-        step=pmap_step(_step(recipe, objective, Frozen(None, None), partial(train_step, recipe.model)), devices),
+        step=pmap_step(_step(recipe, objective, FrozenModels(None, None), partial(train_step, recipe.model)), devices),
         place=lambda batch: batch,  # `pmap_step` divides it
         share=(0, 1),
         start=start,

@@ -30,7 +30,7 @@ _log = logging.getLogger("llama_jax.runs")
 
 
 @dataclass(frozen=True)
-class Base:
+class FrozenBase:
     """A frozen model, as the training step reads it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Base:
 
 def load_weights(
     recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
-) -> tuple[Llama | None, Base | None]:
+) -> tuple[Llama | None, FrozenBase | None]:
     """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run needs too.
 
     Each device gets its share as it is read: no device ever holds a whole array.
@@ -68,7 +68,7 @@ def load_weights(
             f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its weights"
             " differ; resume with the same --weights"
         )
-    return None, Base(params, found)
+    return None, FrozenBase(params, found)
 
 
 def load_frozen(
@@ -86,7 +86,7 @@ def load_frozen(
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
-def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
+def describe_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
     """A line that says what becomes of weights that are quantized."""
     kinds = quantized_kinds(tensors)
     if not kinds:

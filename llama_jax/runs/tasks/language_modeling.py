@@ -22,20 +22,20 @@ from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import row_count, whole_rows
 from llama_jax.data.sources import FoundData
 from llama_jax.errors import GenerationError, TrainingError
-from llama_jax.evaluation.measure import token_nats, usual_batch
+from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
 from llama_jax.runs.recipe import Recipe, fit_to_data
-from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
+from llama_jax.runs.tasks.interface import EvalResult, Objective, Task, TaskContext, TaskInputs, TaskKind, compute_of
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import total_loss
 
 REPEATED = 4  # epochs up to which repeated text teaches almost as much as new text: Muennighoff et al. 2023
 
 
-class HeldSource(NamedTuple):
+class ValidationSource(NamedTuple):
     """Held-out documents of a source, and the weight of their loss in the total."""
 
     name: str
@@ -56,7 +56,7 @@ class Corpora:
 
     train: dict[str, Corpus]
     shares: dict[str, Fraction]
-    held: tuple[HeldSource, ...]
+    held: tuple[ValidationSource, ...]
     kept: float | None = None
 
     @property
@@ -65,9 +65,9 @@ class Corpora:
         return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
-def open_task(recipe: Recipe, given: Given) -> Task:
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Text or chats as a task; see `read_data` for the errors."""
-    return task_of(recipe, given.mesh, read_data(recipe, given))
+    return task_of(recipe, inputs.mesh, read_data(recipe, inputs))
 
 
 def task_of(recipe: Recipe, mesh: MeshSizes, corpora: Corpora) -> Task:
@@ -83,11 +83,11 @@ def task_of(recipe: Recipe, mesh: MeshSizes, corpora: Corpora) -> Task:
         recipe=recipe,
         objective=objective(recipe),
         digests={"train": _digest(corpora.train), "validation": _digest(held)},
-        facts=about(recipe, corpora),
+        facts=data_summary(recipe, corpora),
         tokens=recipe.batch * recipe.length,
         flops=step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None),
         mixture=corpora.mixture,
-        begin=partial(TextFeed, recipe, shortened(corpora, recipe.evaluate_tokens)),
+        begin=partial(TextBatchSource, recipe, limit_tokens(corpora, recipe.evaluate_tokens)),
     )
 
 
@@ -120,12 +120,12 @@ def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) ->
     return bits.reshape(batch, length + 1)[first : first + count]
 
 
-class TextFeed:
-    """Packed rows, epoch after epoch; see `task.Feed`."""
+class TextBatchSource:
+    """Packed rows, epoch after epoch; see `interface.BatchSource`."""
 
-    def __init__(self, recipe: Recipe, corpora: Corpora, beginning: Beginning) -> None:
-        share, shares = beginning.program.share
-        place: dict[str, Any] = {"next_batch": 0} if beginning.place is None else beginning.place
+    def __init__(self, recipe: Recipe, corpora: Corpora, context: TaskContext) -> None:
+        share, shares = context.program.share
+        place: dict[str, Any] = {"next_batch": 0} if context.data_state is None else context.data_state
         self._recipe, self._held = recipe, corpora.held
         own = recipe.batch // shares
         self._rows = own * share, own, recipe.batch
@@ -138,7 +138,7 @@ class TextFeed:
         self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, share, shares, mixture)
         self._batches = Batches(self._numbered, place["next_batch"])
         self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
-        self._program = program = beginning.program
+        self._program = program = context.program
         nats = partial(token_nats, program.config, compute=compute_of(recipe), layout=program.layout)
         self._measure = program.jit(nats)
 
@@ -156,11 +156,11 @@ class TextFeed:
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
 
-    def evaluate(self, model: Llama) -> Finding:
+    def evaluate(self, model: Llama) -> EvalResult:
         fitted = self._program.fit(model)
-        return over_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
+        return evaluate_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
 
-    def _evaluate(self, fitted: Llama, corpus: Corpus) -> Finding:
+    def _evaluate(self, fitted: Llama, corpus: Corpus) -> EvalResult:
         program, length = self._program, self._recipe.length
         found = evaluate(
             program.config,
@@ -168,12 +168,12 @@ class TextFeed:
             corpus,
             length=length,
             stride=length,
-            batch=program.layout.shares * usual_batch(),
+            batch=program.layout.shares * default_batch(),
             measure=self._measure,
         )
         numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}
         text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return Finding(found.loss, numbers, text, found)
+        return EvalResult(found.loss, numbers, text, found)
 
     def close(self) -> None:
         self._batches.close()
@@ -192,7 +192,7 @@ class MixtureEvaluation:
     sources: dict[str, Any]
 
 
-def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) -> Finding:
+def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], EvalResult]) -> EvalResult:
     """Evaluate each source by a function, with the mean weighted by the shares; a single source by itself.
 
     The numbers of a mixture are those of each source, `loss/NAME`, and the mean loss.
@@ -204,7 +204,7 @@ def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) 
     numbers = {f"{key}/{name}": value for name, one in found.items() for key, value in one.numbers.items()}
     text = ", ".join(f"{name} {one.loss:.4f}" for name, one in found.items())
     result = MixtureEvaluation(loss, {name: one.result for name, one in found.items()})
-    return Finding(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
+    return EvalResult(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
 
 
 def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
@@ -212,7 +212,7 @@ def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
     return row_count(corpus, length) if recipe.chats is None else len(whole_rows(corpus, length, recipe.seed))
 
 
-def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
+def data_summary(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
     """Lines about the amount of data, and how often it is read."""
     r, train = recipe, corpora.train.values()
     sizes = f"{sum(each.token_count for each in train):,} tokens in {sum(each.document_count for each in train):,} documents"
@@ -242,29 +242,29 @@ def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def read_data(recipe: Recipe, given: Given) -> Corpora:
+def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
     """The files as documents of tokens, split for validation if no files are given for it.
 
     Raises:
       TrainingError: nothing to validate on, or a vocabulary larger than the model's.
-      DataError: files that cannot be used.
+      DataError: invalid files.
     """
-    shares = {source.name: source.share for source in given.sources}
-    if given.validation_sources:
-        whole = {source.name: _read(recipe, given, source.files) for source in given.sources}
+    shares = {source.name: source.share for source in inputs.sources}
+    if inputs.validation_sources:
+        whole = {source.name: _read(recipe, inputs, source.files) for source in inputs.sources}
         held = tuple(
-            HeldSource(source.name, _read(recipe, given, source.files), shares.get(source.name, Fraction(1)))
-            for source in given.validation_sources
+            ValidationSource(source.name, _read(recipe, inputs, source.files), shares.get(source.name, Fraction(1)))
+            for source in inputs.validation_sources
         )
         kept = None
     else:
-        parts = {source.name: _divided(recipe, given, source) for source in given.sources}
+        parts = {source.name: _split_source(recipe, inputs, source) for source in inputs.sources}
         whole = {name: part.train for name, part in parts.items()}
-        held = tuple(HeldSource(name, part.validation, shares[name]) for name, part in parts.items())
+        held = tuple(ValidationSource(name, part.validation, shares[name]) for name, part in parts.items())
         tokens = sum(each.corpus.token_count for each in held)
         kept = tokens / (tokens + sum(corpus.token_count for corpus in whole.values()))
     train = dict(whole)
-    if given.validation_sources or len(whole) > 1:
+    if inputs.validation_sources or len(whole) > 1:
         for name in train:
             for each in held:
                 train[name] = without(train[name], each.corpus)
@@ -276,22 +276,22 @@ def read_data(recipe: Recipe, given: Given) -> Corpora:
     return Corpora(train, shares, held, kept)
 
 
-def _read(recipe: Recipe, given: Given, paths: Sequence[Path]) -> Corpus:
+def _read(recipe: Recipe, inputs: TaskInputs, paths: Sequence[Path]) -> Corpus:
     if recipe.chats is not None:
         try:
-            found = open_chats(paths, given.tokenizer, recipe.length, recipe.chats)
+            found = open_chats(paths, inputs.tokenizer, recipe.length, recipe.chats)
         except GenerationError as error:  # no format
             raise TrainingError(f"{error}; in training as chats.format=plain") from None
-        given.log.line(f"chats: {found.counts}")
+        inputs.log.line(f"chats: {found.counts}")
         return found.corpus
 
-    bar = progress_bar("tokenizing", "MB", quiet=given.log.quiet, delay=1.0)
-    return open_corpus(paths, given.tokenizer, reading=recipe.reading, progress=bar)
+    bar = progress_bar("tokenizing", "MB", quiet=inputs.log.quiet, delay=1.0)
+    return open_corpus(paths, inputs.tokenizer, reading=recipe.reading, progress=bar)
 
 
-def _divided(recipe: Recipe, given: Given, source: FoundData) -> Split:
+def _split_source(recipe: Recipe, inputs: TaskInputs, source: FoundData) -> Split:
     """A source's documents, some of them held out for validation."""
-    corpus, what = _read(recipe, given, source.files), source.name or "the data"
+    corpus, what = _read(recipe, inputs, source.files), source.name or "the data"
     if corpus.document_count < 2 and recipe.chats is not None:
         raise TrainingError(f"{what} is a single conversation; give more, or others with --validation-data")
     if corpus.document_count < 2:
@@ -299,7 +299,7 @@ def _divided(recipe: Recipe, given: Given, source: FoundData) -> Split:
             f"{what} is a single document, of which nothing can be kept for validation; give other files with"
             " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
         )
-    divisible = None if recipe.chats is not None else given.tokenizer  # a conversation is read whole
+    divisible = None if recipe.chats is not None else inputs.tokenizer  # a conversation is read whole
     return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
 
 
@@ -312,7 +312,7 @@ def check_vocabulary(recipe: Recipe, size: int) -> None:
         )
 
 
-def shortened(corpora: Corpora, limit: int) -> Corpora:
+def limit_tokens(corpora: Corpora, limit: int) -> Corpora:
     """Limit the held-out data to whole documents of about `limit` tokens of each source, unless that is 0."""
     if not limit:
         return corpora

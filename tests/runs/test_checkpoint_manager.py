@@ -27,8 +27,8 @@ from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
-from llama_jax.runs import snapshots
-from llama_jax.runs.snapshots import Snapshots, read_note
+from llama_jax.runs import checkpoint_manager
+from llama_jax.runs.checkpoint_manager import CheckpointManager, read_note
 from llama_jax.tokenizers import load_tokenizer
 
 NOTE = {"recipe": {"steps": 60}, "data": {"next_batch": 7, "digest": "ab12"}, "seed": 3}
@@ -61,7 +61,7 @@ def same(tree, other) -> bool:
 
 @pytest.fixture
 def kept(tmp_path):
-    with Snapshots(tmp_path / "run" / "checkpoints") as kept:
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as kept:
         yield kept
 
 
@@ -74,7 +74,7 @@ def tokenizer(tmp_path_factory):
 def saved_run(tmp_path_factory, tokenizer):
     """The folder of a run with the steps 10 and 20; read only."""
     folder = tmp_path_factory.mktemp("saved") / "run"
-    with Snapshots(folder / "checkpoints") as kept:
+    with CheckpointManager(folder / "checkpoints") as kept:
         for step in (10, 20):
             kept.save(step, state_of(step), NOTE, CONFIG, tokenizer, validation_loss=step / 10)
     return folder
@@ -146,7 +146,7 @@ def test_a_state_may_be_donated_at_once(kept, monkeypatch, devices):
 
 def test_the_last_and_the_best_stay(tmp_path):
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: None}
-    with Snapshots(tmp_path, keep_last=2, keep_best=2) as kept:
+    with CheckpointManager(tmp_path, keep_last=2, keep_best=2) as kept:
         assert (kept.latest(), kept.best(), kept.steps()) == (None, None, [])
         for step, loss in losses.items():
             save(kept, step, step, validation_loss=loss)
@@ -194,7 +194,7 @@ def died(saved_run, tmp_path_factory):
 )
 def test_a_killed_save_leaves_whole_checkpoints(died, case, steps, newest):
     before = [path.name for path in (died / case).iterdir()]
-    with Snapshots(died / case) as kept:
+    with CheckpointManager(died / case) as kept:
         assert len(before) > 1
         assert kept.steps() == steps
         assert {path.name for path in kept.folder.iterdir()} == set(map(str, steps)), "the rest is cleared up"
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(died):
     assert re.search(
         r"full disk: step 30 could not be saved \(.*File too large.*; the last good checkpoint is step 20$", message
     )
-    with Snapshots(died / "full disk") as kept:
+    with CheckpointManager(died / "full disk") as kept:
         assert same(kept.restore(shapes_of(), 20)[0], state_of(20))
         assert same(kept.restore(shapes_of(), 30)[0], state_of(31)), "saved when there was room again"
 
@@ -240,7 +240,7 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
 def test_a_time_that_no_save_can_have(seconds, tmp_path):
     """A timer that waits for ever raises in its thread."""
     with pytest.raises(ConfigError, match=f"save_timeout={seconds:g} must be above 0 and at most 1e7 seconds"):
-        Snapshots(tmp_path, timeout=seconds)
+        CheckpointManager(tmp_path, timeout=seconds)
 
 
 def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
@@ -252,8 +252,8 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         hanging.set()
         on.wait()
 
-    monkeypatch.setattr("llama_jax.runs.snapshots.write_sums", hang)
-    with Snapshots(kept.folder, timeout=0.2) as other:
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_sums", hang)
+    with CheckpointManager(kept.folder, timeout=0.2) as other:
         save(other, 20, 20)
         hanging.wait()
         with pytest.raises(
@@ -284,8 +284,11 @@ def test_a_save_that_hangs_before_it_has_a_thread_is_told(kept, monkeypatch):
         told.append(error)
         on.set()
 
-    monkeypatch.setattr("llama_jax.runs.snapshots.ocp.save_checkpointables_async", hang)
-    with Snapshots(kept.folder, timeout=0.05, stuck=stuck) as other, pytest.raises(CheckpointError, match="it woke up"):
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.ocp.save_checkpointables_async", hang)
+    with (
+        CheckpointManager(kept.folder, timeout=0.05, stuck=stuck) as other,
+        pytest.raises(CheckpointError, match="it woke up"),
+    ):
         save(other, 20, 20)
     (error,) = told
     assert isinstance(error, StuckSaveError)
@@ -303,7 +306,7 @@ def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
     save(kept, 10, 10)
     kept.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots._Save, "run", lambda self: None)
+        patch.setattr(checkpoint_manager._Save, "run", lambda self: None)
         save(kept, 20, 20)
     with pytest.raises(StuckSaveError, match=r"step 20 is not saved: the thread that writes it has died; .* step 10$"):
         kept.wait()
@@ -340,7 +343,7 @@ def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops what it was reading besides
 def test_a_damaged_step_is_named_and_a_whole_one_found(run, spoil, named):
     spoil(run / "checkpoints/20")
-    with Snapshots(run / "checkpoints") as kept:
+    with CheckpointManager(run / "checkpoints") as kept:
         with pytest.raises(CheckpointError, match=rf"step 20 is damaged: .*{named}.*last good checkpoint is step 10"):
             kept.restore(shapes_of())
         assert same(kept.restore(shapes_of(), 10)[0], state_of(10))
@@ -402,7 +405,7 @@ def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run,
     monkeypatch.setattr(ocp, "load", fail)
     reason = re.escape((error.strerror if isinstance(error, OSError) else None) or str(error))
     said = rf"20/params cannot be read \(.*{reason}\), which proves nothing"
-    with Snapshots(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
+    with CheckpointManager(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
         kept.restore(shapes_of())
     with pytest.raises(CheckpointError, match=said) as loading:
         llama_jax.load(run)
@@ -417,7 +420,7 @@ def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("hashlib.file_digest", fail)
-    with Snapshots(run / "checkpoints") as kept:
+    with CheckpointManager(run / "checkpoints") as kept:
         for read in (lambda: kept.restore(shapes_of()), lambda: llama_jax.load(run)):
             with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which proves nothing"):
                 read()
@@ -428,10 +431,13 @@ def test_a_step_without_checksums_is_never_called_damaged(run):
     """As versions before these saved it, or whose checksums are not what they were themselves."""
     for spoil in (lambda path: flip(path), lambda path: path.unlink()):
         spoil(run / "checkpoints/20/about/SHA256SUMS")
-        with Snapshots(run / "checkpoints") as kept:
+        with CheckpointManager(run / "checkpoints") as kept:
             assert same(kept.restore(shapes_of())[0], state_of(20))
     os.truncate(largest(run / "checkpoints/20/rest"), 1000)
-    with Snapshots(run / "checkpoints") as kept, pytest.raises(CheckpointError, match="and has no checksums") as raised:
+    with (
+        CheckpointManager(run / "checkpoints") as kept,
+        pytest.raises(CheckpointError, match="and has no checksums") as raised,
+    ):
         kept.restore(shapes_of())
     assert "remove" not in str(raised.value)
     gc.collect()
@@ -442,7 +448,7 @@ def largest(folder: Path) -> Path:
 
 
 def test_a_state_of_another_run_is_refused(run):
-    with Snapshots(run / "checkpoints") as kept:
+    with CheckpointManager(run / "checkpoints") as kept:
         with pytest.raises(CheckpointError, match=r"'ema.blocks.attention.out' is absent in .* and float32\[2, 64, 64\]"):
             kept.restore(shapes_of(ema=True))
         half = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), shapes_of())
@@ -457,11 +463,11 @@ def test_a_state_of_another_run_is_refused(run):
 def test_what_cannot_be_kept_is_refused(tmp_path):
     for options in ({"keep_last": 0}, {"keep_best": -1}):
         with pytest.raises(ConfigError, match="must be at least"):
-            Snapshots(tmp_path / "run", **options)
+            CheckpointManager(tmp_path / "run", **options)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
-        Snapshots(tmp_path / "file")
-    with Snapshots(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
+        CheckpointManager(tmp_path / "file")
+    with CheckpointManager(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
         kept.restore(shapes_of())
 
 
@@ -513,7 +519,7 @@ def test_a_run_is_read_while_it_saves(tmp_path):
 
     def go_on():
         nonlocal step
-        with Snapshots(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
+        with CheckpointManager(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
             while True:
                 with turn:
                     turn.wait_for(lambda: step < last or not last)  # noqa: B023 - it is called here and now
@@ -554,7 +560,7 @@ def test_an_older_step_a_dtype_and_shardings(saved_run):
 
 def test_the_moving_average_is_the_model(tmp_path):
     state = state_of(5, ema=True)
-    with Snapshots(tmp_path / "checkpoints") as kept:
+    with CheckpointManager(tmp_path / "checkpoints") as kept:
         kept.save(1, state, NOTE, CONFIG, None)
     loaded = llama_jax.load(tmp_path)
     assert same(loaded.params, state.ema)

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.analysis import compilers
-from llama_jax.analysis.compilers import CompilerError, compiler_missing, devices_of, gpu_target, tpu_topology
+from llama_jax.analysis import aot_compile
+from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
 from llama_jax.analysis.hardware import BY_NAME, named_hardware
 from llama_jax.errors import MeshError
 from llama_jax.ops.weights import KINDS
 
 
-@pytest.mark.parametrize("name", compilers.NAMES)
+@pytest.mark.parametrize("name", aot_compile.NAMES)
 def test_every_compiler_has_its_hardware(name):
     assert name in BY_NAME
-    if name in compilers.GPUS:
-        gpu, published = compilers.GPUS[name], named_hardware(name)
+    if name in aot_compile.GPUS:
+        gpu, published = aot_compile.GPUS[name], named_hardware(name)
         assert gpu.bandwidth == pytest.approx(published.memory_bandwidth, rel=0.05)
         assert gpu.memory == pytest.approx(published.memory, rel=0.03)
         assert f"core_count: {gpu.cores} " in gpu_target(name)
@@ -46,22 +46,22 @@ def test_what_cannot_be_had():
         tpu_topology("tpu-v5e", 512)
     with pytest.raises(MeshError, match="12 GPUs are not whole hosts of 8"):
         devices_of("h100", 12)
-    assert compiler_missing("tpu-v4") is not None
+    assert missing_compiler("tpu-v4") is not None
     with pytest.raises(CompilerError, match="no compiler is described for tpu-v4; there are tpu-v5e"):
         devices_of("tpu-v4", 1)
 
 
 def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(compilers.util, "find_spec", lambda name: None)
-    for name in compilers.NAMES:
-        assert "pip install" in (compiler_missing(name) or "")
+    monkeypatch.setattr(aot_compile.util, "find_spec", lambda name: None)
+    for name in aot_compile.NAMES:
+        assert "pip install" in (missing_compiler(name) or "")
 
 
 MESHES = """
 import json, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.mesh import MeshSizes
 out = []
@@ -79,7 +79,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
 from llama_jax.parallel.mesh import MeshSizes
 hardware = sys.argv[1]
@@ -102,7 +102,7 @@ print(json.dumps(out))
 
 
 def look(hardware, program=LOOK, *arguments):
-    missing = compiler_missing(hardware)
+    missing = missing_compiler(hardware)
     if missing:
         pytest.skip(missing)
     paths = str(Path(__file__).parents[2] / "experiments"), os.environ.get("PYTHONPATH", "")
@@ -150,7 +150,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import decode_programs
 from llama_jax.parallel.mesh import parse_mesh
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8)
@@ -184,7 +184,7 @@ jax.config.update("jax_platforms", "cpu")
 import compile_report
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 asked = [("step", 16, {}), ("step", 16, {"piece": 64}), ("drafted", 16, {"drafted": 8}), ("burst", 1, {})]
@@ -220,7 +220,7 @@ jax.config.update("jax_platforms", "cpu")
 import compile_report
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 case = compile_report.Case("", "rollout", "", {}, 64, 512)
@@ -246,7 +246,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
 from llama_jax.analysis.collectives import find_collectives
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import train_programs
 from llama_jax.parallel.mesh import parse_mesh
 config = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=6)
@@ -277,7 +277,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import decode_programs
 from llama_jax.parallel.mesh import MeshSizes
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
@@ -313,7 +313,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import llama_jax
 from program_report import examine
-from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import train_programs
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes

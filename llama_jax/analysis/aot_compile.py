@@ -102,7 +102,7 @@ _ENVIRONMENT = {
 }
 
 
-def compiler_missing(hardware: str) -> str | None:
+def missing_compiler(hardware: str) -> str | None:
     """Why no compiler of that hardware can be used here, in one line; None if one can.
 
     Args:
@@ -117,7 +117,7 @@ def compiler_missing(hardware: str) -> str | None:
     return f"no compiler is described for {hardware}; there are {', '.join(NAMES)}"
 
 
-def compiler_of(hardware: str) -> str:
+def compiler_version(hardware: str) -> str:
     """The name and version of the compiler for that hardware."""
     package = "libtpu" if hardware in TPUS else "jax-cuda12-plugin"
     return f"{package} {metadata.version(package)}"
@@ -155,7 +155,7 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
             )
         shape = f"{hosts}x{GPUS_PER_HOST}x1" if hosts else f"1x{count}x1"
         described = {"platform": "cuda", "target_config": gpu_target(hardware), "topology": shape}
-    missing = compiler_missing(hardware)
+    missing = missing_compiler(hardware)
     if missing:
         raise CompilerError(missing)
     from jax.experimental import topologies

@@ -26,7 +26,7 @@ Backend = Literal["jit", "pmap"]
 StepMetrics = dict[str, jax.Array]
 
 
-class Frozen(NamedTuple):
+class FrozenModels(NamedTuple):
     """Models that a step reads and does not change.
 
     Attributes:
@@ -51,17 +51,17 @@ class Objective:
         what is computed from all its rows, without gradients, before it is divided into parts: the log-probabilities of a
         reference, or a mean over the batch. It gets the whole batch and must divide it itself if memory requires it
         (`training.step.in_parts`). Its result has B rows as well.
-      frozen: arrays that are passed to the step as `Frozen.other`, already placed.
+      frozen: arrays that are passed to the step as `FrozenModels.other`, already placed.
     """
 
     shapes: Any
-    loss: Callable[[Frozen], Loss]
+    loss: Callable[[FrozenModels], Loss]
     count: Callable[[Any], jax.Array] = predicted_count
-    prepare: Callable[[Frozen], Callable[..., Any]] | None = None
+    prepare: Callable[[FrozenModels], Callable[..., Any]] | None = None
     frozen: Any = None
 
 
-class Finding(NamedTuple):
+class EvalResult(NamedTuple):
     """The result of an evaluation.
 
     Attributes:
@@ -77,12 +77,12 @@ class Finding(NamedTuple):
     result: Any
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """The batches of a run, for one process."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """The position in the data, as JSON: the `Beginning.place` of a resumed run. No name in it is that of a digest."""
+        """The position in the data as JSON, `TaskContext.data_state` of a resumed run. No name in it is that of a digest."""
 
     def next(self, model: Callable[[], Llama]) -> Any:
         """This process's rows of the next batch, a tree as `Objective.shapes`.
@@ -96,7 +96,7 @@ class Feed(Protocol):
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         """Numbers for the line of a report besides loss and speed: from a step's metrics, and about the batches."""
 
-    def evaluate(self, model: Llama) -> Finding:
+    def evaluate(self, model: Llama) -> EvalResult:
         """Evaluate a model; all processes take part, and each gets the whole result."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class TrainingProgram:
       share: which part of a batch these rows are, and of how many.
       start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
         not to be used again.
-      shapes: of the state, with shardings, for `Snapshots.restore`.
+      shapes: of the state, with shardings, for `CheckpointManager.restore`.
       adopt: turns a restored state into one that `step` accepts.
       model: the model of trained parameters: they themselves, or adapters joined with their base.
       jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
@@ -143,21 +143,21 @@ class TrainingProgram:
     attention: str = ""
 
 
-class Beginning(NamedTuple):
+class TaskContext(NamedTuple):
     """The arguments of `Task.begin`.
 
     Attributes:
       program: compiled, with the placement of its arrays.
       state: before the first step, which deletes its arrays.
       base: the model under the adapters in training, or None.
-      place: `Feed.state` with the digests, from the checkpoint that the run resumes from; None for a new run.
+      data_state: `BatchSource.state` with the digests, from the checkpoint that the run resumes from; None for a new run.
       folder: of the run.
     """
 
     program: TrainingProgram
     state: TrainState
     base: Llama | None
-    place: dict[str, Any] | None
+    data_state: dict[str, Any] | None
     folder: Path
     processes: Processes
     log: Log
@@ -170,7 +170,7 @@ class Task:
     Attributes:
       recipe: with the sizes that follow from the data, where the given one had no steps (`recipe.fit_to_data`).
       objective: the compiled part.
-      digests: of "train" and "validation", by which a resumed run recognises its data, and of everything else that must not
+      digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
         change. They are kept in checkpoints and compared.
       facts: lines about the data, for the log.
       tokens: that a step reads, padding included: for tokens per second.
@@ -179,7 +179,7 @@ class Task:
       mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
         if there is nothing. Called when the data of all processes are known to be the same.
-      shown: names of `Feed.report` that the log's line has; the others are in metrics.jsonl alone.
+      shown: names of `BatchSource.report` that the log's line has; the others are in metrics.jsonl alone.
     """
 
     recipe: Recipe
@@ -188,13 +188,13 @@ class Task:
     facts: tuple[str, ...]
     tokens: int
     flops: float
-    begin: Callable[[Beginning], Feed]
+    begin: Callable[[TaskContext], BatchSource]
     mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
 
 
-class Given(NamedTuple):
+class TaskInputs(NamedTuple):
     """The inputs of a task besides the recipe.
 
     Attributes:
@@ -234,7 +234,7 @@ class TaskKind:
     """
 
     name: str
-    open: Callable[[Recipe, Given], Task]
+    open: Callable[[Recipe, TaskInputs], Task]
     check: Callable[[Recipe, MeshSizes], None] = field(default=lambda recipe, mesh: None)
     backends: tuple[Backend, ...] = ("jit",)
     mixes: bool = False

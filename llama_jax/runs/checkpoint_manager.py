@@ -1,4 +1,4 @@
-"""The checkpoints of a run while it trains: saved beside the training, the last and the best kept, restored to the bit.
+"""The checkpoints of a run while it trains: saved in the background, the last and the best kept, restored to the bit.
 
 What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
@@ -58,7 +58,7 @@ SAVE_TIMEOUT = 1800.0  # seconds
 _log = logging.getLogger("llama_jax.runs")
 
 
-class Snapshots:
+class CheckpointManager:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
 
     With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
@@ -82,12 +82,12 @@ class Snapshots:
           keep_best: how many of those with the lowest validation loss stay besides.
           timeout: seconds that a save may take: the call of `save`, and then its thread.
           shelf: where whole steps are put; None is `folder`, in which they are written.
-          stuck: is given the error of a `save` that does not return in that time, in a thread of its own: no exception
-            reaches one that hangs. It may end the process; None logs the error.
+          stuck: called in another thread with the error of a `save` that does not return in that time: no exception reaches
+            a thread that hangs. It may end the process; None logs the error.
 
         Raises:
-          ConfigError: a number of checkpoints that cannot be kept, or a time that is none.
-          CheckpointError: a folder that cannot be made.
+          ConfigError: an invalid number of checkpoints to keep, or an invalid time.
+          CheckpointError: the folder cannot be created.
         """
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
@@ -115,7 +115,7 @@ class Snapshots:
         with suppress(OSError):
             self.latest()
 
-    def __enter__(self) -> Snapshots:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(

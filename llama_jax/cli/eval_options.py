@@ -1,4 +1,4 @@
-"""The options of all commands that measure a model on a text: the text, its vocabulary, and the model."""
+"""The options of ``llama-jax eval`` that say what is measured: the text, its vocabulary, and the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
 class TextOptions(CompileOptions):
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
-    .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
+    .array_record, as `data build` makes; several after one --data, or one after each. Tokenized once, then cached."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"

@@ -27,11 +27,20 @@ from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.serving import layout_to_generate
 from llama_jax.parallel.specs import layout_over
-from llama_jax.runs.base import load_frozen
-from llama_jax.runs.program import loss_options
+from llama_jax.runs.compiled_step import loss_options
+from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, compute_of
-from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.runs.tasks.interface import (
+    EvalResult,
+    FrozenModels,
+    Objective,
+    Task,
+    TaskContext,
+    TaskInputs,
+    TaskKind,
+    compute_of,
+)
+from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.training.answers import AnswerLoss, ScoredAnswers
@@ -68,12 +77,12 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
         )
 
 
-def open_task(recipe: Recipe, given: Given) -> Task:
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Prompts and functions as a task.
 
     Raises:
-      TrainingError: functions that cannot be called; see also `find_rewards`.
-      DataError: prompts that cannot be used.
+      TrainingError: functions with the wrong arguments; see also `find_rewards`.
+      DataError: invalid prompts.
     """
     r = settings_of(recipe)
     rewards = find_rewards(r.functions, r.weights)
@@ -81,30 +90,30 @@ def open_task(recipe: Recipe, given: Given) -> Task:
 
     def read(paths: Any) -> PromptSet:
         try:
-            return open_prompts(paths, given.tokenizer, longest, reading)
+            return open_prompts(paths, inputs.tokenizer, longest, reading)
         except GenerationError as error:  # no format
             raise TrainingError(f"{error}; in training as rewards.format=plain") from None
 
-    if given.validation_data:
-        whole, held = read(given.data), read(given.validation_data)
+    if inputs.validation_data:
+        whole, held = read(inputs.data), read(inputs.validation_data)
         train = without(whole, held)
         if len(train) < len(whole):
             twice = len(whole) - len(train)
             warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
     else:
-        train, held = hold_apart(read(given.data), recipe.validation, recipe.seed)
+        train, held = hold_apart(read(inputs.data), recipe.validation, recipe.seed)
     for prompts in (train, held):
         check_columns(rewards, tuple(prompts.columns))
-    check_vocabulary(recipe, given.tokenizer.vocab_size)
+    check_vocabulary(recipe, inputs.tokenizer.vocab_size)
     digests = {"train": train.digest, "validation": held.digest, "rewards": digest_of(rewards)}
     reference = None
     if r.beta and recipe.lora is None:
-        if given.weights is None:
+        if inputs.weights is None:
             raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
-        reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, None)
+        reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
-    if not recipe.steps:  # a prompt has `group` answers, and each answer is learnt from in `updates` steps
-        recipe = fit_to_data(recipe, given.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
+    if not recipe.steps:  # a prompt has `group` answers, and each answer is learned from in `updates` steps
+        recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
         recipe = replace(recipe, steps=recipe.steps * r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None
@@ -112,11 +121,11 @@ def open_task(recipe: Recipe, given: Given) -> Task:
         recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
         digests=digests,
-        facts=(about(recipe, train, held),),
+        facts=(data_summary(recipe, train, held),),
         tokens=batch * length,
         # Sampling reads each token once: a forward pass, a third of a step of the whole model.
         flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
-        begin=partial(RewardFeed, recipe, rewards, (train, held), given),
+        begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
         shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
     )
 
@@ -155,7 +164,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
         sampled=numbers if r.updates > 1 else None,
     )
 
-    def prepare(frozen: Frozen) -> Callable[..., ScoredAnswers]:
+    def prepare(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
         if frozen.base is not None:
             return loss.with_reference(frozen.base, recipe.accumulate)
 
@@ -170,7 +179,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
     return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
 
 
-def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
+def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
     """A line about the amount of data."""
     r = settings_of(recipe)
     prompts = recipe.batch // r.group
@@ -183,7 +192,7 @@ def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class RewardEvaluation:
     """How good answers to held-out prompts are.
 
     Attributes:
@@ -203,32 +212,32 @@ class Evaluated:
     answers: int
 
 
-class RewardFeed:
-    """Answers sampled from the current model and judged; see `task.Feed`."""
+class RewardBatchSource:
+    """Answers sampled from the current model and judged; see `interface.BatchSource`."""
 
     def __init__(
         self,
         recipe: Recipe,
         rewards: Sequence[Reward],
         prompts: tuple[PromptSet, PromptSet],
-        given: Given,
-        beginning: Beginning,
+        inputs: TaskInputs,
+        context: TaskContext,
     ) -> None:
         self._recipe, self._settings, self._rewards = recipe, settings_of(recipe), rewards
         self._train, self._held = prompts
-        self._tokenizer, self._log, self._program = given.tokenizer, beginning.log, beginning.program
+        self._tokenizer, self._log, self._program = inputs.tokenizer, context.log, context.program
         self._prompts = recipe.batch // self._settings.group
         # Those of all data, so that one program is for all.
         self._width = max(self._train.longest, self._held.longest)
         self._length = length_of(recipe, *prompts)
-        place = beginning.place or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
+        place = context.data_state or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
         self._number, self._update = place["next_batch"], place["update"]
-        self._rows = None if place["rows"] is None else unpacked(place["rows"], self._shapes())
+        self._rows = None if place["rows"] is None else unpack_arrays(place["rows"], self._shapes())
         # Of the batches since the last report, or else of the one before.
         self._found: list[dict[str, float]] = place["found"]
         self._reported: bool = place["reported"]
-        model = self._program.model(beginning.state.params)
-        mesh = make_mesh(given.mesh)
+        model = self._program.model(context.state.params)
+        mesh = make_mesh(inputs.mesh)
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
@@ -239,7 +248,7 @@ class RewardFeed:
         """One program for all batches, compiled before the first step."""
         r = self._settings
         options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
-        sample = sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
+        sample = make_sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
         asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
         jitted: Any = self._program.jit(sample)
         return jitted.lower(model, asked).compile()
@@ -259,16 +268,16 @@ class RewardFeed:
 
     @property
     def state(self) -> dict[str, Any]:
-        rows = None if self._rows is None else packed(self._rows)
-        place = {"next_batch": self._number, "update": self._update, "rows": rows}
-        return {**place, "found": self._found, "reported": self._reported}
+        rows = None if self._rows is None else pack_arrays(self._rows)
+        state = {"next_batch": self._number, "update": self._update, "rows": rows}
+        return {**state, "found": self._found, "reported": self._reported}
 
     def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
         if self._rows is None:
             self._rows = self._judged(model())
         rows = self._rows
         self._update += 1
-        if self._update == self._settings.updates:  # all that is learnt from these answers
+        if self._update == self._settings.updates:  # all that is learned from these answers
             self._number, self._update, self._rows = self._number + 1, 0, None
         share, shares = self._program.share
         size = self._recipe.batch // shares
@@ -283,7 +292,7 @@ class RewardFeed:
         divergence = {"kl": metrics["divergence"] / tokens} if self._settings.beta else {}
         return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
 
-    def evaluate(self, model: Llama) -> Finding:
+    def evaluate(self, model: Llama) -> EvalResult:
         """Evaluate answers to held-out prompts, sampled as in training."""
         r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
         totals, lengths, stopped = [], [], []
@@ -303,11 +312,11 @@ class RewardFeed:
         error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
         mean = float(reward.mean())
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
-        found = Evaluated(-mean, mean, error, length, ended, len(reward))
+        found = RewardEvaluation(-mean, mean, error, length, ended, len(reward))
         facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
         spread = "" if np.isnan(error) else f" ± {error:.4f}"
         text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
-        return Finding(-mean, facts, text, found)
+        return EvalResult(-mean, facts, text, found)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -324,8 +333,8 @@ class RewardFeed:
         answers, texts, values, seconds = self._answered(model, self._train, asked)
         rewards = weighted(self._rewards, values)
         advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
-        learnt = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
-        rows = lay_rows([self._train.ids[i] for i in asked.numbers], answers, learnt, self._length)
+        learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
+        rows = answer_rows([self._train.ids[i] for i in asked.numbers], answers, learned, self._length)
         judged = rows._replace(advantages=np.asarray(advantages.values))
         if self._score is not None:
             judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
@@ -390,10 +399,10 @@ class RewardFeed:
         return Prompts(tokens, lengths, asked.seeds)
 
 
-def sampler(
+def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, Prompts], Answers]:
-    """`roll_out` from a model sharded as in training, possibly with adapters or quantised weights."""
+    """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
     held, layout = layout_to_generate(config, mesh)
 
     def sample(model: Llama, prompts: Prompts) -> Answers:
@@ -410,11 +419,11 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.finish()])
 
 
-def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndarray, length: int) -> ScoredAnswers:
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Answers, learned: np.ndarray, length: int) -> ScoredAnswers:
     """Prompts and answers one after the other, [B, T + 1], without advantages.
 
     Args:
-      learnt: bool[B], whether the answer's tokens are in the mask.
+      learned: bool[B], whether the answer's tokens are in the mask.
     """
     batch = len(answers.tokens)
     group = batch // len(prompts)
@@ -424,19 +433,19 @@ def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndar
         prompt, count = prompts[i // group], int(answers.valid[i].sum())
         begin, end = len(prompt), len(prompt) + count
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
-        mask[i, begin:end] = learnt[i]
+        mask[i, begin:end] = learned[i]
         drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
     return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
 
 
-def packed(judged: ScoredAnswers) -> str:
+def pack_arrays(judged: ScoredAnswers) -> str:
     """Arrays as JSON can hold them, bit for bit."""
     whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
     return base64.b64encode(zlib.compress(whole, 1)).decode()
 
 
-def unpacked(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
-    """Undoes `packed`."""
+def unpack_arrays(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
+    """Undoes `pack_arrays`."""
     whole, at = zlib.decompress(base64.b64decode(text)), 0
     leaves, form = jax.tree.flatten(shapes)
     found = []
