@@ -29,12 +29,12 @@ from measuring import machine, versions, write_report
 
 from llama_jax.data import Batch, DocumentFormat, open_corpus, training_batches
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.compiled_step import TrainingProgram, make_program
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.program import TrainingProgram, make_program
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.recipes import stories15m, tiny
-from llama_jax.runs.tasks.text import objective
+from llama_jax.runs.tasks.language_modeling import objective
 from llama_jax.tokenizers.making import byte_tokenizer
 
 RESULTS = Path(__file__).parent / "results"

@@ -220,7 +220,7 @@ def measured(model: Path, data: Path, folder: Path, stories: int | None = None) 
     """The `Evaluation` of a model of any format on the first validation stories, or all, in its own context and dtype."""
     import llama_jax
     from llama_jax.data import open_corpus
-    from llama_jax.runs.evaluate import evaluate
+    from llama_jax.evaluation.perplexity import evaluate
 
     config, params, tokenizer = llama_jax.load(model)
     corpus = open_corpus([write_stories(folder / VALIDATION, validation_stories(data))], tokenizer)

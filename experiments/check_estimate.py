@@ -8,7 +8,7 @@ what it held without any array). That is compared with the estimate, which is ma
 
 glibc keeps freed memory for itself; MALLOC_MMAP_THRESHOLD_ makes every buffer a mapping of its own, so that the process
 holds what is alive. Two ratios to what was held are given: that of the estimate, and that of XLA's plan alone, without the
-scratch that YNNPACK's kernels allocate beside it (llama_jax/analysis/scratch.py).
+scratch that YNNPACK's kernels allocate beside it (`analysis.memory.kernel_scratch`).
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any
 def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     """Compile one program of one size."""
     import jax
+    from program_report import examine
 
-    from llama_jax.analysis.compilers import mesh_for
-    from llama_jax.analysis.findings import examine
+    from llama_jax.analysis.aot_compile import mesh_for
     from llama_jax.analysis.hardware import named_hardware
     from llama_jax.analysis.memory import DoesNotFitError
     from llama_jax.parallel.mesh import parse_mesh
@@ -315,7 +315,7 @@ def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
 
 
 def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:
-    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.rollout_program`."""
+    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.tasks.grpo`."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
@@ -325,7 +325,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.specs import adapter_specs, param_specs, shardings
-    from llama_jax.runs.rollout_program import sampler
+    from llama_jax.runs.tasks.grpo import make_sampler
 
     def placed(shapes: Any, specs: Any) -> Any:
         return jax.tree.map(
@@ -350,7 +350,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     return replace(
         decode,
         name="rollout",
-        function=jax.jit(sampler(config, mesh, options, Compute("bfloat16"))),
+        function=jax.jit(make_sampler(config, mesh, options, Compute("bfloat16"))),
         arguments=arguments,
         known=replace(decode.known, parameters=share),
         per_token=share - embedding + decode.known.cache,
@@ -431,11 +431,11 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: Arguments) -> None:
     import jax
 
-    from llama_jax.analysis.compilers import GPUS, TPUS, compiler_missing
+    from llama_jax.analysis.aot_compile import GPUS, TPUS, missing_compiler
 
     jax.config.update("jax_platforms", "cpu")
     names = tuple(TPUS if arguments.compiler == "tpu" else GPUS)
-    missing = compiler_missing(names[0])
+    missing = missing_compiler(names[0])
     if missing:
         raise SystemExit(missing)
     output = arguments.output or RESULTS / f"compile_report_{arguments.compiler}.json"
@@ -466,9 +466,9 @@ def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
     """The rows as JSON, one a line, and the table beside it."""
     import jax
 
-    from llama_jax.analysis.compilers import compiler_of
+    from llama_jax.analysis.aot_compile import compiler_version
 
-    about = {"compiler": compiler_of(name), "jax": jax.__version__}
+    about = {"compiler": compiler_version(name), "jax": jax.__version__}
     write_rows(output, about, "programs", rows)
     output.with_suffix(".md").write_text(as_table(rows) + "\n")
 

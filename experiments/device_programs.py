@@ -18,9 +18,9 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
+from program_report import look_at
 
-from llama_jax.analysis.compilers import NAMES
-from llama_jax.analysis.findings import look_at
+from llama_jax.analysis.aot_compile import NAMES
 from llama_jax.analysis.hardware import BY_NAME, find_hardware
 from llama_jax.analysis.memory import Program
 from llama_jax.inference.state import CHUNK

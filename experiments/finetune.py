@@ -50,7 +50,7 @@ from llama_jax import Lora, OptimizerSettings, Recipe
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import RewardSettings
 from llama_jax.training.preferences import PreferenceOptions
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def draw(report: dict[str, Any]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.plot import COLOURS, smooth
+    from llama_jax.runs.plot import COLORS, smooth
 
     figure = Figure(figsize=(12, 3.8), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -443,14 +443,14 @@ def draw(report: dict[str, Any]) -> Figure:
     runs = report["runs"]
     for at, name in enumerate(MODELS):
         values = [run[name]["words"] for run in runs]
-        left.bar(at, mean(values), color=COLOURS[at % len(COLOURS)], alpha=0.35, width=0.7)
-        left.plot([at] * len(values), values, "o", color=COLOURS[at % len(COLOURS)], ms=5)
+        left.bar(at, mean(values), color=COLORS[at % len(COLORS)], alpha=0.35, width=0.7)
+        left.plot([at] * len(values), values, "o", color=COLORS[at % len(COLORS)], ms=5)
     left.set_xticks(range(len(MODELS)), MODELS)
     left.set(ylim=(0, None), title="Share of requested words in answers")
     for number, run in enumerate(runs):
         curve = run["dpo"]["curve"]
-        middle.plot(curve["step"], curve["accuracy"], "o-", ms=4, lw=1.2, color=COLOURS[number], label=f"seed {run['seed']}")
-        for name, colour in (("grpo", COLOURS[2]), ("shuffled", "#888888")):
+        middle.plot(curve["step"], curve["accuracy"], "o-", ms=4, lw=1.2, color=COLORS[number], label=f"seed {run['seed']}")
+        for name, colour in (("grpo", COLORS[2]), ("shuffled", "#888888")):
             step, reward = run[name]["curve"]["step"], np.array(run[name]["curve"]["reward"])
             right.plot(step, smooth(reward, 5), lw=1.2, color=colour, label=None if number else f"{name}, in training")
             ends = [run["sft"]["reward"], run[name]["reward"]]  # of the same requests, all that were held out

@@ -230,8 +230,8 @@ def quality(
     """
     import llama_jax
     from llama_jax.errors import UserError
-    from llama_jax.runs.divergence import divergence
-    from llama_jax.verify.matrices import matrix_errors
+    from llama_jax.evaluation.perplexity import divergence
+    from llama_jax.verify.rounding_error import matrix_errors
 
     config, params, tokenizer = llama_jax.load(path, "float32")
     assert tokenizer is not None
@@ -371,12 +371,12 @@ def draw(report: dict[str, Any]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.plot import COLOURS, DASHES
+    from llama_jax.runs.plot import COLORS, DASHES
 
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.4, 1))
-    for (name, found), colour, mark in zip(report["quality"].items(), COLOURS, "os^v", strict=False):
+    for (name, found), colour, mark in zip(report["quality"].items(), COLORS, "os^v", strict=False):
         rows = {kind: row for kind, row in found["kinds"].items() if row.get("kl", 0) > 0}
         points = [(row["bits"], row["kl"]) for row in rows.values()]
         left.plot(*zip(*points, strict=True), mark, color=colour, ms=7, label=name)
@@ -389,7 +389,7 @@ def draw(report: dict[str, Any]) -> Figure:
     left.margins(x=0.12)
     left.legend(frameon=False)
     first = next(iter(report["quality"].values()))["kinds"]
-    looks = itertools.cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    looks = itertools.cycle((colour, dashes) for dashes in DASHES for colour in COLORS)
     for kind, row in first.items():
         if "refused" not in row and row["by_layer"][-1] > 0:
             colour, dashes = next(looks)

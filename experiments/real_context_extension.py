@@ -99,14 +99,14 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
     import jax.numpy as jnp
 
     import llama_jax
+    from llama_jax.evaluation.measure import target_nats
     from llama_jax.model.options import Places
-    from llama_jax.runs.evaluate import nats_of
 
     @jax.jit
     def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         places = Places(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
         hidden, _ = llama_jax.forward(config, params, tokens, places=places, compute=llama_jax.Compute("bfloat16"))
-        return nats_of(config, params, hidden, targets, chunk=512)
+        return target_nats(config, params, hidden, targets, chunk=512)
 
     tokens, targets = (held.tokens[at : at + reach].astype(np.int32).reshape(rows, -1) for at in (0, 1))
     return np.asarray(losses(params, tokens, targets), np.float64).reshape(PARTS, -1).mean(axis=1).tolist()
@@ -184,7 +184,7 @@ def draw(limit: int, found: list[Found]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.plot import COLOURS, GREY
+    from llama_jax.runs.plot import COLORS, GRAY
 
     figure = Figure(figsize=(10, 4), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -192,16 +192,16 @@ def draw(limit: int, found: list[Found]) -> Figure:
     stages = [stage for stage in STAGES if stage == "zero-shot" or any(one.stage == stage for one in found)]
     grid = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
     for axes, stage in zip(grid, stages, strict=True):
-        for way, colour in zip((*WAYS, WITHIN), (*COLOURS[: len(WAYS)], GREY), strict=True):
+        for way, colour in zip((*WAYS, WITHIN), (*COLORS[: len(WAYS)], GRAY), strict=True):
             for one in found:
                 if (one.way, one.stage) == (way, stage):
                     axes.plot(places, np.exp(one.by_part), ".-", color=colour, lw=1.4, ms=5, label=way)
-        axes.axvline(limit, color=GREY, lw=1, ls=(0, (1, 2)))
+        axes.axvline(limit, color=GRAY, lw=1, ls=(0, (1, 2)))
         axes.set(title=STAGES[stage], xlabel="position", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#DDDDDD", lw=0.6, which="both")
         axes.title.set(ha="left", x=0, fontsize=11)
-    grid[0].set_ylabel("perplexity", color=GREY)
+    grid[0].set_ylabel("perplexity", color=GRAY)
     if found:
         grid[0].legend(frameon=False, fontsize=9)
     return figure

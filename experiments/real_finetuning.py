@@ -42,7 +42,7 @@ import llama_jax
 from llama_jax import Lora, Recipe
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import RewardSettings
 from llama_jax.tokenizers import encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.template import Renderer
 
@@ -232,21 +232,21 @@ def draw(report: dict[str, Any]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.plot import COLOURS, smooth
+    from llama_jax.runs.plot import COLORS, smooth
 
     figure = Figure(figsize=(10, 3.6), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     found = report["runs"]
     chats, held = found["sft"]["curve"], found["sft"]["curve"]["held"]
-    left.plot(chats["step"], chats["loss"], lw=1.2, color=COLOURS[0], label="of each step")
-    left.plot(held["step"], held["loss"], "o", ms=6, color=COLOURS[1], label="held out")
+    left.plot(chats["step"], chats["loss"], lw=1.2, color=COLORS[0], label="of each step")
+    left.plot(held["step"], held["loss"], "o", ms=6, color=COLORS[1], label="held out")
     left.set(xlabel="step of SFT", title="Loss of the assistant's tokens, nats")
     step, reward = found["grpo"]["curve"]["step"], np.array(found["grpo"]["curve"]["reward"])
-    right.plot(step, reward, ".", ms=4, color=COLOURS[0], alpha=0.5, label="of each step")
-    right.plot(step, smooth(reward, 5), lw=1.4, color=COLOURS[0], label="smoothed")
+    right.plot(step, reward, ".", ms=4, color=COLORS[0], alpha=0.5, label="of each step")
+    right.plot(step, smooth(reward, 5), lw=1.4, color=COLORS[0], label="smoothed")
     ends = [found["sft"]["reward"], found["grpo"]["reward"]]
-    right.plot([0, step[-1]], ends, "o", ms=6, color=COLOURS[1], label="held out")
+    right.plot([0, step[-1]], ends, "o", ms=6, color=COLORS[1], label="held out")
     right.set(xlabel="step of GRPO", ylim=(0, None), title="Mean reward of answers to GSM8K")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

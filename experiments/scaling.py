@@ -289,13 +289,13 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.plot import COLOURS, GREY
+    from llama_jax.runs.plot import COLORS, GRAY
 
     figure = Figure(figsize=(10, 4.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
     sizes = sorted({(p.parameters, p.dim, p.layers) for p in points})
-    for (parameters, dim, layers), colour in zip(sizes, COLOURS, strict=False):
+    for (parameters, dim, layers), colour in zip(sizes, COLORS, strict=False):
         own = sorted((p for p in points if p.parameters == parameters), key=lambda p: p.flops)
         label = f"{parameters / 1000:,.0f}k: {layers} layers of {dim}"
         left.plot([p.flops for p in own], [p.loss for p in own], "o-", color=colour, lw=1.2, ms=4, label=label)
@@ -306,7 +306,7 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
     compute = np.geomspace(best[0].flops, best[-1].flops * 4, 60)[:, None]
     if draws:
         low, high = np.percentile([one(compute) for one in draws], [5, 95], axis=0)
-        left.fill_between(compute[:, 0], low, high, color=GREY, alpha=0.2, lw=0)
+        left.fill_between(compute[:, 0], low, high, color=GRAY, alpha=0.2, lw=0)
     [a] = law.exponents
     left.plot(compute[:, 0], law(compute), "--", color="black", lw=1.2, label=f"{law.floor:.2f} + (C$_0$/C)$^{{{a:.2f}}}$")
     left.set(
@@ -317,7 +317,7 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
     )
     left.legend(frameon=False, fontsize=8)
     ends = [min(p.loss for p in points), max(p.loss for p in points)]
-    right.plot(ends, ends, color=GREY, lw=1)
+    right.plot(ends, ends, color=GRAY, lw=1)
     a, b = of_sizes.exponents
     right.set(
         xlabel=f"{of_sizes.floor:.2f} + (N$_0$/N)$^{{{a:.2f}}}$ + (D$_0$/D)$^{{{b:.2f}}}$", title="Measured loss of each run"

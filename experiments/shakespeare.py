@@ -83,7 +83,7 @@ def divide(data: Path, folder: Path) -> tuple[Path, Path]:
 def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict[str, Any]:
     """Train, or go on; the figures of the last step and its sample."""
     from llama_jax.data import open_corpus
-    from llama_jax.runs.evaluate import evaluate
+    from llama_jax.evaluation.perplexity import evaluate
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
     from llama_jax.runs.metrics import METRICS
@@ -108,7 +108,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
 def main(arguments: Arguments) -> None:
 
-    from llama_jax.runs.history import read_runs
+    from llama_jax.runs.metrics import read_runs
     from llama_jax.runs.plot import draw
 
     training, validation = divide(arguments.data, arguments.workdir)

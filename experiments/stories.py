@@ -99,9 +99,9 @@ def main(arguments: Arguments) -> None:
     import jax
 
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.runs.history import read_runs
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
+    from llama_jax.runs.metrics import read_runs
     from llama_jax.runs.plot import draw
 
     if not arguments.data:

@@ -15,7 +15,7 @@ The public face, loaded on first use so that importing the package costs nothing
                                       of them each row of a batch uses, for `generate` and all else
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantised model's predictions are from the dense model's
-  evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
+  evaluate_lengths(...)               how far a model uses its context: loss by length and position
   register_for_export()               programs of these as bytes, by `jax.export`
 
 and their arguments:
@@ -95,15 +95,13 @@ _HOME = {
     "layers_of": "model.trees",
     "stack": "model.trees",
     "MeshSizes": "parallel.mesh",
-    "Divergence": "runs.divergence",
-    "divergence": "runs.divergence",
-    "Evaluation": "runs.evaluate",
-    "evaluate": "runs.evaluate",
-    "LengthLoss": "runs.lengths",
-    "evaluate_lengths": "runs.lengths",
+    "Divergence": "evaluation.perplexity",
+    "divergence": "evaluation.perplexity",
+    "Evaluation": "evaluation.perplexity",
+    "evaluate": "evaluation.perplexity",
+    "LengthLoss": "evaluation.loss_by_length",
+    "evaluate_lengths": "evaluation.loss_by_length",
     "train": "runs.loop",
-    "NeedleTest": "runs.needle",
-    "needle": "runs.needle",
     "Recipe": "runs.recipe",
     "Message": "tokenizers",
     "TextStream": "tokenizers",
@@ -162,7 +160,6 @@ __all__ = [
     "MeshError",
     "MeshSizes",
     "Message",
-    "NeedleTest",
     "OptimizerSettings",
     "Piece",
     "Places",
@@ -199,7 +196,6 @@ __all__ = [
     "logits",
     "make_optimizer",
     "merge",
-    "needle",
     "next_token_loss",
     "observe",
     "parameter_count",
@@ -220,6 +216,8 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
+    from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
+    from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
     from llama_jax.exporting import register_for_export
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
@@ -235,11 +233,7 @@ if TYPE_CHECKING:
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
     from llama_jax.model.whole import logits, observe
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.runs.divergence import Divergence, divergence
-    from llama_jax.runs.evaluate import Evaluation, evaluate
-    from llama_jax.runs.lengths import LengthLoss, evaluate_lengths
     from llama_jax.runs.loop import train
-    from llama_jax.runs.needle import NeedleTest, needle
     from llama_jax.runs.recipe import Recipe
     from llama_jax.serving.offline import batch
     from llama_jax.serving.options import EngineOptions

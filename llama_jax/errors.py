@@ -37,6 +37,10 @@ class MeshError(UserError):
     """A mesh that cannot be: of nonsense sizes, of more devices than there are, or not fitting the model or the batch."""
 
 
+class TrainingError(UserError):
+    """A recipe that cannot be trained, a work directory of another run, or a run that has failed."""
+
+
 @contextmanager
 def reading(path: object, kind: type[UserError]) -> Iterator[None]:
     """Turn what the system says of a file into an error of this kind: no permission, a name too long, a failing disk."""

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nightly
-import nightly_batches
+import damaged_files
 import pytest
+import ragged_batches
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes")
 
@@ -15,40 +15,42 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes
 @pytest.mark.nightly
 def test_some_cases(tmp_path):
     """As `test_ten_thousand_cases`, in seconds."""
-    found = nightly.run(60, seed=1, workers=1, keep=str(tmp_path))
+    found = damaged_files.run(60, seed=1, workers=1, keep=str(tmp_path))
     assert found["failures"] == []
     assert found["cases"] == 60
 
 
 @pytest.mark.slow
 def test_ten_thousand_cases(tmp_path):
-    found = nightly.run(10_000, seed=2, workers=2, keep=str(tmp_path))
+    found = damaged_files.run(10_000, seed=2, workers=2, keep=str(tmp_path))
     assert found["failures"] == []
     assert found["cases"] == 10_000
-    assert all(found["kinds"][kind].get("refused", 0) > 20 for kind in nightly.SHARES)
+    assert all(found["kinds"][kind].get("refused", 0) > 20 for kind in damaged_files.SHARES)
 
 
 def test_failures_are_seen(monkeypatch):
     """A worker that ends, and one that does not answer."""
-    monkeypatch.setattr(nightly, "PATIENCE", 1)
+    monkeypatch.setattr(damaged_files, "PATIENCE", 1)
     started = []
 
     def start(seed):
         then = "import time; time.sleep(9)" if started else "import os; os.abort()"
         code = f"print('ready', flush=True); input(); {then}"
-        started.append(nightly.subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-3, text=True))
+        started.append(
+            damaged_files.subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-3, text=True)
+        )
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
 
-    monkeypatch.setattr(nightly, "_start", start)
-    found = nightly.run(2, seed=1, workers=1)
+    monkeypatch.setattr(damaged_files, "_start", start)
+    found = damaged_files.run(2, seed=1, workers=1)
     assert [each["found"].split(":")[0] for each in found["failures"]] == ["crash", "hang"]
-    nightly._end(started[-1])
+    damaged_files._end(started[-1])
 
 
 def script(name, *arguments):
     """What a nightly script reports, run as a process: some are killed, or would wait for ever."""
-    command = [sys.executable, Path(nightly.__file__).with_name(name), *map(str, arguments)]
+    command = [sys.executable, Path(damaged_files.__file__).with_name(name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
@@ -58,7 +60,7 @@ def script(name, *arguments):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
 def test_some_moments_of_writing():
     """Each thing that is written is killed once and once finds no room."""
-    found = script("nightly_kills.py", "--cases", 20, "--seed", 1)
+    found = script("killed_writes.py", "--cases", 20, "--seed", 1)
     assert found["failures"] == []
     assert found["cases"] == len(found["operations"]) == 20
     assert found["moments"]["kill"] > found["moments"].get("kill, and it had ended", 0) + 5
@@ -68,7 +70,7 @@ def test_some_moments_of_writing():
 CARELESS = """
 import contextlib, json, shutil, sys
 sys.path.insert(0, sys.argv[1])
-import nightly_kills
+import killed_writes
 from llama_jax.checkpoints import saving
 
 @contextlib.contextmanager
@@ -80,26 +82,28 @@ def careless(path, **options):
     yield path
     shutil.rmtree(old, ignore_errors=True)
 
-perform = nightly_kills.Work.perform
+perform = killed_writes.Work.perform
 def broken(self, operation, folder, which="new"):
     saving.appearing = careless
     perform(self, operation, folder, which)
-nightly_kills.Work.perform = broken
-print(json.dumps(nightly_kills.run(range(0, 80, 10), 1)))
+killed_writes.Work.perform = broken
+print(json.dumps(killed_writes.run(range(0, 80, 10), 1)))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
 def test_a_careless_writer_is_seen():
-    done = subprocess.run([sys.executable, "-c", CARELESS, Path(nightly.__file__).parent], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CARELESS, Path(damaged_files.__file__).parent], capture_output=True, text=True
+    )
     assert done.stdout, done.stderr
     assert {each["way"] for each in json.loads(done.stdout)["failures"]} == {"kill", "full"}
 
 
 @pytest.mark.slow
 def test_some_ragged_batches():
-    found = nightly_batches.run(range(15), seed=1)
+    found = ragged_batches.run(range(15), seed=1)
     assert found["failures"] == []
     assert found["rows"] > 45
     assert found["stopped"] > 12
@@ -109,14 +113,14 @@ def test_a_row_that_minds_its_neighbours_is_seen(monkeypatch):
     def generated(model, prompts, limits, sampling, stops, cache):
         return [[len(prompts)] * limit for limit in limits]
 
-    monkeypatch.setattr(nightly_batches, "generated", generated)
-    config = nightly_batches.llama_jax.preset("stories-260k")
-    found = nightly_batches.compare((config, None), seed=1, number=0)
+    monkeypatch.setattr(ragged_batches, "generated", generated)
+    config = ragged_batches.llama_jax.preset("stories-260k")
+    found = ragged_batches.compare((config, None), seed=1, number=0)
     assert [each["row"] for each in found["wrong"]] == list(range(found["rows"]))
 
 
 @pytest.mark.slow
 def test_some_profiles_over_saves():
-    found = script("nightly_profiles.py", "--cases", 3, "--seed", 1)
+    found = script("profiled_saves.py", "--cases", 3, "--seed", 1)
     assert found["failures"] == []
     assert found["saves"] == 24

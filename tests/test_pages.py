@@ -64,7 +64,6 @@ LESS = {
     "batch": {"--max-new-tokens": "8", "--rows": "2"},
     "chat": {"--max-new-tokens": "8", "--format": "plain"},
     "eval": {"--max-documents": "2"},
-    "needle": {"--max-documents": "2", "--trials": "2", "--wrong-keys": "1"},
     "train": {
         "--mesh": "data=1",
         **{

@@ -1,7 +1,8 @@
 """The communication between the devices of a mesh, read from the text of a compiled program: nothing runs.
 
 XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD); so the text has their kinds,
-their axes of the mesh, their sizes and, as loops state their trip counts, their numbers.
+their axes of the mesh, their sizes and, as loops state their trip counts, their numbers. `compiled.as_text()` lists the
+instructions of each computation in the order of their schedule.
 
 XLA for CPU differs from that for GPU and TPU in two ways that the figures show:
 
@@ -14,21 +15,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast, get_args
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-
-from llama_jax.analysis.groups import axes_of, groups_of
-from llama_jax.analysis.hlo import ARRAY, Instruction, ProgramText, array_bytes, tuple_elements
-from llama_jax.analysis.programs import is_overlapped, multiplies
 
 CollectiveKind = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
 ]
 Phase = Literal["forward", "again", "backward", "rest"]
+Loops = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,10 @@ class Collective:
       bytes: of the whole result on one device, all arrays together, for one execution.
       sliced: of the bytes of an all-reduce, those of arrays that the device then uses only in part: a backend that forms
         reduce-scatter sends half as much for them.
-      dtypes: the kinds of elements, as XLA names them: "f32", "bf16".
       shapes: of the arrays of the result, "f32[128,64]".
-      loops: trip counts of the loops around it, the outermost first; None if the program does not tell.
-      conditional: it is in a branch that may not be taken; it is counted as if it were.
-      asynchronous: its start and its end are separate instructions.
-      overlapped: between these the device multiplies matrices, or runs a kernel or a loop.
+      loops: trip counts of the loops around it, the outermost first; None if the program does not tell. A branch is counted
+        as if it were taken.
       op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
-      stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
     """
 
     kind: CollectiveKind
@@ -57,14 +52,14 @@ class Collective:
     group: int
     bytes: int
     sliced: int
-    dtypes: tuple[str, ...]
     shapes: tuple[str, ...]
-    loops: tuple[int | None, ...] = ()
-    conditional: bool = False
-    asynchronous: bool = False
-    overlapped: bool = False
+    loops: Loops = ()
     op_name: str = ""
-    stack: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types of elements, as XLA names them: "f32", "bf16"."""
+        return tuple(dict.fromkeys(shape.partition("[")[0] for shape in self.shapes))
 
     @property
     def count(self) -> int:
@@ -147,14 +142,42 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
       program: the text of a compiled program, `compiled.as_text()`.
       mesh: over which it was compiled: devices count in its order.
     """
-    text = _CollectivesOfText(program)
-    shape = dict(mesh.shape)
-    return [
-        _read(text, computation, one, shape, loops, conditional)
-        for computation, loops, conditional in _walk(text, text.text.entry, (), False)
-        for one in text.collectives[computation]
-        if computation not in text.continued
-    ]
+    text, shape = ProgramText(program), dict(mesh.shape)
+    return [_read(text, where, one, shape, loops) for where, one, loops in collective_instructions(text)]
+
+
+def collective_instructions(text: ProgramText) -> Iterator[tuple[str, Instruction, Loops]]:
+    """The instructions of `find_collectives`: the computation, the instruction, and the trips of the loops around it."""
+    held = {name: [one for one in lines if _COLLECTIVE.match(one.opcode)] for name, lines in text.computations.items()}
+    # A TPU writes an asynchronous collective three times: where it starts, where it goes on inside of a fusion that computes
+    # something else, and where it is waited for. The first counts.
+    for name in held:
+        waits = any(one.target == "AsyncCollectiveDone" for one in text.computations[name])
+        if waits or name.startswith("async_collective_fusion"):
+            held[name] = []
+    calls = {name: list(_calls(text, name)) for name in held}
+    holding: dict[str, bool] = {}
+
+    def holds(name: str) -> bool:
+        if name not in holding:
+            holding[name] = bool(held[name]) or any(holds(called) for called, _ in calls[name])
+        return holding[name]
+
+    def walk(name: str, loops: Loops) -> Iterator[tuple[str, Instruction, Loops]]:
+        for called, loop in calls[name]:
+            if holds(called):
+                yield from walk(called, loops + loop)
+        yield from ((name, one, loops) for one in held[name])
+
+    return walk(text.entry, ())
+
+
+def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, Loops]]:
+    """What a computation calls: its name, and the trips of the loop if it is one's body."""
+    for one in text.computations[computation]:
+        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # which may hold the plain one
+            loop = (text.trips(computation, one),) if one.opcode == "while" else ()
+            yield from ((name, loop) for name in one.called if name in text.computations)
 
 
 def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
@@ -178,135 +201,11 @@ def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
     return sorted(traffic, key=lambda t: -t.sent)
 
 
-_COLLECTIVE = re.compile(rf" (?P<kind>{'|'.join(get_args(CollectiveKind))})(?P<start>-start)?\(")
-_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
+_COLLECTIVE = re.compile(rf"(?P<kind>{'|'.join(get_args(CollectiveKind))})(?P<start>-start)?$")
 
 
-class _CollectivesOfText:
-    """Where the collectives of a program are."""
-
-    def __init__(self, text: str) -> None:
-        self.text = ProgramText(text)
-        computations = self.text.computations
-        self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in computations.items()}
-        self.calls = {name: list(_calls(self.text, name)) for name in computations}
-        # A TPU writes an asynchronous collective three times: where it starts, where it goes on inside of a fusion that
-        # computes something else, and where it is waited for.
-        beside = [name for name in computations if name.startswith("async_collective_fusion")]
-        waiting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveDone" for x in lines)]
-        starting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveStart" for x in lines)]
-        self.continued = {*beside, *waiting}
-        computing = [name for name in beside if any(multiplies(self.text, x) for x in computations[name])]
-        self.channels_started = self._channels((*starting, *beside))
-        self.channels_overlapped = self._channels(computing)
-        self._tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in _TABLE.findall(text)}
-        self._holding: dict[str, bool] = {}
-
-    def _channels(self, computations: Iterable[str]) -> set[str]:
-        return {_channel(one) for name in computations for one in self.collectives[name]}
-
-    def holds_collectives(self, name: str) -> bool:
-        """Whether there are any in a computation or in what it calls."""
-        if name not in self._holding:
-            inside = any(self.holds_collectives(called) for called, _, _ in self.calls[name])
-            self._holding[name] = inside or bool(self.collectives[name])
-        return self._holding[name]
-
-    def sliced(self, one: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
-        """Bytes of those arrays of a collective's result that are only read in parts; `lines` are its computation's."""
-        if len(sizes) == 1:
-            return sizes[0] * self._is_sliced(one.name, lines)
-        parts = {
-            int(found[1]): other.name
-            for other in _users(one.name, lines)
-            if (found := re.search(r" get-tuple-element\(.*index=(\d+)", other.line))
-        }
-        return sum(size * (i in parts and self._is_sliced(parts[i], lines)) for i, size in enumerate(sizes))
-
-    def _is_sliced(self, name: str, lines: list[Instruction]) -> bool:
-        """Whether nothing but slices at places that differ by device are taken of an array, also inside of fusions."""
-        users = _users(name, lines)
-        return bool(users) and all(self._slices(user, name, lines) for user in users)
-
-    def _slices(self, user: Instruction, name: str, lines: list[Instruction]) -> bool:
-        match user.opcode:
-            case "dynamic-slice":
-                return user.operands[0] == name
-            case "bitcast" | "reshape" | "transpose" | "copy" | "convert" | "add":
-                return self._is_sliced(user.name, lines)
-            case "fusion":
-                inside = self.text.computations.get(user.calls("calls"), [])
-                places = [i for i, operand in enumerate(user.operands) if operand == name]
-                entering = [x.name for x in inside for i in places if f" parameter({i})" in x.line]
-                return all(self._is_sliced(parameter, inside) for parameter in entering)
-            case _:
-                return False
-
-    def stack(self, line: str) -> tuple[str, ...]:
-        """Where in the source an instruction comes from, the innermost last."""
-        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-        if direct:
-            return (f"{direct[1]}:{direct[2]}",)
-        frame = re.search(r"stack_frame_id=(\d+)", line)
-        names, functions = self._tables.get("FileNames", {}), self._tables.get("FunctionNames", {})
-        locations, frames = self._tables.get("FileLocations", {}), self._tables.get("StackFrames", {})
-        found: list[str] = []
-        current = frame[1] if frame else "0"
-        while current in frames:
-            ids = dict(re.findall(r"(\w+)=(\d+)", frames[current]))
-            place = dict(re.findall(r"(\w+)=(\d+)", locations[ids["file_location_id"]]))
-            file, function = names[place["file_name_id"]].strip('"'), functions[place["function_name_id"]].strip('"')
-            found.append(f"{file}:{place['line']} {function}")
-            current = str(int(ids["parent_frame_id"]) - 1)  # frames count from 1, their parents from 2; 1 is none
-        return tuple(reversed(found))
-
-
-def _collective(one: Instruction) -> re.Match[str] | None:
-    return _COLLECTIVE.match(f" {one.opcode}(")
-
-
-def _channel(one: Instruction) -> str:
-    found = re.search(r"channel_id=(\d+)", one.rest)
-    return found[1] if found else one.name
-
-
-def _users(name: str, lines: list[Instruction]) -> list[Instruction]:
-    return [one for one in lines if name in one.operands]
-
-
-def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
-    """What a computation calls: its name, the trips of the loop if it is one's body, and whether it is a branch."""
-    for one in text.computations[computation]:
-        if "=%" not in one.line and "={%" not in one.line:
-            continue
-        if _collective(one):
-            continue  # the text of an asynchronous collective may hold the plain one as well
-        loop = (text.trips(computation, one),) if one.opcode == "while" else ()
-        for name in one.called:
-            if name in text.computations:
-                yield name, loop, one.opcode == "conditional"
-
-
-def _walk(
-    text: _CollectivesOfText, name: str, loops: tuple[int | None, ...], conditional: bool
-) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
-    """The computations with collectives that a program runs, each with the loops around it."""
-    for called, loop, branch in text.calls.get(name, ()):
-        if text.holds_collectives(called):
-            yield from _walk(text, called, loops + loop, conditional or branch)
-    if text.collectives.get(name):
-        yield name, loops, conditional
-
-
-def _read(
-    text: _CollectivesOfText,
-    computation: str,
-    one: Instruction,
-    mesh: dict[str, int],
-    loops: tuple[int | None, ...],
-    conditional: bool,
-) -> Collective:
-    found, lines = _collective(one), text.text.computations[computation]
+def _read(text: ProgramText, computation: str, one: Instruction, mesh: dict[str, int], loops: Loops) -> Collective:
+    found, lines = _COLLECTIVE.match(one.opcode), text.computations[computation]
     assert found is not None
     result = one.type
     if found["start"] and found["kind"] != "all-reduce":
@@ -326,14 +225,256 @@ def _read(
         axes=axes,
         group=group,
         bytes=sum(sizes),
-        sliced=text.sliced(one, lines, sizes) if kind == "all-reduce" else 0,
-        dtypes=tuple(Counter("".join(array[:3]) for array in arrays)),
+        sliced=_sliced(text, one, lines, sizes) if kind == "all-reduce" else 0,
         shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
         loops=loops,
-        conditional=conditional,
-        asynchronous=_channel(one) in text.channels_started or bool(found["start"]),
-        overlapped=_channel(one) in text.channels_overlapped
-        or (bool(found["start"]) and is_overlapped(one, lines, text.text)),
         op_name=op_name[1] if op_name else "",
-        stack=text.stack(one.line),
     )
+
+
+def _sliced(text: ProgramText, one: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
+    """Bytes of those arrays of a collective's result that are only read in parts; `lines` are its computation's."""
+    if len(sizes) == 1:
+        return sizes[0] * _is_sliced(text, one.name, lines)
+    parts = {
+        int(found[1]): other.name
+        for other in lines
+        if one.name in other.operands and (found := re.search(r" get-tuple-element\(.*index=(\d+)", other.line))
+    }
+    return sum(size * (i in parts and _is_sliced(text, parts[i], lines)) for i, size in enumerate(sizes))
+
+
+def _is_sliced(text: ProgramText, name: str, lines: list[Instruction]) -> bool:
+    """Whether nothing but slices at places that differ by device are taken of an array, also inside of fusions."""
+    users = [one for one in lines if name in one.operands]
+    return bool(users) and all(_slices(text, user, name, lines) for user in users)
+
+
+def _slices(text: ProgramText, user: Instruction, name: str, lines: list[Instruction]) -> bool:
+    match user.opcode:
+        case "dynamic-slice":
+            return user.operands[0] == name
+        case "bitcast" | "reshape" | "transpose" | "copy" | "convert" | "add":
+            return _is_sliced(text, user.name, lines)
+        case "fusion":
+            inside = text.computations.get(user.calls("calls"), [])
+            places = [i for i, operand in enumerate(user.operands) if operand == name]
+            entering = [x.name for x in inside for i in places if f" parameter({i})" in x.line]
+            return all(_is_sliced(text, parameter, inside) for parameter in entering)
+        case _:
+            return False
+
+
+def groups_of(attributes: str, devices: int) -> np.ndarray:
+    """Which devices exchange with each other: int[groups, group]."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if pairs:
+        return np.array(re.findall(r"(\d+),(\d+)", pairs[1]), int).reshape(-1, 2)
+    listed = re.search(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}", attributes)
+    if listed:
+        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d, ]+)\}", listed[1])]
+        return np.array(rows or [list(range(devices))])
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes)
+    if iota:
+        return _iota(iota[2]).reshape(_numbers(iota[1]))
+    named = re.search(
+        r"replica_groups=@?mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^ ]+)\))?,? *\{(?P<axes>[^}]*)\}", attributes
+    )
+    if named:
+        return _named_groups(named["mesh"], named["ids"], named["axes"])
+    return np.arange(devices)[None]
+
+
+def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
+    """Groups along axes of a mesh that XLA names for itself, or along parts of such axes, as 'axis_1':(2)4.
+
+    Of an axis, `(before)size` means that it is cut into `before`, `size` and what is left, and the group is the second.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
+    whole = math.prod(sizes.values())
+    order = np.arange(whole) if ids is None else _iota(ids) if "[" in ids else np.array(_numbers(ids))
+    cuts: dict[str, list[tuple[int, int]]] = {}
+    for name, before, size in re.findall(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?", axes):
+        cuts.setdefault(name, []).append((int(before), int(size)) if before else (1, sizes[name]))
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size in sizes.items():
+        done = 1
+        for before, part in sorted(cuts.get(name, [])):
+            shape += [before // done, part]
+            inside.append(len(shape) - 1)
+            done = before * part
+        shape.append(size // done)
+    outside = [i for i in range(len(shape)) if i not in inside]
+    group = math.prod(shape[i] for i in inside)
+    return order.reshape(shape).transpose(outside + inside).reshape(-1, group)
+
+
+def _iota(text: str) -> np.ndarray:
+    """The numbers from 0 on, in the order that "[8,4]T(1,0)" means: shaped, transposed, and flat again."""
+    shape, _, permutation = text.partition("T")
+    sizes = _numbers(shape)
+    order = np.arange(math.prod(sizes)).reshape(sizes)
+    return (order.transpose(_numbers(permutation)) if permutation else order).reshape(-1)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def axes_of(groups: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The axes along which members of a group have different coordinates."""
+    coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, group, axes]
+    differ = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
+    return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>[^%\"]+?) (?P<opcode>[\w\-]+)\((?P<rest>.*)$")
+ARRAY = re.compile(r"([a-z]+)(\d*)(\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"\}")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(?:%?([\w.\-]+)|\{([^{}]*)\})")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a computation.
+
+    Attributes:
+      type: of the result, with the layouts.
+      rest: what follows the opcode's bracket: operands and attributes.
+      line: the whole of it.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    line: str
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(_OPERAND.findall(self.rest.split("), ")[0]))
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it runs."""
+        return tuple(name for one, several in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", one or several))
+
+    def calls(self, attribute: str) -> str:
+        """The computation that an attribute names, such as a loop's "body"."""
+        found = re.search(rf"{attribute}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the result of its computation."""
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
+    def target(self) -> str:
+        """The function that a custom call names."""
+        found = _TARGET.search(self.rest)
+        return found[1] if found else ""
+
+
+class ProgramText:
+    """A compiled program, computation by computation."""
+
+    def __init__(self, text: str) -> None:
+        self.entry = ""
+        self.computations: dict[str, list[Instruction]] = {}
+        name = None
+        for line in _whole_lines(text):
+            if not line.startswith(" "):
+                found = _COMPUTATION.match(line)
+                name = found[2] if found else None
+                if found:
+                    self.computations[found[2]] = []
+                    self.entry = found[2] if found[1] else self.entry
+            elif name is not None and (match := _INSTRUCTION.match(line)):
+                self.computations[name].append(Instruction(**match.groupdict(), line=line))
+        self._named: dict[str, dict[str, Instruction]] = {}
+
+    def named(self, computation: str) -> dict[str, Instruction]:
+        """The instructions of a computation by name."""
+        if computation not in self._named:
+            self._named[computation] = {one.name: one for one in self.computations[computation]}
+        return self._named[computation]
+
+    def trips(self, computation: str, loop: Instruction) -> int | None:
+        """Turns of a loop, which some compilers note and others leave to its condition; None where it does not tell."""
+        noted = _TRIPS.search(loop.rest)
+        if noted:
+            return int(noted[1])
+        condition, body = loop.calls("condition"), loop.calls("body")
+        inside = self.named(condition)
+        root = self.computations[condition][-1]
+        if root.opcode != "compare" or "direction=LT" not in root.rest or len(root.operands) != 2:
+            return None
+        counter, limit = (inside.get(name) for name in root.operands)
+        index = _element(counter)
+        bound = _whole(limit)
+        if index is None or bound is None:
+            return None
+        before, following = self.named(computation), self.named(body)
+        start = before.get(loop.operands[0])
+        first = before.get(start.operands[index]) if start and start.opcode == "tuple" else None
+        if first and first.opcode == "copy":
+            first = before.get(first.operands[0])
+        step = following.get(self.computations[body][-1].operands[index])
+        steps = [_whole(following.get(name)) for name in step.operands] if step and step.opcode == "add" else []
+        by = next((n for n in steps if n), 1)
+        return -(-(bound - (_whole(first) or 0)) // by)
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines of a program's text, an instruction in each: what a kernel says of itself may go over several."""
+    inside, instruction = False, ""
+    for line in text.splitlines():
+        if inside and line != "}" and not line.startswith("  "):
+            instruction += line
+            continue
+        if instruction:
+            yield instruction
+        instruction = line if line.startswith("  ") else ""
+        if not instruction:
+            yield line
+        inside = line != "}" if inside else bool(_COMPUTATION.match(line))
+    if instruction:
+        yield instruction
+
+
+def _element(one: Instruction | None) -> int | None:
+    """Which element of a tuple an instruction takes."""
+    found = re.search(r"index=(\d+)", one.rest) if one and one.opcode == "get-tuple-element" else None
+    return int(found[1]) if found else None
+
+
+def _whole(one: Instruction | None) -> int | None:
+    """The value of a constant that is an integer."""
+    found = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def tuple_elements(type: str) -> list[str]:
+    """The types in a tuple's: of "(f32[2], (f32[4], f32[4]))" the two; of another type that one."""
+    if not type.strip().startswith("("):
+        return [type]
+    parts, depth = [""], 0
+    for character in type.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def array_bytes(letters: str, bits: str, rest: str, shape: str) -> int:
+    """Bytes of an array, by the parts of its type as `ARRAY` finds them, without padding."""
+    if letters in ("token", "opaque"):
+        return 0
+    return -(-math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n) * int(bits or 8) // 8)

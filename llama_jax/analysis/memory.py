@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.analysis.scratch import kernel_scratch
+from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, array_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.flags import compiler_options, decoding_on_tpu
@@ -181,10 +181,10 @@ def train_programs(
       accumulate: parts of the batch that are read one after the other, see `train_step`.
       attention: how it is computed, see `Compute`; over `context` it is ring attention.
       lora: train adapters with these settings on a frozen model of `dtype`.
-      weights: the kind in which the matrices of that model are quantised; None for floats.
+      weights: the kind in which the matrices of that model are quantized; None for floats.
 
     Raises:
-      ConfigError: matrices that cannot be quantised in that kind.
+      ConfigError: matrices that cannot be quantized in that kind.
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -277,7 +277,7 @@ def decode_programs(
       attention: how it is computed, see `Compute`.
 
     Raises:
-      ConfigError: matrices that cannot be quantised so.
+      ConfigError: matrices that cannot be quantized so.
       MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -354,3 +354,32 @@ def bytes_per_device(tree: Any) -> int:
 def _placed(shapes: Any, placement: Any) -> Any:
     """Shapes with their shardings."""
     return jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, placement)
+
+
+def kernel_scratch(program: str) -> int:
+    """Bytes of the largest array inside a group that a kernel library runs, by the text of a compiled program; 0 off CPU.
+
+    XLA for CPU hands groups of operations with a matrix product or a sum to YNNPACK, which holds what lies between them (the
+    softmax's exponentials before the product with the values, or before their sum over the vocabulary in the loss) in memory
+    of its own, outside of the plan.
+
+    One such array at a time is what runs of the library take beyond the plan, apart from packed operands, which are small
+    beside it (`experiments/check_estimate.py` measures that).
+    """
+    text = ProgramText(program)
+    groups = {one.calls("calls") for lines in text.computations.values() for one in lines if "__ynn_fusion" in one.rest}
+    return max((_largest_inside(text.computations.get(name, [])) for name in groups), default=0)
+
+
+def _largest_inside(group: list[Instruction]) -> int:
+    """The largest array; parameters and the result are in the plan, also under another shape."""
+    outside = {root.operands[0] for root in group if root.is_root and root.opcode == "bitcast"}
+    # A sum of products (the norm of the gradients) is one kernel; a sum of exponentials makes them first.
+    multiplies = any(one.opcode == "dot" for one in group)
+    inside = [
+        one
+        for one in group
+        if (one.opcode not in ("parameter", "constant") if multiplies else one.opcode == "exponential")
+        and not (one.is_root or one.name in outside or one.type.startswith("("))
+    ]
+    return max((sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)) for one in inside), default=0)

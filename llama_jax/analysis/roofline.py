@@ -109,7 +109,7 @@ def least_traffic(
       vocabulary is split. What the backward pass computes again is gathered and summed again.
 
     Weights and activations are sent in `dtype`, gradients in float32, for their sum would otherwise be rounded (Grattafiori
-    et al. 2024, section 3.3.2). Small arrays are left out, those not of the order of D * D or B * T * D: normalisations,
+    et al. 2024, section 3.3.2). Small arrays are left out, those not of the order of D * D or B * T * D: normalizations,
     statistics of the loss, the norm of the gradients.
 
     Args:

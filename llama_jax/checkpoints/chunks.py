@@ -2,7 +2,7 @@
 Also merges the indexes of several hosts.
 
 Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
-file ``ocdbt.process_N/d/...``, and an index of all chunks in files of its own. As runs here write them (`runs.snapshots`)
+file ``ocdbt.process_N/d/...``, and an index of all chunks in files of its own. As runs here write them (`CheckpointManager`)
 chunks are not compressed, so that rows of one are a range of bytes.
 
 https://google.github.io/tensorstore/kvstore/ocdbt/, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/

@@ -36,11 +36,10 @@ COMMANDS = {
         "merge": ("Merge", "Add a LoRA adapter to a model's weights."),
     },
     "Train and evaluate": {
-        "train": ("Train", "Train, fine-tune or distil a model by a recipe."),
-        "data": ("Data", "Show training data as tokens, or tokenise it ahead."),
+        "train": ("Train", "Train, fine-tune or distill a model by a recipe."),
+        "data": ("Data", "Show training data as tokens, or tokenize it ahead."),
         "eval": ("Eval", "Measure loss and perplexity on texts, chats, preferences."),
         "lm-eval": ("LmEval", "Run tasks of the lm-evaluation-harness."),
-        "needle": ("Needle", "Test whether a model finds a sentence in a long text."),
         "plot": ("Plot", "Draw the curves of training runs."),
     },
     "Plan and set up": {
@@ -131,7 +130,7 @@ def _run(arguments: list[str]) -> None:
     command = command_type(name)
     recipe = recipe_asked_about(arguments)
     if recipe is not None:
-        from llama_jax.cli.recipe_settings import settings_page
+        from llama_jax.cli.train import settings_page
 
         print(settings_page(*recipe))
         return

@@ -42,12 +42,12 @@ def check_settings(options: Collection[str], arguments: Sequence[str]) -> None:
 def arranged(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command, its name first, in the order that the parser accepts.
 
-    With ``train``, ``eval`` and ``needle`` one ``--data`` may be followed by several files, or each file by its own
+    With ``train`` and ``eval`` one ``--data`` may be followed by several files, or each file by its own
     ``--data``; the changes of the recipe of ``train`` may be anywhere.
     """
     if arguments[:1] == ["train"]:
         return changes_together(each_by_itself(arguments, changes=True))
-    return each_by_itself(arguments) if arguments[:1] in (["eval"], ["needle"]) else list(arguments)
+    return each_by_itself(arguments) if arguments[:1] == ["eval"] else list(arguments)
 
 
 def changes_together(arguments: Sequence[str]) -> list[str]:

@@ -88,7 +88,7 @@ class ShowData:
     def _tokenizer(self) -> Tokenizer:
         from llama_jax.checkpoints.bundled import bundled
         from llama_jax.checkpoints.loading import open_checkpoint
-        from llama_jax.cli.reading import stored_tokenizer
+        from llama_jax.cli.eval_options import stored_tokenizer
         from llama_jax.tokenizers import load_tokenizer
 
         if self.tokenizer is not None:

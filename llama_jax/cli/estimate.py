@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
 from llama_jax.cli.options import ATTENTION, QUANTIZE, CompileOptions
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
@@ -17,14 +17,54 @@ from llama_jax.errors import ConfigError, MeshError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from llama_jax.analysis.findings import Findings
+    from llama_jax.analysis.collectives import Collective
     from llama_jax.analysis.hardware import Hardware
-    from llama_jax.analysis.memory import Program
+    from llama_jax.analysis.memory import Memory, Program
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
     from llama_jax.ops.weights import Name, Pure
     from llama_jax.parallel.mesh import MeshSizes
+
+
+LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state (AdamW)",
+    "cache": "cache",
+    "temporaries": "activations and temporaries",
+    "scratch": "scratch of CPU kernels",
+}
+
+
+class CompiledProgram(NamedTuple):
+    """Facts about a program, per device.
+
+    Attributes:
+      memory: as its compiler plans it.
+      collectives: in the order of the program.
+      seconds: of tracing and compiling.
+      attention: the backends that were used, and why: "cudnn (on NVIDIA H200)".
+    """
+
+    memory: Memory
+    collectives: list[Collective]
+    seconds: float
+    attention: list[str]
+
+
+def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
+    """Compile a program for its mesh and look at it; see `Program.compile`."""
+    from llama_jax.analysis.collectives import find_collectives
+    from llama_jax.ops.attention import observed
+
+    started = time.perf_counter()
+    with observed() as attention:
+        executable = program.compile(accelerator=accelerator)
+    seconds = time.perf_counter() - started
+    memory = program.memory(executable, accelerator=accelerator)
+    collectives = find_collectives(executable.as_text() or "", program.mesh)
+    return CompiledProgram(memory, collectives, seconds, [f"{name} ({why})" for name, why in attention.items()])
 
 
 @dataclass(frozen=True)
@@ -54,8 +94,8 @@ class Estimate(CompileOptions):
     quantize: QUANTIZE = "auto"
     """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
     lora: int = 0
-    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No least
-    communication and no least time are given for that."""
+    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No lower
+    bounds are computed with LoRA."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
     (full, auto)."""
@@ -71,8 +111,6 @@ class Estimate(CompileOptions):
     """Print one JSON object, sizes in bytes."""
 
     def run(self) -> None:
-
-        from llama_jax.analysis.findings import examine
         from llama_jax.analysis.hardware import named_hardware
         from llama_jax.analysis.memory import DoesNotFitError
         from llama_jax.analysis.roofline import exchange_seconds
@@ -93,14 +131,14 @@ class Estimate(CompileOptions):
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
-        found: dict[str, Findings] = {}
+        found: dict[str, CompiledProgram] = {}
         refused: dict[str, str] = {}
         for program in self._programs(config, mesh, weights):
             count = f"{sizes.devices} {'simulated ' if compiler is None else ''}device{'s' * (sizes.devices > 1)}"
             by = f" by {compiler}" if compiler else ""
             print(f"compiling {program.name} for {count}{by}...", file=sys.stderr, flush=True)
             try:
-                found[program.name] = examine(program, accelerator=hardware is not None)
+                found[program.name] = compiled(program, accelerator=hardware is not None)
             except DoesNotFitError as error:
                 refused[program.name] = str(error)
         about = {
@@ -126,13 +164,12 @@ class Estimate(CompileOptions):
         }
         bounds = {} if hardware is None or refused or self.lora else self._bounds(config, sizes, hardware, found, least)
         if self.json:
-            print(as_json(about, found, least, hardware, bounds, own=compiler is not None))
+            print(as_json(about, found, least, hardware, bounds))
             return
         print(as_table(about, found, for_cpu=hardware is None, own=compiler is not None))
         if sizes.devices > 1:
             print(exchange_table(config.n_layers, found, least, own=compiler is not None))
-        if compiler is not None:
-            print(programs_table(found))
+        print(programs_table(found))
         if hardware is not None and found and not refused:
             print(bound_table(hardware, max(one.memory.total for one in found.values()), bounds))
 
@@ -172,7 +209,7 @@ class Estimate(CompileOptions):
         config: LlamaConfig,
         sizes: MeshSizes,
         hardware: Hardware,
-        found: dict[str, Findings],
+        found: dict[str, CompiledProgram],
         least: list[DeviceExchange],
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
@@ -262,18 +299,18 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
     Raises:
       MeshError: more devices than can be simulated, or than the hardware is built of.
     """
-    from llama_jax.analysis.compilers import CompilerError, compiler_missing, compiler_of, mesh_for
+    from llama_jax.analysis.aot_compile import CompilerError, compiler_version, mesh_for, missing_compiler
     from llama_jax.parallel.mesh import make_mesh
 
     note = None
     if hardware is not None:
         import jax
 
-        note = compiler_missing(hardware)
+        note = missing_compiler(hardware)
         if note is None:
             jax.config.update("jax_platforms", "cpu")
             try:
-                return mesh_for(hardware, sizes), compiler_of(hardware), None
+                return mesh_for(hardware, sizes), compiler_version(hardware), None
             except CompilerError as error:
                 note = str(error)
     simulate_devices(sizes.devices)
@@ -335,3 +372,165 @@ def simulate_devices(count: int) -> None:
         raise MeshError(f"a mesh of {count} devices is beyond the {most} that can be simulated; estimate a part of it")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def as_json(
+    about: dict[str, Any],
+    found: dict[str, CompiledProgram],
+    least: list[DeviceExchange],
+    hardware: Hardware | None,
+    bounds: dict[str, Roofline],
+) -> str:
+    """One object: the request, for each program the bytes per device and the communication, and the bounds."""
+    from llama_jax.analysis.collectives import add_up
+
+    programs = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
+    peak = max((one.memory.total for one in found.values()), default=0)
+    sums = {"bytes_per_device": programs, "peak_per_device": peak, "peak_of_mesh": peak * about["devices"]}
+    traffic = {name: [asdict(row) for row in add_up(one.collectives)] for name, one in found.items()}
+    needed = [asdict(row) | {"sent": row.sent} for row in least]
+    rooflines = {
+        name: asdict(bound)
+        | {"limit": bound.limit, "overlapped": bound.overlapped, "apart": bound.apart}
+        | {"mfu_overlapped": bound.utilization(bound.overlapped), "mfu_apart": bound.utilization(bound.apart)}
+        for name, bound in bounds.items()
+    }
+    fits = hardware is not None and not about["refused"] and hardware.holds(peak)
+    plan = {"hardware": asdict(hardware), "fits": fits, "rooflines": rooflines} if hardware else {}
+    seen = {"programs": {name: {"compile_seconds": one.seconds, "attention": one.attention} for name, one in found.items()}}
+    return json.dumps(about | sums | {"exchanged": traffic, "least_exchanged": needed} | plan | seen)
+
+
+def as_table(about: dict[str, Any], found: dict[str, CompiledProgram], *, for_cpu: bool, own: bool) -> str:
+    """A column for each program, and one for all devices together while the program that needs the most memory runs."""
+    from llama_jax.parallel.mesh import MeshSizes
+
+    columns = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
+    devices = about["devices"]
+    if devices > 1 and found:
+        worst = max(found, key=lambda name: found[name].memory.total)
+        columns[f"{worst}, all {devices}"] = {part: size * devices for part, size in columns[worst].items()}
+    rows = [("GB per device", [*columns])]
+    for part, label in (LABELS | {"total": "total"}).items():
+        if any(column[part] for column in columns.values()):
+            rows.append((label, [f"{column[part] / 1e9:,.3f}" for column in columns.values()]))
+    width = 3 + max(len(cell) for _, cells in rows for cell in cells)
+
+    mesh = MeshSizes(**about["mesh"])
+    scores = "Attention of long rows is planned by blocks, whose scores are never in memory at once; so are GPU kernels'."
+    if mesh.context > 1:
+        scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
+    asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
+    asked += [f"weights {about['quantize']}"] if about["quantize"] != "none" else []
+    asked += [f"adapters of rank {about['lora']}"] if about["lora"] else []
+    asked += [f"remat {about['remat']}"] if about["remat"] else []
+    asked += ["packed"] if about["packed"] else []
+    asked += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
+    lines = [
+        " · ".join([*asked, str(mesh)]),
+        f"{about['parameter_count']:,} parameters · cache {about['cache_bytes_per_token']:,} bytes per token",
+        "",
+    ]
+    if found:
+        lines += [*(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows), ""]
+    lines += [f"The compiler says that it does not fit: {message}" for message in about["refused"].values()]
+    if own:
+        lines.append(f"Compiled by {about['compiler']}: this is its plan.")
+        return "\n".join(lines)
+    lines += [scores, "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently."]
+    if about["note"]:
+        lines.append(f"Their own compiler was not asked: {about['note']}")
+    if about["dtype"] == "bfloat16" and for_cpu:
+        lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: --hardware NAME plans without that.")
+    return "\n".join(lines)
+
+
+def programs_table(found: dict[str, CompiledProgram]) -> str:
+    """How long each program was compiled, and how it computes attention."""
+    attention = {name: f", attention: {'; '.join(one.attention)}" if one.attention else "" for name, one in found.items()}
+    return "\n".join(["", *(f"{name}: compiled in {one.seconds:.0f} s{attention[name]}" for name, one in found.items())])
+
+
+def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
+    """The communication of a device while each program runs once, and the least for comparison."""
+    from llama_jax.inference.generate import CHUNK
+
+    lines, exchanged = [], [one for program in found.values() for one in program.collectives]
+    for name, program in found.items():
+        if program.collectives:
+            lines += ["", *_kinds(name, program.collectives, n_layers)]
+    lines += ["", *_least_of_each(least)] if least else []
+    lines += ["", *_sums(exchanged, least)] if least else []
+    lines += ["", "Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a"]
+    lines += [
+        "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
+    ]
+    if any(not one.is_counted for one in exchanged):
+        lines.append(f"One turn is counted of loops whose number of turns is not fixed: {CHUNK} tokens of each row.")
+    return "\n".join(lines)
+
+
+def _kinds(program: str, members: list[Collective], n_layers: int) -> list[str]:
+    """A line for each kind, axes and type of elements."""
+    columns = ("forward", "again", "backward", "others", "GB result", "GB sent", "scattered")
+    rows: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in members:
+        rows.setdefault((",".join(one.axes), one.kind, "+".join(one.dtypes)), []).append(one)
+    lines = [f"{program + ': exchanges in each layer, and others':<48}" + "".join(f"{c:>11}" for c in columns)]
+    for (axes, kind, dtypes), row in sorted(rows.items()):
+        layered = [one for one in row if n_layers in one.loops]
+        counts = [sum(one.count for one in layered if one.phase == phase) for phase in columns[:3]]
+        cells = [*(f"{count / n_layers:g}" for count in counts), f"{sum(one.count for one in row) - sum(counts):,}"]
+        sizes = (
+            sum(one.count * one.bytes for one in row),
+            sum(one.count * one.sent for one in row),
+            sum(one.count * one.sent_if_scattered for one in row),
+        )
+        cells += [f"{size / 1e9:,.3f}" for size in sizes]
+        lines.append(f"  {axes + ' ' + kind + ' ' + dtypes:<46}" + "".join(f"{cell:>11}" for cell in cells))
+    return lines
+
+
+def _least_of_each(least: list[DeviceExchange]) -> list[str]:
+    lines = [f"{'the least that this strategy exchanges':<81}{'count':>11}{'GB sent':>11}"]
+    for one in least:
+        name = f"{','.join(one.axes)} {one.kind}: {one.what}"
+        lines.append(f"  {name:<79}{one.count:>11,}{one.count * one.sent / 1e9:>11,.3f}")
+    return lines
+
+
+def _sums(members: list[Collective], least: list[DeviceExchange]) -> list[str]:
+    """A line for each axis, or group of axes, of the mesh."""
+    lines = [f"{'GB sent by a device along':<48}" + "".join(f"{c:>11}" for c in ("compiled", "scattered", "least"))]
+    for axes in sorted({one.axes for one in members} | {one.axes for one in least}):
+        along = [one for one in members if one.axes == axes]
+        sums = (
+            sum(one.count * one.sent for one in along),
+            sum(one.count * one.sent_if_scattered for one in along),
+            sum(one.count * one.sent for one in least if one.axes == axes),
+        )
+        lines.append(f"  {','.join(axes):<46}" + "".join(f"{size / 1e9:>11,.3f}" for size in sums))
+    return lines
+
+
+def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> str:
+    """Whether it fits, and the least seconds."""
+    share = peak / hardware.memory
+    beyond = hardware.network_bandwidth
+    network = "" if beyond is None else f" and {beyond / 1e9:,.4g} GB/s beyond"
+    lines = [
+        "",
+        f"{hardware.name}: {hardware.flops / 1e12:,.4g} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:,.3g} TB/s, "
+        f"links {hardware.link_bandwidth / 1e9:,.4g} GB/s between {hardware.domain:,} devices{network}",
+        f"{peak / 1e9:,.1f} GB is {share:.0%} of its memory of {hardware.memory / 1e9:,.1f} GB: "
+        + ("it fits" if hardware.holds(peak) else "it does not fit"),
+    ]
+    if bounds:
+        names = "compute", "memory", "exchange", "overlapped", "apart"
+        lines += ["", f"{'least seconds':<30}" + "".join(f"{name:>13}" for name in names)]
+    for name, bound in bounds.items():
+        parts = (bound.compute, bound.memory, bound.exchange, bound.overlapped, bound.apart)
+        lines.append(f"{name:<30}" + "".join(f"{seconds:>13,.4g}" for seconds in parts))
+        mfu = (f"{bound.utilization(seconds):.0%}" for seconds in parts[3:])
+        lines.append(f"{'  MFU at most':<69}" + "".join(f"{share:>13}" for share in mfu))
+    return "\n".join(lines)

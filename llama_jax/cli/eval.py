@@ -5,29 +5,33 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from llama_jax.cli.eval_options import Subject, TextOptions, numbers
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.plot import check_picture, save_picture
-from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
+from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.data.conversations import ExampleCounts
+    from llama_jax.data.pairs import Pairs
+    from llama_jax.evaluation.loss_by_length import LengthLoss
+    from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
     from llama_jax.model.params import Llama
-    from llama_jax.runs.divergence import Divergence
-    from llama_jax.runs.evaluate import Evaluation
-    from llama_jax.runs.lengths import LengthLoss
+    from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
+
+CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Eval(TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
-    --against PATH itself, what quantising costs.
+    --against PATH itself, what quantizing costs.
 
     For chats in .jsonl: the same of the assistant's messages. For preferences: how often the chosen answer is the more
     probable one, relative to a reference if --against or --adapter gives one (with --adapter PATH without it).
@@ -71,12 +75,10 @@ class Eval(TextOptions, RememberOptions):
     They may go beyond the model's context."""
     max_tokens: int | None = None
     """With --lengths: most tokens to predict at each, in windows spread evenly over the text; by default all of it."""
-    plot: Path | None = None
-    """With --lengths: draw the loss by position, a curve for each, as .png, .pdf or .svg. Needs the extra 'plot'."""
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.cli.eval_answers import ExampleOptions, kind_of_lines
+        from llama_jax.evaluation.perplexity import Divergence
         from llama_jax.ops.attention import observed
 
         # Quick checks come first: no mistake should be found after minutes of loading.
@@ -88,9 +90,7 @@ class Eval(TextOptions, RememberOptions):
             return self._preferences(subject)
         counts = None
         if kind == "chats":
-            corpus, counts = ExampleOptions(self.format, self.too_long, self.max_documents).chats(
-                self.data, subject.tokenizer, self._length(config)
-            )
+            corpus, counts = self._chats(subject)
         else:
             corpus = self.corpus(subject.tokenizer, lengths)
         reference = None if self.against is None else self._reference_config(self.against, subject)
@@ -100,34 +100,59 @@ class Eval(TextOptions, RememberOptions):
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
-        found: Evaluation | tuple[LengthLoss, ...]
-        compared = None
         with observed() as attention:
-            if lengths:
-                found = self._by_length(config, params, corpus, lengths)
-            elif reference is not None and other is not None:
-                compared = self._compared((config, params), (reference, other), corpus, sizes)
-                found = compared.model
-            else:
-                found = self._by_window(config, params, corpus, sizes)
-        tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
+            against = None if reference is None or other is None else (reference, other)
+            found = self._measure((config, params), against, corpus, lengths, sizes)
+        for name, value in _losses(found):
+            if not math.isfinite(value):
+                raise self.not_finite(name, value)
+        if isinstance(found, tuple):
+            results, tokens = _of_lengths(found, config), sum(one.tokens for one in found)
+        else:
+            own = found.model if isinstance(found, Divergence) else found
+            results, tokens = asdict(own), own.tokens
+        if isinstance(found, Divergence):
+            results["against"] = self._of_comparison(found, other)
         facts = {
             **self.facts(subject, params, tokens, seconds()),
-            **(_of_lengths(found, config) if isinstance(found, tuple) else asdict(found)),
-            **({} if compared is None else {"against": self._of_comparison(compared, other)}),
+            **results,
             **sizes,
             "unknown_tokens": _unknown(subject.tokenizer, corpus),
             "attention": " and ".join(attention),
             "kind": kind,
             **({} if counts is None else {"examples": asdict(counts)}),
         }
-        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts, compared))
-        if self.plot is not None and isinstance(found, tuple):
-            from llama_jax.runs.plot import draw_lengths
+        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
 
-            # Last, so that the results are not lost if the picture cannot be written.
-            name = f"{self.path} {self.rope}".strip()
-            save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
+    def _measure(
+        self,
+        model: tuple[LlamaConfig, Llama],
+        reference: tuple[LlamaConfig, Llama] | None,
+        corpus: Corpus,
+        lengths: Sequence[int],
+        sizes: dict[str, Any],
+    ) -> Evaluation | Divergence | tuple[LengthLoss, ...]:
+        """Measure by length, against a reference, or alone through a sliding window."""
+        from llama_jax.evaluation.loss_by_length import evaluate_lengths
+        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.model.options import Compute
+
+        compute, bar = Compute(attention=self.attention), progress_bar("evaluating", "pieces" if lengths else "batches")
+        if lengths:
+            return evaluate_lengths(
+                *model,
+                corpus,
+                lengths,
+                max_tokens=self.max_tokens,
+                batch=self.batch,
+                cache=self.cache_options(),
+                compute=compute,
+                progress=bar,
+            )
+        if reference is None:
+            return evaluate(*model, corpus, **sizes, compute=compute, progress=bar)
+        config, params = reference
+        return divergence(*model, params, corpus, reference_config=config, **sizes, compute=compute, progress=bar)
 
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
@@ -141,40 +166,62 @@ class Eval(TextOptions, RememberOptions):
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
-        from llama_jax.runs.evaluate import LONGEST
+        from llama_jax.evaluation.measure import LONGEST
 
         return min(config.max_seq_len, LONGEST) if self.length is None else self.length
 
+    def _chats(self, subject: Subject) -> tuple[Corpus, ExampleCounts]:
+        """Conversations whose targets are the assistant's messages."""
+        import numpy as np
+
+        from llama_jax.data.conversations import ChatReading, open_chats
+
+        reading = ChatReading(self.format, self.too_long)
+        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
+        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), counts
+
+    def _pairs(self, subject: Subject, length: int) -> tuple[Pairs, ExampleCounts]:
+        """Pairs of answers."""
+        import numpy as np
+
+        from llama_jax.data.conversations import ChatReading, open_preferences
+        from llama_jax.data.pairs import Pairs
+
+        reading = ChatReading(self.format, self.too_long)
+        chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
+        pairs = Pairs(chosen, rejected)
+        return pairs.select(np.arange(pairs.count)[: self.max_documents]), counts
+
     def _preferences(self, subject: Subject) -> None:
         """Accuracy and margin on pairs."""
-        from tqdm import tqdm
-
-        from llama_jax.cli.eval_answers import ExampleOptions, page_of_preferences
+        from llama_jax.evaluation.measure import check_batch, default_batch
+        from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.adapters import base_of
         from llama_jax.model.options import Compute
-        from llama_jax.runs.evaluate import check_batch
-        from llama_jax.runs.preferring import log_answers, prefer
 
-        config, length, batch = subject.config, self._length(subject.config), self.batch or 1
+        config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
         against = None if self.against is None else self._reference_config(self.against, subject)
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
             raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
         check_batch(batch, length)
-        reading = ExampleOptions(self.format, self.too_long, self.max_documents)
-        pairs, counts = reading.preferences(self.data, subject.tokenizer, length)
+        pairs, counts = self._pairs(subject, length)
         params = self.load(subject)
         seconds = subject.stopwatch()
-        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
         measure = partial(
-            log_answers, pairs=pairs, length=length, batch=batch, compute=Compute(attention=self.attention), progress=bar
+            pair_logprobs,
+            pairs=pairs,
+            length=length,
+            batch=batch,
+            compute=Compute(attention=self.attention),
+            progress=progress_bar("evaluating", "batches"),
         )
         own, reference, name = measure(config, params), None, None
         if self.against is not None and against is not None:
             name, reference = str(self.against), measure(against, self.load_dense(self.against))
         elif self.adapter is not None:
             name, reference = f"{self.path} without the adapter", measure(config, base_of(params))
-        found = prefer(own, reference)
+        found = preference_accuracy(own, reference)
         if not math.isfinite(found.margin):
             raise self.not_finite("margin", found.margin)
         facts = {
@@ -193,7 +240,7 @@ class Eval(TextOptions, RememberOptions):
         self.check()
         self.cache_options()
         cache = None if self.cache == "auto" else self.cache
-        alone = {"max_tokens": self.max_tokens, "plot": self.plot, "cache": cache, "window": self.window}
+        alone = {"max_tokens": self.max_tokens, "cache": cache, "window": self.window}
         for name, value in alone.items():
             if value is not None and not self.lengths:
                 raise UserError(f"{name}={value} goes with --lengths alone")
@@ -202,14 +249,12 @@ class Eval(TextOptions, RememberOptions):
                 raise UserError(
                     f"{name}={given} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
                 )
-        if self.plot is not None:
-            check_picture("plot", self.plot)
         return numbers("lengths", self.lengths, int) if self.lengths else ()
 
     def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
         """How the corpus will be read, after all checks that need no parameters."""
-        from llama_jax.runs.evaluate import choose_sizes
-        from llama_jax.runs.lengths import choose_lengths
+        from llama_jax.evaluation.loss_by_length import choose_lengths
+        from llama_jax.evaluation.measure import choose_sizes
 
         if not lengths:
             return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
@@ -219,22 +264,10 @@ class Eval(TextOptions, RememberOptions):
         remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
         return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
-    def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
-        from tqdm import tqdm
-
-        from llama_jax.model.options import Compute
-        from llama_jax.runs.evaluate import evaluate
-
-        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
-        found = evaluate(config, params, corpus, compute=Compute(attention=self.attention), progress=bar, **sizes)
-        if not math.isfinite(found.loss):
-            raise self.not_finite("loss", found.loss)
-        return found
-
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
         from llama_jax.checkpoints.loading import open_checkpoint
-        from llama_jax.verify.soundness import TEXT
+        from llama_jax.verify.activations import TEXT
 
         opened = open_checkpoint(path)
         sizes = opened.config.vocab_size, subject.config.vocab_size
@@ -251,35 +284,6 @@ class Eval(TextOptions, RememberOptions):
             )
         return opened.config
 
-    def _compared(
-        self,
-        model: tuple[LlamaConfig, Llama],
-        reference: tuple[LlamaConfig, Llama],
-        corpus: Corpus,
-        sizes: dict[str, Any],
-    ) -> Divergence:
-        from tqdm import tqdm
-
-        from llama_jax.model.options import Compute
-        from llama_jax.runs.divergence import divergence
-
-        bar = partial(tqdm, desc="comparing", unit=" batches", leave=False, disable=None)
-        found = divergence(
-            *model,
-            reference[1],
-            corpus,
-            reference_config=reference[0],
-            compute=Compute(attention=self.attention),
-            progress=bar,
-            **sizes,
-        )
-        for name, one in (("loss", found.model), ("reference's loss", found.reference)):
-            if not math.isfinite(one.loss):
-                raise self.not_finite(name, one.loss)
-        if not math.isfinite(found.kl):
-            raise self.not_finite("divergence", found.kl)
-        return found
-
     def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
         """What was found of the reference, and between both, as JSON has it."""
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
@@ -288,30 +292,16 @@ class Eval(TextOptions, RememberOptions):
         held = {"weights": kinds_in_memory(reference), "weight_bytes": bytes_in_memory(reference)}
         return {"model": str(self.against), **held, **asdict(found.reference), **between}
 
-    def _by_length(
-        self, config: LlamaConfig, params: Llama, corpus: Corpus, lengths: Sequence[int]
-    ) -> tuple[LengthLoss, ...]:
-        from tqdm import tqdm
 
-        from llama_jax.model.options import Compute
-        from llama_jax.runs.lengths import evaluate_lengths
+def _losses(found: Evaluation | Divergence | tuple[LengthLoss, ...]) -> list[tuple[str, float]]:
+    """The numbers that must be finite, by name."""
+    from llama_jax.evaluation.perplexity import Divergence
 
-        bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
-        found = evaluate_lengths(
-            config,
-            params,
-            corpus,
-            lengths,
-            max_tokens=self.max_tokens,
-            batch=self.batch,
-            cache=self.cache_options(),
-            compute=Compute(attention=self.attention),
-            progress=bar,
-        )
-        for one in found:
-            if not math.isfinite(one.loss):
-                raise self.not_finite(f"loss at length={one.length}", one.loss)
-        return found
+    if isinstance(found, tuple):
+        return [(f"loss at length={one.length}", one.loss) for one in found]
+    if isinstance(found, Divergence):
+        return [("loss", found.model.loss), ("reference's loss", found.reference.loss), ("divergence", found.kl)]
+    return [("loss", found.loss)]
 
 
 def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
@@ -339,8 +329,12 @@ def _plus_minus(error: float) -> str:
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 
-def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | None = None) -> str:
+def as_page(result: Evaluation | Divergence, facts: dict[str, Any]) -> str:
     """The three numbers, the data they are about, and their distance from a reference's."""
+    from llama_jax.evaluation.perplexity import Divergence
+
+    compared = result if isinstance(result, Divergence) else None
+    found = result.model if isinstance(result, Divergence) else result
     bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
     rows = [
         ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],
@@ -401,3 +395,30 @@ def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
     if facts["window"] is not None:
         about += f", each token sees {facts['window']:,} back" + (f" and {facts['sinks']} sinks" if facts["sinks"] else "")
     return "\n\n".join([about, *tables, note])
+
+
+def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
+    """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
+    from llama_jax.data.documents import jsonl_objects
+    from llama_jax.data.sources import find_files
+
+    files = [file for file in find_files(data) if file.suffix.lower() == ".jsonl"]
+    first = next((set(found) for file in files for found, _, _ in islice(jsonl_objects(file), 1)), set())
+    if field in first:
+        return "text"
+    if {"chosen", "rejected"} <= first:
+        return "preferences"
+    return "chats" if any(fields <= first for fields in CHATS) else "text"
+
+
+def page_of_preferences(found: PreferenceAccuracy, facts: dict[str, Any], counts: ExampleCounts) -> str:
+    """How often the chosen answer is preferred, and by how much."""
+    against = "" if facts["against"] is None else f" against {printable(facts['against'])}"
+    rows = [
+        ["accuracy", f"{found.accuracy:.2%} ± {found.accuracy_error:.1%} of {found.pairs:,} pairs"],
+        ["margin", f"{found.margin:.4f}{_plus_minus(found.margin_error)} nats"],
+        ["per token", f"accuracy {found.accuracy_per_token:.2%}"],
+        ["log-probability", f"chosen {found.chosen_logprob:.3f}, rejected {found.rejected_logprob:.3f}"],
+        ["read", f"{found.tokens:,} tokens of answers; {counts}"],
+    ]
+    return f"{printable(facts['model'])}{against}\n\n{columns(rows)}"

@@ -20,7 +20,7 @@ from llama_jax.errors import UserError, shown
 from llama_jax.tokenizers import Format
 
 if TYPE_CHECKING:
-    from llama_jax.evaluation.texts import TextModel
+    from llama_jax.evaluation.text_model import TextModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class LmEval(LoadOptions):
         start_backend()
         import lm_eval
 
-        from llama_jax.evaluation.harness import HarnessModel
+        from llama_jax.evaluation.lm_eval_adapter import HarnessModel
 
         texts = self._texts()
         try:
@@ -144,7 +144,7 @@ class LmEval(LoadOptions):
         return list(dict.fromkeys(found)), manager
 
     def _texts(self) -> TextModel:
-        from llama_jax.evaluation.texts import TextModel
+        from llama_jax.evaluation.text_model import TextModel
         from llama_jax.model.options import Compute
         from llama_jax.serving.options import EngineOptions
         from llama_jax.tokenizers import resolve_format

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
 from llama_jax.writing import appearing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -37,8 +33,7 @@ class Plot:
     """Reach of the moving mean that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
 
     def run(self) -> None:
-        from llama_jax.runs.history import read_runs
-        from llama_jax.runs.metrics import METRICS
+        from llama_jax.runs.metrics import METRICS, read_runs
         from llama_jax.runs.plot import draw
 
         output = self._output()
@@ -48,30 +43,19 @@ class Plot:
                 numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
                 where = folder / METRICS
                 print(f"llama-jax: {where}: incomplete lines were skipped (line {numbers})", file=sys.stderr)
-        save_picture(draw(runs, by=self.by, log=self.log, smoothing=self.smoothing), output)
+        figure = draw(runs, by=self.by, log=self.log, smoothing=self.smoothing)
+        with appearing(output) as target:
+            figure.savefig(target, format=output.suffix[1:].lower())
         print(output)
 
     def _output(self) -> Path:
         if self.output is None:
             only = self.runs[0] if len(self.runs) == 1 else None
             return (only if isinstance(only, Path) else Path()) / "curves.png"
-        check_picture("output", self.output)
+        if self.output.suffix.lower() not in FORMATS:
+            raise UserError(f"output={self.output} must end in {', '.join(FORMATS)}")
+        if self.output.is_dir():
+            raise UserError(f"output={self.output} is a folder; give a file")
+        if not self.output.parent.is_dir():
+            raise UserError(f"output={self.output}: there is no folder {self.output.parent}; make it")
         return self.output
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a picture that appears whole or not at all; UserError, which names it, where it cannot be written."""
-    with appearing(path) as target:
-        figure.savefig(target, format=path.suffix[1:].lower())
-
-
-def check_picture(name: str, path: Path) -> None:
-    """Raise UserError if no picture can be written under that name, before the work that it shows is done."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{name}={path} must end in {', '.join(FORMATS)}")
-    if path.is_dir():
-        raise UserError(f"{name}={path} is a folder; give a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{name}={path}: there is no folder {path.parent}; make it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib')

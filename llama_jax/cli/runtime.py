@@ -83,9 +83,9 @@ def start_backend(*, training: bool = False) -> None:
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:
     """A bar of layers being read, if that takes over a second and stderr is a terminal."""
-    from tqdm import tqdm
+    from llama_jax.progress import progress_bar
 
-    return tqdm(layers, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
+    return progress_bar("loading", "layers", delay=1.0)(layers)
 
 
 class CompileClock:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
+    from llama_jax.verify.activations import Origin, Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
-    from llama_jax.verify.matrices import MatrixError
-    from llama_jax.verify.trace import Origin, Trace
+    from llama_jax.verify.rounding_error import MatrixError
 
 TOKENS = 64
 LARGEST_TEXT = 1 << 20  # characters
@@ -35,7 +35,7 @@ LARGEST_TEXT = 1 << 20  # characters
 class Verify(CompileOptions):
     """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
-    Without a reference a quantised model (--quantize) is compared with itself as it is stored, and any other is checked as
+    Without a reference a quantized model (--quantize) is compared with itself as it is stored, and any other is checked as
     far as that is possible without one."""
 
     path: tyro.conf.Positional[ModelPath]
@@ -54,7 +54,7 @@ class Verify(CompileOptions):
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "auto"
     """Keep the matrices of PATH in fewer bits, as for generate; keep: those of its files.
-    The reference is not quantised; without one it is PATH itself."""
+    The reference is not quantized; without one it is PATH itself."""
     adapter: ModelPath | None = None
     """A LoRA adapter for PATH: a folder of PEFT's, or of a run that trains one. It is not added to a reference, which should
     be the merged model. With --quantize and no reference PATH is compared with itself, both with the adapter."""
@@ -67,9 +67,9 @@ class Verify(CompileOptions):
         self._check_options()
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.verify.activations import trace
         from llama_jax.verify.compare import compare
         from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
-        from llama_jax.verify.trace import trace
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         use_compilation_cache(self.no_cache)
@@ -111,7 +111,7 @@ class Verify(CompileOptions):
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
     def _check_quantize(self, opened: Opened | Stored) -> None:
-        """Raise an error if the model cannot be quantised this way."""
+        """Raise an error if the model cannot be quantized this way."""
         from llama_jax.checkpoints.quantising import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
@@ -122,18 +122,18 @@ class Verify(CompileOptions):
 
     def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
         """What the weights are rounded by while they are read."""
-        from llama_jax.verify.rounding import rounding_of
+        from llama_jax.verify.rounding_error import rounding_of
 
         if self.quantize == "auto":
             return None
         return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
 
     def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
-        """Of every matrix, beside what is read once more."""
+        """The error of every quantized matrix; the originals are read again."""
         from llama_jax.checkpoints.assemble import plan
         from llama_jax.checkpoints.loading import load
         from llama_jax.checkpoints.tensors import Opened
-        from llama_jax.verify.matrices import matrix_errors
+        from llama_jax.verify.rounding_error import matrix_errors
 
         # Orbax reads whole models alone.
         dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
@@ -159,7 +159,7 @@ class Verify(CompileOptions):
 
         import llama_jax
         from llama_jax.checkpoints.loading import check_names
-        from llama_jax.verify.rounding import origin_of
+        from llama_jax.verify.rounding_error import origin_of
 
         check_names(opened)
         versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
@@ -213,10 +213,10 @@ class Verify(CompileOptions):
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
     def _text(self) -> str:
-        from llama_jax.verify import soundness
+        from llama_jax.verify import activations
 
         if self.text is None:
-            return soundness.TEXT
+            return activations.TEXT
         if not self.text.is_file():
             raise UserError(f"{self.text} is not a file; give a text")
         try:
@@ -226,7 +226,7 @@ class Verify(CompileOptions):
             raise UserError(f"{self.text} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
 
     def _end_alone(self, ours: Trace, tokenizer: Tokenizer | None, read: str, tensors: int) -> NoReturn:
-        from llama_jax.verify.soundness import FEWEST, Check, check_logits, check_speech, check_vocabulary
+        from llama_jax.verify.activations import FEWEST, Check, check_logits, check_speech, check_vocabulary
 
         checks = [Check("tensors", True, f"{tensors:,}, with the names and shapes of the configuration, all finite")]
         if tokenizer is not None:
@@ -299,7 +299,7 @@ def _exp(nats: float) -> float:
 
 
 def _described(origin: Origin) -> str:
-    quantized = f", quantised as {origin.quantized[0]}" if origin.quantized else ""
+    quantized = f", quantized as {origin.quantized[0]}" if origin.quantized else ""
     return f"{printable(origin.name)}: {', '.join(origin.kinds)}{quantized}, computed in {origin.dtype}"
 
 

@@ -90,7 +90,7 @@ def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> 
     """A mesh of those sizes over the first devices there are, with axes that XLA propagates by itself.
 
     Args:
-      devices: others than `jax.devices()`, such as those of `analysis.compilers`, which are not there.
+      devices: others than `jax.devices()`, such as those of `analysis.aot_compile`, which are not there.
 
     Raises:
       MeshError: there are fewer devices.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.storage import StoredPath
 from llama_jax.storage.buckets import ObjectBucket, Stamped
 from llama_jax.storage.view import PassingError, trying

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import RECIPE
 from llama_jax.writing import cannot_write, hold, sign

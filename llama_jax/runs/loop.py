@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,28 +16,26 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data.sources import Data, find_data
-from llama_jax.errors import CheckpointError, StuckSaveError
+from llama_jax.errors import CheckpointError, StuckSaveError, TrainingError
+from llama_jax.inference.generate import generate
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.options import Compute
+from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
-from llama_jax.runs import preparing
-from llama_jax.runs.base import about_weights, load_weights
-from llama_jax.runs.errors import TrainingError
+from llama_jax.runs import preflight
+from llama_jax.runs.checkpoint_manager import SAVE_TIMEOUT, CheckpointManager
+from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.log import Log, duration
-from llama_jax.runs.metrics import Metrics
-from llama_jax.runs.plan import plan_of
-from llama_jax.runs.profile import Profile
-from llama_jax.runs.program import Backend, TrainingProgram, make_program
+from llama_jax.runs.metrics import Metrics, Track, Tracking, check_trackers
+from llama_jax.runs.preflight import choose_tokenizer, plan_of, task_kind
+from llama_jax.runs.pretrained import describe_weights, load_weights
 from llama_jax.runs.recipe import Recipe, name_of, to_dict
 from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.run_folder import opened as opened_run
-from llama_jax.runs.samples import continued
 from llama_jax.runs.signals import Stopping, StopRequest
-from llama_jax.runs.snapshots import SAVE_TIMEOUT, Snapshots
-from llama_jax.runs.tasks.choose import kind_of
-from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
-from llama_jax.runs.trackers import Track, Tracking, check_trackers
-from llama_jax.runs.vocabulary import choose_tokenizer
+from llama_jax.runs.tasks.interface import Backend, BatchSource, EvalResult, Task, TaskContext, TaskInputs, TrainingProgram
 from llama_jax.storage import locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
@@ -101,12 +100,12 @@ def train(
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
-      track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
+      track: where the numbers of metrics.jsonl are shown, too: see `runs.metrics`.
       save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
-      stuck: is given the error, in a thread of its own, where this thread hangs while it begins to write one for longer than
-        that: no exception reaches it. The command line ends the process; None logs the error.
+      stuck: called with the error, in another thread, if this thread hangs for longer than that while it begins to write a
+        checkpoint: no exception reaches it. The command line ends the process; None logs the error.
       processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
-      log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
+      log: prints progress, such as `runs.log.Log()`; None prints nothing.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
@@ -117,8 +116,8 @@ def train(
     processes = Processes() if processes is None else processes
     if processes.count != jax.process_count():
         raise TrainingError(
-            f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and give"
-            " what it gives as processes="
+            f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and"
+            " pass its result as processes="
         )
     # First of all, since JAX's own barriers assume that each process has equally many devices.
     processes.agree("devices", {"devices": jax.local_device_count()})
@@ -129,88 +128,88 @@ def train(
     where = locate(workdir)
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
-        model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
+        model = recipe.model if preflight.extends_context(recipe.model, opened.config) else opened.config
         recipe = replace(recipe, model=replace(model, attend=opened.config.attend), vocabulary="given")
     elif recipe.lora is not None:
-        raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
+        raise TrainingError("lora trains adapters on a frozen model; pass the model with --weights (weights=)")
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
     # Quick checks come first, so that no mistake is found after minutes of reading or learning a vocabulary.
-    preparing.check(recipe, where, trace, mesh, backend)
+    preflight.check(recipe, where, trace, mesh, backend)
     if not processes.first_of_host:  # which fetches what is in a store
         processes.wait("data fetched")
     sources = find_data(data)
-    validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    validation_sources = find_data(validation_data) if preflight.is_given(validation_data) else []
     if processes.first_of_host:
         processes.wait("data fetched")
     check_trackers(track)
-    preparing.check_sources(recipe, sources, validation_sources)
+    preflight.check_sources(recipe, sources, validation_sources)
     with (
         opened_run(where, processes, log) as run_folder,
-        Snapshots(
+        CheckpointManager(
             run_folder.path / CHECKPOINTS,
             keep_last=recipe.keep_last,
             keep_best=recipe.keep_best,
             timeout=save_timeout,
             shelf=run_folder.shelf,
             stuck=stuck,
-        ) as snapshots,
+        ) as checkpoints,
     ):
         folder = run_folder.path
-        note = preparing.note_of(snapshots, run_folder.place, recipe, resume)
+        note = preflight.resume_note(checkpoints, run_folder.place, recipe, resume)
         if note is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
             recipe,
             [file for source in sources for file in source.files],
             given=tokenizer,
-            of_weights=kind_of(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
+            of_weights=task_kind(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
             of_run=run_folder.place if note else None,
         )
-        prompts = preparing.encode_prompts(recipe, vocabulary)
-        if not processes.first_of_host:  # which leaves the tokenised text in the cache
-            processes.wait("text tokenised")
-        with preparing.unchanged(note):
-            task = kind_of(recipe).open(recipe, Given(sources, validation_sources, vocabulary, mesh, log, weights))
+        prompts = preflight.encode_prompts(recipe, vocabulary)
+        if not processes.first_of_host:  # which leaves the tokenized text in the cache
+            processes.wait("text tokenized")
+        with preflight.explain_changed_data(note):
+            task = task_kind(recipe).open(recipe, TaskInputs(sources, validation_sources, vocabulary, mesh, log, weights))
         recipe = task.recipe
-        preparing.check_data(note, task, reweigh=reweigh)
+        preflight.check_data(note, task, reweigh=reweigh)
         if note is not None:
-            preparing.check_recipe(note, run_folder.place, recipe)
-        preparing.check_trace(recipe, trace)
+            preflight.check_recipe(note, run_folder.place, recipe)
+        preflight.check_trace(recipe, trace)
         if processes.first_of_host:
-            processes.wait("text tokenised")
-        facts = [] if opened is None else about_weights(recipe, opened.tensors)
-        preparing.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
-        preparing.agree(processes, run_folder, recipe, mesh, backend, task, note)
+            processes.wait("text tokenized")
+        facts = [] if opened is None else describe_weights(recipe, opened.tensors)
+        preflight.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
+        preflight.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
-            preparing.check_data(note, task, reweigh=reweigh)
+            preflight.check_data(note, task, reweigh=reweigh)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
         if backend == "jit":  # by pmap it is compiled in the first step
-            preparing.tell_of_compiling(log, folder)
+            preflight.log_compiling(log, folder)
         program = make_program(recipe, task.objective, mesh, backend, frozen)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
             state = program.start(start)
         else:
-            state, note = snapshots.restore(program.shapes)
+            state, note = checkpoints.restore(program.shapes)
             state = program.adopt(state)
         del start
-        place = None if note is None else note["data"]
-        feed = task.begin(Beginning(program, state, frozen, place, folder, processes, log))
-        preparing.write_recipe(folder, recipe)
+        data_state = None if note is None else note["data"]
+        batches = task.begin(TaskContext(program, state, frozen, data_state, folder, processes, log))
+        preflight.write_recipe(folder, recipe)
         # Up to here there is nothing to save, and a signal ends the process at once.
         with StopRequest(quiet=processes.index > 0) as stop:
             run = _TrainingRun(
                 recipe=recipe,
                 folder=run_folder,
                 program=program,
-                snapshots=snapshots,
+                checkpoints=checkpoints,
                 tokenizer=vocabulary,
                 prompts=prompts,
                 task=task,
-                feed=feed,
+                batches=batches,
                 log=log,
                 stop=Stopping(stop, processes.count),
                 profile=Profile(folder, trace, log),
@@ -218,8 +217,8 @@ def train(
                 track=track,
                 base=None if base is None else base.note,
             )
-            run.announce(state, resumed=note is not None)
-            return run.go_on(state, note)
+            run.log_start(state, resumed=note is not None)
+            return run.run(state, note)
 
 
 @dataclass
@@ -229,11 +228,11 @@ class _TrainingRun:
     recipe: Recipe
     folder: RunFolder
     program: TrainingProgram
-    snapshots: Snapshots
+    checkpoints: CheckpointManager
     tokenizer: Tokenizer
     prompts: list[list[int]]
     task: Task
-    feed: Feed
+    batches: BatchSource
     log: Log
     stop: Stopping
     profile: Profile
@@ -241,7 +240,7 @@ class _TrainingRun:
     track: Sequence[Track] = ()
     base: dict[str, str] | None = None  # under adapters that are trained
     tokens: int = 0
-    validation: Finding | None = None
+    validation: EvalResult | None = None
     validated: int = -1  # the step of it
 
     def __post_init__(self) -> None:
@@ -249,8 +248,8 @@ class _TrainingRun:
         hardware = find_hardware(jax.devices()[0].device_kind)
         self.peak = None if hardware is None else hardware.flops
 
-    def announce(self, state: TrainState, *, resumed: bool) -> None:
-        """That the first step comes now."""
+    def log_start(self, state: TrainState, *, resumed: bool) -> None:
+        """Log that training begins."""
         if self.peak is not None:
             self.log.line(FORMULA)
         where = f"; resumed at step {int(state.step)}" if resumed else ""
@@ -258,9 +257,9 @@ class _TrainingRun:
         compiled = f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{attention}"
         self.log.line(f"{compiled}{where}")
 
-    def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
+    def run(self, state: TrainState, note: dict[str, Any] | None) -> Result:
         """The loop."""
-        recipe, feed = self.recipe, self.feed
+        recipe, batches = self.recipe, self.batches
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
         self.metrics = self.tracking = None
@@ -272,12 +271,12 @@ class _TrainingRun:
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None
-        self.profile.tell_of_missed(begin)
+        self.profile.log_missed(begin)
         try:
             step = begin
             while step < recipe.steps and not self.stop.now():
                 self.profile.before(step + 1, state)
-                batch = self.program.place(feed.next(partial(self.program.model, state.params)))
+                batch = self.program.place(batches.next(partial(self.program.model, state.params)))
                 state, metrics = self.program.step(state, batch)
                 # The step before is read while this one runs, so that the device never waits for the loop.
                 if running is not None:
@@ -292,31 +291,31 @@ class _TrainingRun:
                     self._check(step, running)
                     running = None
                 if first and not reports:
-                    self._first(step, time.perf_counter() - began)
+                    self._log_first_step(step, time.perf_counter() - began)
                 if reports:
-                    self._report(step, metrics, marked, began)
+                    self._log_step(step, metrics, marked, began)
                     marked = step
                 if evaluates:
                     self._pause(lambda step=step, state=state: self._evaluate(step, state))
                 if saves:
-                    self._pause(lambda step=step, state=state: self._save(step, state, feed.state))
+                    self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
                     saved = step
             if running is not None:
                 self._check(step, running)
             if saved != step:
-                self._save(step, state, feed.state)
-            self.snapshots.wait()
+                self._save(step, state, batches.state)
+            self.checkpoints.wait()
             self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
         finally:
             self.profile.end()
             self.log.end()
-            feed.close()
+            batches.close()
             if self.metrics is not None:
                 self.metrics.close()
             if self.tracking is not None:
                 self.tracking.close()
         self.folder.put()
-        self._conclude(step)
+        self._log_end(step)
         stopped = self.stop.name if step < recipe.steps else None
         return Result(step, state, None if self.validation is None else self.validation.result, stopped)
 
@@ -326,12 +325,12 @@ class _TrainingRun:
         self.tokens += int(tokens)
         if in_a_row >= self.recipe.skip_limit:
             try:
-                self.snapshots.wait()
-            except StuckSaveError:  # whose threads no end in order may wait for
+                self.checkpoints.wait()
+            except StuckSaveError:  # an orderly exit must not wait for its threads
                 raise
             except CheckpointError:
                 pass  # one that is being written counts, and what became of it matters less here
-            last = self.snapshots.latest()
+            last = self.checkpoints.latest()
             kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
             raise TrainingError(
                 f"loss or gradients were not finite for {in_a_row} steps in a row, the last of them step {step}, which reads"
@@ -339,21 +338,21 @@ class _TrainingRun:
                 f" warm-up, or look at llama_jax.data.training_batches(..., start={step - 1})"
             )
 
-    def _first(self, step: int, seconds: float) -> None:
-        """That steps are made, where the first of many would be silent for long."""
+    def _log_first_step(self, step: int, seconds: float) -> None:
+        """Log the first step, since the next line may come much later."""
         every = self.recipe.log_every
         ahead = min((step // every + 1) * every, self.recipe.steps) - step
         self.log.progress(f"first step in {seconds:.1f} s; the next line comes in about {duration(ahead * seconds)}")
 
-    def _report(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
-        """The line of progress, and the same numbers in the file; and what has become of the last save."""
-        self.snapshots.check()
+    def _log_step(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
+        """Write a line of progress to the log and the metrics; raise the error of a failed save."""
+        self.checkpoints.check()
         now = time.perf_counter()
         per_step = (now - self._mark) / (step - marked)
         self._mark = now
         found = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss, norm, skipped = found["loss"], found["grad_norm"], int(found["skipped"])
-        more = self.feed.report(found)
+        more = self.batches.report(found)
         rate = float(self.rates(max(step - 1 - skipped, 0)))
         speed = self.task.tokens / per_step
         mfu = flops_utilization(self.task.flops, per_step, self.program.devices, self.peak)
@@ -384,27 +383,27 @@ class _TrainingRun:
         self.log.progress(" · ".join(parts))
 
     def _pause(self, work: Any) -> None:
-        """Something that is not training, whose time does not count in tokens per second."""
+        """Do work that is not training: its time does not count in tokens per second."""
         before = time.perf_counter()
         work()
         self._mark += time.perf_counter() - before
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         params = self.program.model(state.params if state.ema is None else state.ema)
-        found = self.feed.evaluate(params)
+        found = self.batches.evaluate(params)
         self.validation, self.validated = found, step
         self._write("validation", step, **found.numbers)
         self.log.line(f"step {step:,}: validation {found.text}")
-        texts = continued(self.recipe, self.program, params, self.prompts, self.tokenizer)
+        texts = sample_prompts(self.recipe, self.program, params, self.prompts, self.tokenizer)
         for prompt, text in zip(self.recipe.prompts, texts, strict=True):
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
         self.processes.wait("samples")  # and not inside a step, where patience has limits
 
-    def _save(self, step: int, state: TrainState, place: dict[str, Any]) -> None:
+    def _save(self, step: int, state: TrainState, data_state: dict[str, Any]) -> None:
         note = {
             "recipe": to_dict(self.recipe),
-            "data": {**place, **self.task.digests},
+            "data": {**data_state, **self.task.digests},
             "tokens": self.tokens,
             **({} if self.base is None else {"base": self.base}),
         }
@@ -412,11 +411,11 @@ class _TrainingRun:
         if self.recipe.attend is not None:
             model = replace(model, attend=name_of(self.recipe.attend))
         loss = self.validation.loss if self.validation is not None and self.validated == step else None
-        self.snapshots.save(step, state, note, model, self.tokenizer, validation_loss=loss)
+        self.checkpoints.save(step, state, note, model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
 
-    def _conclude(self, step: int) -> None:
-        best = self.snapshots.best()
+    def _log_end(self, step: int) -> None:
+        best = self.checkpoints.best()
         if self.stop.name is not None and step < self.recipe.steps:
             self.log.line(f"{self.stop.name}: stopped and saved at step {step}; go on with --resume")
             return
@@ -431,3 +430,68 @@ class _TrainingRun:
             self.metrics.write(kind, step, **values)
         if self.tracking is not None:
             self.tracking.write(kind, step, values)
+
+
+class Profile:
+    """Profiles a range of steps, counted from 1, into `trace` in a run's folder; nothing if the range is None."""
+
+    def __init__(self, folder: Path, steps: range | None, log: Log) -> None:
+        self._folder, self._steps, self._log = folder / "trace", steps, log
+        self._running = False
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Start or stop the profile at the ends of the range; call before `step`, with the state after the one before."""
+        if self._steps and step in (self._steps.start, self._steps.stop):
+            jax.block_until_ready(state)
+            self.end()
+            if step == self._steps.start:
+                # Without Python's own frames: the hook that records them ends a thread which starts at a bad moment, and
+                # a save whose thread has died waits for it.
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(str(self._folder), profiler_options=options)
+                self._running = True
+
+    def end(self) -> None:
+        """Stop a profile that is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            self._log.line(f"profile in {self._folder}")
+
+    def log_missed(self, done: int) -> None:
+        """Report it if the range began before the first step of this process."""
+        if self._steps and done >= self._steps.start:
+            self._log.line(f"no profile: step {self._steps.start} has been taken before")
+
+
+def sample_prompts(
+    recipe: Recipe, program: TrainingProgram, model: Llama, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> list[str]:
+    """The prompts with their continuations, generated in the training layout: all processes take part.
+
+    Args:
+      model: as `TrainingProgram.model` gives it.
+      prompts: those of the recipe as tokens.
+    """
+    if not prompts:
+        return []
+    # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
+    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.layout.shares)]
+    new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
+    sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
+    results = generate(
+        program.config,
+        program.fit(model),
+        rows,
+        max_new_tokens=new,
+        sampling=sampling,
+        stop_tokens=tokenizer.stop_ids,
+        compute=Compute(attend=recipe.attend),
+    )
+    found = []
+    for ids, result in zip(prompts, results, strict=False):
+        # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.
+        known = [token for token in result.tokens if token < tokenizer.vocab_size]
+        found.append(tokenizer.decode([*ids, *known]))
+    return found

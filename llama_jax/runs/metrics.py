@@ -1,15 +1,29 @@
-"""The metrics of a run, written as lines of JSON."""
+"""The metrics of a run: lines of JSON, which are read as arrays and sent to TensorBoard, Weights & Biases or MLflow.
+
+The authoritative copy is metrics.jsonl.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
-from llama_jax.runs.errors import TrainingError
+import numpy as np
+
+from llama_jax.errors import TrainingError, UserError, reading
+from llama_jax.runs.log import Log
+from llama_jax.storage import Location, StoredPath, locate, resolved
+from llama_jax.writing import appearing
 
 METRICS = "metrics.jsonl"  # in the folder of a run
 PARTS = "metrics"  # of one in a store, which appends to nothing: a folder of 000001.jsonl and so on
@@ -44,7 +58,7 @@ class Metrics:
 
     def close(self) -> None:
         """End it."""
-        with suppress(OSError):  # what could not be written has been told of
+        with suppress(OSError):  # what could not be written was reported
             self._file.close()
 
 
@@ -63,3 +77,309 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read()
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The metrics of a run, in the order of its steps.
+
+    Attributes:
+      name: of its folder.
+      train: float64[n] each, by the names of `TRAIN_METRICS` and those of `OPTIONAL_METRICS` that it has; nan where a value
+        is missing or not finite.
+      validation: float64[m] each, likewise by `VALIDATION_METRICS`, `OPTIONAL_METRICS` and names that begin with
+        `SOURCE_PREFIX`; tokens are those of the training line at that step.
+      unreadable: numbers, from 1, of incomplete lines, left by a run that was killed while it wrote.
+    """
+
+    name: str
+    train: dict[str, np.ndarray]
+    validation: dict[str, np.ndarray]
+    unreadable: tuple[int, ...] = ()
+
+
+TRAIN_METRICS = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
+VALIDATION_METRICS = ("step", "tokens", "loss")
+READERS = 8  # of parts in a store, at a time
+SOURCE_PREFIX = "loss/"  # before the name of a source
+# Metrics of some kinds of runs only, each drawn in a panel of its own.
+OPTIONAL_METRICS = {
+    "reward": "Reward",
+    "length": "Answers, tokens",
+    "stopped": "Share of answers that ended",
+    "flat": "Share of groups without variance",
+    "clipped": "Share of tokens that were clipped",
+    "kl": "Divergence from the reference, nats per token",
+}
+
+
+def read_run(folder: str | os.PathLike[str]) -> RunHistory:
+    """The metrics of a run's folder.
+
+    Of several lines for a step the last one counts, and where a run was resumed at a step, lines of later steps that an
+    earlier process wrote are dropped.
+
+    Raises:
+      UserError: no metrics there, or none of training.
+    """
+    where = locate(folder)
+    with reading(where, UserError):
+        files = _files(resolved(where))
+        if not files:
+            raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+        with ThreadPoolExecutor(READERS) as pool:
+            parts = list(pool.map(_content, files))
+    kept: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
+    unreadable = []
+    for number, found in read_lines(parts):
+        try:
+            step, kind = int(found["step"]), str(found["kind"])
+        except (ValueError, TypeError, KeyError, OverflowError):
+            unreadable.append(number)
+            continue
+        if kind == "event" and found.get("event") in ("start", "resume"):
+            for lines in kept.values():
+                for later in [one for one in lines if one > step]:
+                    del lines[later]
+        elif kind in kept:
+            kept[kind][step] = found
+    if not kept["train"]:
+        damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
+        raise UserError(f"{where / METRICS} has no line of training to draw{damage}; has the run logged a step yet?")
+    train, validation = (
+        {name: _column(lines, name) for name in (*names, *_more(lines.values()))}
+        for lines, names in ((kept["train"], TRAIN_METRICS), (kept["validation"], VALIDATION_METRICS))
+    )
+    known = np.isfinite(train["tokens"])
+    if known.any():
+        validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
+    return RunHistory(resolved(where).name, train, validation, tuple(unreadable))
+
+
+def read_lines(parts: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
+    """The lines of metrics with their numbers from 1, but for empty ones; None for one that is incomplete."""
+    for number, line in enumerate(chain.from_iterable(part.splitlines() for part in parts), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
+    """The metrics of several folders, each with a unique name: as much of the end of its path as that needs.
+
+    Raises:
+      UserError: no folder, one that is given twice, or one without metrics.
+    """
+    if not folders:
+        raise UserError("no run was given; give the folder of at least one")
+    parts = [_parts(locate(folder)) for folder in folders]
+    for i, folder in enumerate(folders):
+        if parts[i] in parts[:i]:
+            raise UserError(f"{folder} is given twice; one curve would hide the other")
+    runs = [read_run(folder) for folder in folders]
+    return [replace(run, name=_shortest(part, parts)) for run, part in zip(runs, parts, strict=True)]
+
+
+def _files(folder: Location) -> list[Location]:
+    """Those that hold a run's metrics, in order: what was written in parts, to a store, and in one file, to a disk.
+
+    Of a run that has been on both, the older are the former on a disk, and the latter in a store.
+    """
+    whole: list[Location] = [folder / METRICS] if (folder / METRICS).is_file() else []
+    parts: list[Location] = []
+    if (folder / PARTS).is_dir():
+        parts = sorted((folder / PARTS).glob("*.jsonl"), key=lambda part: part.name)
+    return [*whole, *parts] if isinstance(folder, StoredPath) else [*parts, *whole]
+
+
+def _content(file: Location) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read()
+
+
+def _parts(path: Location) -> tuple[str, ...]:
+    return tuple(str(path).split("/")) if isinstance(path, StoredPath) else resolved(path).parts
+
+
+def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
+    """The shortest end of a path that tells it from the others."""
+    depth = next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in paths) == 1)
+    return os.path.join(*path[-depth:])
+
+
+def _more(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """Names that only some kinds of runs have: those of OPTIONAL_METRICS, and the losses of the sources of a mixture."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    return [
+        *(name for name in OPTIONAL_METRICS if name in names),
+        *(name for name in names if name.startswith(SOURCE_PREFIX)),
+    ]
+
+
+def _column(lines: dict[int, dict[str, Any]], name: str) -> np.ndarray:
+    """One value of every line in the order of steps, nan where there is none: float64[n]."""
+    return np.array([_number(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
+
+
+def _number(value: Any) -> float:
+    """nan for what is not a finite number; an integer can be too large for a float."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
+
+
+Track = Literal["tensorboard", "wandb", "mlflow"]
+TRACKER_PACKAGES: dict[Track, str] = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}  # what is imported
+TRACKER_NAMES = "trackers.json"  # in the folder of a run: its name in each service, so that a resumed run continues there
+SENT_KINDS = ("train", "validation")  # whose numbers are sent
+
+
+class Tracker(Protocol):
+    """A service that gets the metrics.
+
+    Attributes:
+      name: of the run in the service, by which a resumed run continues there.
+    """
+
+    name: str
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """The numbers of a step, by names like "train/loss"."""
+
+    def close(self) -> None:
+        """Send the rest and close."""
+
+
+def check_trackers(track: Sequence[Track]) -> None:
+    """Raise TrainingError for an unknown name, or a package that is not installed."""
+    for name in track:
+        if name not in TRACKER_PACKAGES:
+            raise TrainingError(f"track={name!r} must be one of {', '.join(get_args(Track))}")
+        try:
+            importlib.import_module(TRACKER_PACKAGES[name])
+        except ImportError as error:
+            raise TrainingError(
+                f'--track {name} needs a package ({error}); get it with pip install -e ".[{name}]"'
+            ) from None
+
+
+class Tracking:
+    """All trackers of a run. One that fails is dropped, and the run continues."""
+
+    def __init__(self, track: Sequence[Track], folder: Path, recipe: dict[str, Any], step: int, log: Log) -> None:
+        """
+        Args:
+          recipe: as `recipe.to_dict` gives it, for the services' own record of settings.
+          step: at which the run is resumed; 0 for a new one.
+        """
+        self._log, self._trackers = log, dict[str, Tracker]()
+        path = folder / TRACKER_NAMES
+        known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        for name in dict.fromkeys(track):
+            try:
+                self._trackers[name] = tracker = TRACKERS[name](folder, recipe, step, known.get(name))
+            except Exception as error:  # services may raise anything
+                raise TrainingError(f"{name} cannot record this run: {_first_line(error)}") from None
+            known[name] = tracker.name
+        if self._trackers:
+            with appearing(path, raises=TrainingError) as target:
+                target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Send the finite numbers of a line of metrics.jsonl, of training or of validation."""
+        if kind not in SENT_KINDS:
+            return
+        numbers = {
+            f"{kind}/{name}": float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        for name in list(self._trackers):
+            self._try(name, lambda tracker: tracker.write(step, numbers))
+
+    def close(self) -> None:
+        """Close all."""
+        for name in list(self._trackers):
+            self._try(name, lambda tracker: tracker.close())
+
+    def _try(self, name: str, use: Callable[[Tracker], None]) -> None:
+        try:
+            use(self._trackers[name])
+        except Exception as error:  # services may raise anything, and no run should end because of its curves
+            del self._trackers[name]
+            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has them all: {_first_line(error)}")
+
+
+class _TensorBoard:
+    name = "tensorboard"  # the folder itself
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
+
+        # A resumed run draws the steps after its checkpoint anew.
+        purge = step + 1 if step else None
+        self._writer = SummaryWriter(str(folder / self.name), purge_step=purge, filename_suffix=f".{step}")
+        if known is None:
+            self._writer.add_text("recipe", f"```\n{json.dumps(recipe, indent=2)}\n```", 0)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
+
+        called, quiet = folder.resolve().name, wandb.Settings(console="off")
+        resume: Any = None if known is None else "allow"
+        self._run = wandb.init(name=called, dir=str(folder), config=recipe, id=known, resume=resume, settings=quiet)
+        # Its own count of steps only rises, and a resumed run goes back to its checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.name = str(self._run.id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        from mlflow import MlflowClient, entities  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
+
+        self._client, self._metric = MlflowClient(), entities.Metric
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+        else:
+            wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llama_jax")
+            experiment = self._client.get_experiment_by_name(wanted)
+            of = self._client.create_experiment(wanted) if experiment is None else experiment.experiment_id
+            known = str(self._client.create_run(of, run_name=folder.resolve().name).info.run_id)
+            params = [entities.Param(name, str(value)[:500]) for name, value in recipe.items()]
+            self._client.log_batch(known, params=params)
+        self.name = known
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.name, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.name)
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llama_jax.config import LlamaConfig, preset
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
 
 Settings = TypeVar("Settings")
 
@@ -120,34 +120,27 @@ def _read(text: str, kind: Any, key: str) -> Any:
             return kind(text.replace("_", "")) if kind is float else int(text, 10)
         except ValueError:
             raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
-    if origin is tuple and dataclasses.is_dataclass(inner := get_args(kind)[0]):
-        return _records(text, inner, key)
     if origin is tuple:
-        return _texts(text, key) if get_args(kind)[0] is str else _numbers(text, key)
+        return _items(text, get_args(kind)[0], key)
     raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
 
 
-def _texts(text: str, key: str) -> tuple[str, ...]:
-    if not text.startswith("["):
+def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
+    """The items of a tuple: texts, of which a single one may stand for itself, numbers, or dataclasses as JSON objects."""
+    if kind is str and not text.startswith("["):
         return (text,) if text else ()
     found = _json(text)
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise TrainingError(f'{key}={text!r} must be a text, or several as ["one", "two"]')
-    return tuple(found)
-
-
-def _numbers(text: str, key: str) -> tuple[float, ...]:
-    found = _json(text)
-    if not isinstance(found, list) or not all(isinstance(item, int | float) for item in found):
-        raise TrainingError(f"{key}={text!r} must be numbers, as [1.0, 1.5]")
-    return tuple(found)
-
-
-def _records(text: str, kind: Any, key: str) -> tuple[Any, ...]:
-    found, names = _json(text), [f.name for f in dataclasses.fields(kind)]
-    if not isinstance(found, list) or not all(isinstance(item, dict) and item.keys() <= set(names) for item in found):
-        raise TrainingError(f"{key}={text!r} must be a JSON list of objects with {', '.join(names)}")
-    return tuple(kind(**item) for item in found)
+    needed = 'a text, or several as ["one", "two"]' if kind is str else "numbers, as [1.0, 1.5]"
+    dataclass_type = dataclass_of(kind)
+    if dataclass_type:
+        names = [f.name for f in dataclasses.fields(dataclass_type)]
+        needed = f"a JSON list of objects with {', '.join(names)}"
+        fits: Any = lambda item: isinstance(item, dict) and item.keys() <= set(names)
+    else:
+        fits = lambda item: isinstance(item, str if kind is str else int | float)
+    if not isinstance(found, list) or not all(map(fits, found)):
+        raise TrainingError(f"{key}={text!r} must be {needed}")
+    return tuple(dataclass_type(**item) for item in found) if dataclass_type else tuple(found)
 
 
 def _json(text: str) -> Any:

@@ -1,29 +1,26 @@
-"""Pictures: the curves of training runs, from their metrics.jsonl; losses by length and position; needles found."""
+"""The curves of training runs, from their metrics.jsonl, as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from llama_jax.errors import UserError
-from llama_jax.runs.history import MORE, OF_SOURCE, TRAIN, RunHistory
+from llama_jax.runs.metrics import OPTIONAL_METRICS, SOURCE_PREFIX, TRAIN_METRICS, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from llama_jax.runs.lengths import LengthLoss
-    from llama_jax.runs.needle import NeedleTest
-
 By = Literal["step", "tokens"]
 
-# Okabe and Ito's colours, distinguishable with colour blindness, without the yellow, which is too pale for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for as many runs as there are colours, then the next
-GREY = "#555555"
+# Okabe and Ito's colors, distinguishable with color blindness, without the yellow, which is too pale for a line.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for as many runs as there are colors, then the next
+GRAY = "#555555"
 DOTS: dict[str, Any] = {
     "linestyle": (0, (1, 1)),
     "linewidth": 1,
@@ -36,13 +33,13 @@ MOST_DOTS = 16  # of a run; more would hide the line
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """A mean over neighbours, applied twice: float64[n]; values that are not finite do not count and stay nan.
+    """A mean over neighbors, applied twice: float64[n]; values that are not finite do not count and stay nan.
 
-    It is centred and so has no lag, unlike a running average. At the beginning of a run, where curves are steep, fewer
-    neighbours count.
+    It is centered and so has no lag, unlike a running average. At the beginning of a run, where curves are steep, fewer
+    neighbors count.
 
     Args:
-      reach: neighbours on each side; 0 changes nothing.
+      reach: neighbors on each side; 0 changes nothing.
     """
     place = np.arange(len(values))
     near = np.minimum(reach, place // 4)
@@ -57,10 +54,10 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
-    """Panels of loss, learning rate, gradient norm and throughput of runs, and of each of `MORE` that one of them has.
+    """Panels of loss, learning rate, gradient norm and throughput of runs, and of each of `OPTIONAL_METRICS` that a run has.
 
     Args:
-      runs: what `history.read_runs` gave.
+      runs: what `metrics.read_runs` gave.
       by: the horizontal axis, steps or tokens.
       log: logarithmic axes for that, the loss and the gradient norm.
       smoothing: reach of the mean that is drawn over the faint curve, as a fraction of a run; 0 draws none.
@@ -69,7 +66,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
       A figure without a window: use `figure.savefig(path)`, or make it the last line of a notebook's cell.
 
     Raises:
-      UserError: matplotlib is missing, nothing to draw, or an impossible argument.
+      UserError: matplotlib is missing, nothing to draw, or an invalid argument.
     """
     if by not in get_args(By):
         raise UserError(f"by={by!r} must be one of {', '.join(get_args(By))}")
@@ -81,10 +78,10 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
         if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
             raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")
     usual = "Loss, nats per token", "Learning rate", "Gradient norm", "Throughput, tokens per second"
-    titles = dict(zip(TRAIN[2:], usual, strict=True))
-    titles |= {name: title for name, title in MORE.items() if any(name in run.train for run in runs)}
-    of_sources = dict.fromkeys(name for run in runs for name in run.validation if name.startswith(OF_SOURCE))
-    titles |= {name: f"Validation loss of {name.removeprefix(OF_SOURCE)}, nats per token" for name in of_sources}
+    titles = dict(zip(TRAIN_METRICS[2:], usual, strict=True))
+    titles |= {name: title for name, title in OPTIONAL_METRICS.items() if any(name in run.train for run in runs)}
+    of_sources = dict.fromkeys(name for run in runs for name in run.validation if name.startswith(SOURCE_PREFIX))
+    titles |= {name: f"Validation loss of {name.removeprefix(SOURCE_PREFIX)}, nats per token" for name in of_sources}
     height = -(-len(titles) // 2)
     figure = _blank(11, 3.5 * height)
     from matplotlib.lines import Line2D
@@ -94,12 +91,12 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     for name, title in titles.items():
         _style(panels[name], title)
     for name in list(titles)[-2:]:
-        panels[name].set_xlabel(by, color=GREY)
+        panels[name].set_xlabel(by, color=GRAY)
     for axes in grid[len(titles) :]:
         axes.set_visible(False)
 
     handles = []
-    for run, (colour, dashes) in zip(runs, _looks(), strict=False):
+    for run, (color, dashes) in zip(runs, _looks(), strict=False):
         x = run.train[by]
         for name, axes in panels.items():
             if name not in run.train:  # of validation alone
@@ -107,122 +104,26 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
             y = run.train[name]
             reach = 0 if name == "learning_rate" else round(smoothing * len(y))
             if reach:
-                axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+                axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
             alone = "." if len(y) == 1 else ""  # a line needs two points
-            axes.plot(x, smooth(y, reach), color=colour, linestyle=dashes, linewidth=1.6, marker=alone)
-        of_rewards = "reward" in run.validation  # whose loss is but their negative
+            axes.plot(x, smooth(y, reach), color=color, linestyle=dashes, linewidth=1.6, marker=alone)
+        of_rewards = "reward" in run.validation  # the loss is only their negative
         for name in set(run.validation) & set(titles) - ({"loss"} if of_rewards else set()):
             every = -(-len(run.validation[name]) // MOST_DOTS)
             if not every:
                 continue
-            panels[name].plot(run.validation[by], run.validation[name], **DOTS, color=colour, zorder=3, markevery=every)
-        handles.append(Line2D([], [], color=colour, linestyle=dashes, linewidth=2, label=_plain(run.name)))
+            panels[name].plot(run.validation[by], run.validation[name], **DOTS, color=color, zorder=3, markevery=every)
+        handles.append(Line2D([], [], color=color, linestyle=dashes, linewidth=2, label=_plain(run.name)))
     _scale(panels, log)
     if any(len(run.validation["loss"]) for run in runs):
-        training = Line2D([], [], color=GREY, linewidth=1.6, label="training")
-        validation = Line2D([], [], **DOTS, color=GREY, label="validation")
+        training = Line2D([], [], color=GRAY, linewidth=1.6, label="training")
+        validation = Line2D([], [], **DOTS, color=GRAY, label="validation")
         panels["loss"].legend(handles=[training, validation], frameon=False, loc="upper right")
     if len(runs) > 1:
         figure.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
     else:
         figure.suptitle(_plain(runs[0].name), x=0.01, ha="left", fontsize=12)
     return figure
-
-
-PER_OCTAVE = 4  # points of a curve by position: enough for its shape, few enough to be smooth
-MOST_NUMBERS = 80  # in the cells of a heat map; more would not be readable
-
-
-def draw_lengths(found: Sequence[LengthLoss], *, context: int | None = None, title: str = "") -> Figure:
-    """Loss by position, a curve for each length, beside the loss by length.
-
-    Args:
-      found: what `evaluate_lengths` gave.
-      context: tokens of the model's context, where a line is drawn.
-
-    Returns:
-      A figure that belongs to no window, as that of `draw`.
-
-    Raises:
-      UserError: matplotlib is missing, or nothing to draw.
-    """
-    if not found:
-        raise UserError("no length was given; give at least one")
-    figure = _blank(11, 4.5)
-    by_position, by_length = figure.subplots(1, 2, width_ratios=(3, 2))
-    _style(by_position, "Loss by position, nats per token")
-    _style(by_length, "Loss by length, nats per token")
-    by_position.set_xlabel("tokens of context", color=GREY)
-    by_length.set_xlabel("tokens of the window", color=GREY)
-    for one, (colour, dashes) in zip(found, _looks(), strict=False):
-        steps = np.arange(PER_OCTAVE * np.log2(one.length) + 1) / PER_OCTAVE
-        edges = np.unique([0, *np.minimum(np.round(2**steps).astype(int), one.length), one.length])
-        means = [one.by_position[a:b].mean() for a, b in pairwise(edges)]
-        marker = "." if len(means) == 1 else ""  # a line needs two points
-        by_position.plot(
-            edges[1:], means, color=colour, linestyle=dashes, linewidth=1.6, marker=marker, label=f"{one.length:,}"
-        )
-    lengths = [one.length for one in found]
-    errors = [one.standard_error if np.isfinite(one.standard_error) else 0 for one in found]
-    losses, last = ([getattr(one, name) for one in found] for name in ("loss", "last_quarter"))
-    by_length.errorbar(lengths, losses, errors, color=COLOURS[0], marker="o", markersize=4, capsize=3, label="all positions")
-    by_length.plot(lengths, last, **DOTS, color=COLOURS[1], label="the last quarter")
-    for axes in (by_position, by_length):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(_whole)
-        if context is not None and context <= max(lengths):
-            axes.axvline(context, color=GREY, linewidth=1, linestyle=(0, (1, 2)), label=f"context, {context:,}")
-        axes.legend(edgecolor="none", framealpha=0.9, title="window" if axes is by_position else None)
-    if title:
-        figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12)
-    return figure
-
-
-def draw_needle(found: NeedleTest, *, context: int | None = None, title: str = "") -> Figure:
-    """Two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats.
-
-    Args:
-      found: what `needle` gave.
-      context: tokens of the model's context; a line stands before the lengths beyond it.
-
-    Returns:
-      A figure that belongs to no window, as that of `draw`.
-
-    Raises:
-      UserError: matplotlib is missing.
-    """
-    figure = _blank(11, 4.5)
-    panels = figure.subplots(1, 2)
-    margins = np.nan_to_num(found.grid("margin"), nan=0, posinf=0, neginf=0)
-    titles = f"Key preferred to {found.wrong_keys} wrong ones", "Log-probability above theirs, nats"
-    values = found.grid("chosen"), found.grid("margin")
-    spans = (0.0, 1.0), (min(margins.min(), 0.0), max(margins.max(), 1.0))
-    beyond = None if context is None else sum(length <= context for length in found.lengths)
-    forms = "{:.0%}", "{:.2g}"
-    for axes, title_of, value, (low, high), form in zip(panels, titles, values, spans, forms, strict=True):
-        axes.set_title(title_of, loc="left", fontsize=11)
-        picture = axes.imshow(value, aspect="auto", cmap="cividis", vmin=low, vmax=high)
-        axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-        axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
-        axes.set_xlabel("tokens of the prompt", color=GREY)
-        axes.set_ylabel("depth of the needle", color=GREY)
-        axes.tick_params(colors=GREY, length=0)
-        axes.spines[:].set_visible(False)
-        figure.colorbar(picture, ax=axes).outline.set_visible(False)
-        if beyond is not None and 0 < beyond < len(found.lengths):
-            axes.axvline(beyond - 0.5, color=COLOURS[1], linewidth=1.5)
-        if value.size <= MOST_NUMBERS:
-            for (row, column), one in np.ndenumerate(value):
-                dark = one < (low + high) / 2
-                colour = "white" if dark else "black"
-                axes.text(column, row, form.format(one), ha="center", va="center", fontsize=8, color=colour)
-    if title:
-        figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12)
-    return figure
-
-
-def _whole(value: float, _: Any = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else ""
 
 
 def _blank(width: float, height: float) -> Figure:
@@ -240,8 +141,8 @@ def _blank(width: float, height: float) -> Figure:
 
 
 def _looks() -> Iterator[tuple[str, Any]]:
-    """A colour and a dash pattern for each run; they repeat after 21 runs."""
-    return cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    """A color and a dash pattern for each run; they repeat after 21 runs."""
+    return cycle((color, dashes) for dashes in DASHES for color in COLORS)
 
 
 def _style(axes: Axes, title: str) -> None:
@@ -249,7 +150,7 @@ def _style(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.tick_params(colors=GREY, labelbottom=True)
+    axes.tick_params(colors=GRAY, labelbottom=True)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
 
@@ -262,7 +163,7 @@ def _scale(panels: dict[str, Axes], log: bool) -> None:
         drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
         if name in ("learning_rate", "tokens_per_second"):
             axes.set_ylim(0, 1.08 * np.nanmax(drawn, initial=0) or 1)  # a constant is not on the edge
-        elif log and name not in MORE and (drawn > 0).any():
+        elif log and name not in OPTIONAL_METRICS and (drawn > 0).any():
             positive = drawn[drawn > 0]
             wide = positive.max() > 4 * positive.min()
             axes.set_yscale("log")

@@ -5,27 +5,36 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.errors import shown
+from llama_jax.errors import TrainingError, shown
 from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights import Kept
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.overrides import dataclass_of
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.rewards import PolicyKind, PolicyOptions
 from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
+Truncated = Literal["count", "mask"]
+EPOCHS = 3.0  # the usual number of passes in fine-tuning, where a recipe names neither steps nor epochs
+STEPS_PER_EPOCH = 8  # at least; else few examples would give a handful of updates
+LENGTH_MULTIPLE = 16  # of the tokens of a row
+WARMUP_SHARE = 10  # the warm-up is at most one in so many steps
+FROM_DATA = frozenset(
+    {"steps", "epochs", "batch", "length", "optimizer.warmup_steps"}
+)  # settings that `fit_to_data` changes
 # Settings that may change when a run is resumed: what it prints and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
@@ -35,6 +44,68 @@ BOOKKEEPING = frozenset(
 
 POSITIVE = ("batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("steps", "seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How answers are sampled and judged, and the loss that is computed from the rewards.
+
+    Attributes:
+      functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
+        command line's ``--reward`` adds one.
+      weights: of the functions in their sum; empty for 1 each.
+      group: answers to each prompt; the recipe's batch / group are the prompts of a step.
+      answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
+      temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
+      updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
+      loss, clip, clip_high, beta: see `training.rewards.PolicyOptions`. With beta the reference is the model without its
+        adapters, or the weights that training began with.
+      scale: whether advantages are divided by the standard deviation of their group.
+      truncated: whether answers that were cut off are learned from as others are ("count") or not ("mask", Yu et al. 2025,
+        section 3.4); either way they count in their group's mean.
+      format: of prompts that are messages, see `tokenizers.resolve_format`.
+      special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
+      held: how many held-out prompts are answered at an evaluation, `group` times each; 0 is all.
+      samples: how many of these answers are shown in the log.
+
+    Raises:
+      TrainingError, ConfigError: an invalid value.
+    """
+
+    functions: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    group: int = 8
+    answer: int = 64
+    temperature: float = 1.0
+    updates: int = 1
+    loss: PolicyKind = "dapo"
+    clip: float = 0.2
+    clip_high: float | None = None
+    beta: float = 0.0
+    scale: bool = True
+    truncated: Truncated = "count"
+    format: Format = "auto"
+    special: bool = False
+    held: int = 32
+    samples: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("group", "answer", "updates"):
+            require_positive_int(f"rewards.{name}", getattr(self, name))
+        for name in ("held", "samples"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise TrainingError(f"rewards.{name}={value!r} must be an integer of at least 0")
+        if self.group < 2:
+            raise TrainingError(
+                f"rewards.group={self.group} must be at least 2: an answer is compared with its group's others"
+            )
+        require_number("rewards.temperature", self.temperature, above=0)
+        for weight in self.weights:
+            require_number("rewards.weights", weight)
+        if self.truncated not in get_args(Truncated):
+            raise TrainingError(f"rewards.truncated={self.truncated!r} must be one of {', '.join(get_args(Truncated))}")
+        PolicyOptions(self.loss, self.clip, self.clip_high, self.beta, self.answer if self.loss == "dr_grpo" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +122,7 @@ class Recipe:
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
       optimizer: see `OptimizerSettings`.
-      vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
+      vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
         training text with `model.vocab_size` pieces.
       lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold the adapters alone. None
         trains the model.
@@ -89,7 +160,7 @@ class Recipe:
       sample_tokens: most tokens of such a continuation.
 
     Raises:
-      TrainingError, ConfigError: an impossible value.
+      TrainingError, ConfigError: an invalid value.
     """
 
     model: LlamaConfig
@@ -165,7 +236,7 @@ class Recipe:
                 " files of their own with --validation-data"
             )
         if self.chats is not None and self.vocabulary == "bpe":
-            raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
+            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; give a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
             raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
         losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]
@@ -195,31 +266,13 @@ def name_of(function: Callable[..., Any] | None) -> str | None:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
-
-    A field that an older version did not write has its default: a new field needs a default that computes what was computed
-    without it.
-    """
-    old, new = _flat(_completed(before, Recipe)), _flat(after)
+    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
+    old, new = _flat(before), _flat(after)
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())
         if name not in BOOKKEEPING and old.get(name) != new.get(name)
     ]
-
-
-def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """A recipe, or a part of one, with defaults for the fields of its dataclass that it lacks."""
-    found, types_ = dict(written), get_type_hints(kind)
-    for f in dataclasses.fields(kind):
-        inner = dataclass_of(types_[f.name])
-        if f.name not in found:
-            default: Any = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            if default is not dataclasses.MISSING:
-                found[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
-        elif inner is not None and isinstance(found[f.name], dict):
-            found[f.name] = _completed(found[f.name], inner)
-    return found
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -232,3 +285,26 @@ def _require(recipe: Recipe, name: str, least: int) -> None:
     value = getattr(recipe, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise TrainingError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def fit_to_data(recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[int], int], group: int = 1) -> Recipe:
+    """The recipe with its steps, and with no longer rows and no larger a batch than the data need; a recipe with `steps` is
+    returned as it is.
+
+    Args:
+      mesh: divides the batch and the length, which remain its multiples.
+      longest: predicted tokens of the longest example.
+      rows: of an epoch, given their length.
+      group: the batch remains a multiple of it.
+    """
+    if recipe.steps:
+        return recipe
+    multiple = LENGTH_MULTIPLE * mesh.context
+    length = min(recipe.length, -(-max(longest, 1) // multiple) * multiple)
+    count, batch, least = rows(length), recipe.batch, group * recipe.accumulate * mesh.rows
+    while count < STEPS_PER_EPOCH * batch and batch % (2 * least) == 0:
+        batch //= 2
+    steps = max(1, math.ceil((recipe.epochs or EPOCHS) * count / batch))
+    warmup = min(recipe.optimizer.warmup_steps, steps // WARMUP_SHARE)
+    optimizer = replace(recipe.optimizer, warmup_steps=warmup)
+    return replace(recipe, steps=steps, epochs=0.0, batch=batch, length=length, optimizer=optimizer)

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from llama_jax.config import LlamaConfig, preset
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.functions import result_of
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.errors import TrainingError
+from llama_jax.runs.recipe import Recipe, RewardSettings
+from llama_jax.runs.user_functions import result_of
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
@@ -162,7 +161,7 @@ def grpo() -> Recipe:
 BUILT_IN: dict[str, Callable[[], Recipe]] = {
     recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft, dpo, distill, grpo)
 }
-FINE_TUNING = ("sft", "dpo", "grpo")  # whose model is that of the weights
+FINE_TUNING = ("sft", "dpo", "grpo")  # they start from the model of --weights
 
 
 def check_weights(name: str, *, given: bool) -> None:

@@ -19,11 +19,11 @@ import numpy as np
 from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_of
-from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
-from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
+from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
+from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
-# ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded matmuls in a row), up to 2.4 for
+# ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4 for
 # 16-bit arithmetic, up to 3.2 in float32. The rest is for the outliers of larger models. A wrong rotary layout, exchanged or
 # transposed weights make a layer's difference 0.7 and more of all that it adds: some 8 roundings of Q4_0, 60 of bfloat16.
 TIMES = 6.0
@@ -182,7 +182,7 @@ def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: R
 
 def _loss(kl: float) -> str:
     """The loss in words: up to Q6_K's, up to Q4_0's, and beyond, by llama.cpp's measurements of Llama 3 8B."""
-    return "hardly to be noticed" if kl < 0.01 else "a small loss" if kl < 0.1 else "a loss that shows"
+    return "negligible degradation" if kl < 0.01 else "small degradation" if kl < 0.1 else "noticeable degradation"
 
 
 @dataclass(frozen=True)

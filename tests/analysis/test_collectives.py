@@ -83,18 +83,7 @@ def test_branches_count_as_if_taken(mesh):
         return lax.cond(x[0] > 0, lambda y: lax.psum(y, "data"), jnp.sin, x)
 
     (found,) = find(run, mesh, P(), (16,))
-    assert found.conditional
     assert found.count == 1
-
-
-def test_where_it_comes_from(mesh):
-    def sum_here(x):
-        return lax.psum(x, "data")
-
-    (found,) = find(sum_here, mesh, P(), (16,))
-    assert "sum_here" in found.stack[-1]
-    assert "test_collectives.py:" in found.stack[-1]
-    assert "psum" in found.op_name
 
 
 # A program in forms that XLA for GPU and TPU, or another version of it, writes.
@@ -160,7 +149,7 @@ def test_forms_of_groups_and_of_asynchronous_instructions(mesh, groups):
     assert (scatter.bytes, scatter.loops, scatter.group) == (2 * 4 * 2, (6,), 2)
     every = found["all-reduce"]
     assert (every.bytes, every.dtypes, every.shapes) == (12 + 7 + 2, ("f32", "pred", "s4"), ("f32[3]", "pred[7]", "s4[3]"))
-    assert (every.phase, every.stack) == ("forward", ("f.py:7",))
+    assert every.phase == "forward"
     permute = found["collective-permute"]
     assert (permute.axes, permute.bytes, permute.sent) == (("tensor",), 12, 12)
     assert all(c.axes == ("data",) for c in (gather, scatter, every))
@@ -226,7 +215,6 @@ def test_layers_run_in_loops_of_as_many_trips(steps):
     assert {c.loops for c in found if c.loops} == {(CONFIG.n_layers,)}
     gathered = [c for c in found if c.kind == "all-gather" and c.axes == ("fsdp",) and c.loops]
     assert {c.phase for c in gathered} >= {"forward", "backward"}
-    assert any("forward.py" in frame for c in gathered for frame in c.stack)
     scattered = [c for c in found if c.kind == "all-reduce" and c.axes == ("fsdp",) and c.loops]
     assert sum(c.sliced for c in scattered) > 0.9 * sum(c.bytes for c in scattered)
     assert all(c.group == {"fsdp": 4, "tensor": 2}[c.axes[0]] for c in found if len(c.axes) == 1)

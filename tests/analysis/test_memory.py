@@ -6,8 +6,7 @@ import pytest
 from conftest import jit_init
 
 from llama_jax import cache_bytes, parameter_count, preset
-from llama_jax.analysis.memory import Memory, decode_programs, train_programs
-from llama_jax.analysis.scratch import kernel_scratch
+from llama_jax.analysis.memory import Memory, decode_programs, kernel_scratch, train_programs
 from llama_jax.errors import MeshError
 from llama_jax.model.trees import bytes_in_memory, quantize
 from llama_jax.ops.weights.kinds import MADE

@@ -34,7 +34,7 @@ def sent(found, axis):
 
 
 def matrices(config):
-    """Parameters without normalisations."""
+    """Parameters without normalizations."""
     return matrix_parameters(config) + (0 if config.tie_embeddings else config.vocab_size * config.dim)
 
 
@@ -181,7 +181,7 @@ def test_where_no_network_is_published_a_mesh_may_not_leave_the_links():
 
 
 def test_a_sum_that_is_sliced_costs_as_a_scatter():
-    whole = Collective("all-reduce", ("tensor",), 2, 400, 0, ("f32",), ("f32[100]",))
+    whole = Collective("all-reduce", ("tensor",), 2, 400, 0, ("f32[100]",))
     assert exchange_seconds([whole], MeshSizes(tensor=2), TOY) == 400 / 100
     assert exchange_seconds([replace(whole, sliced=400)], MeshSizes(tensor=2), TOY) == 200 / 100
 
@@ -212,7 +212,7 @@ def test_training_of_405_billion_on_512_h200():
 def test_decoding_is_bound_by_reading_the_weights():
     sizes, config = MeshSizes(tensor=8), preset("llama-3.1-70b")
     resident = 2 * parameter_count(config) // 8
-    once = Collective("all-reduce", ("tensor",), 8, 10**9, 0, ("bf16",), ("bf16[1]",), loops=(3,))
+    once = Collective("all-reduce", ("tensor",), 8, 10**9, 0, ("bf16[1]",), loops=(3,))
     bound = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once])
     assert bound.limit == "memory"
     assert bound.exchange == pytest.approx(3 * 2 * 7 / 8 * 1e9 / 450e9 / CHUNK)  # once in a call, which is for a chunk

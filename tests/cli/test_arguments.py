@@ -5,11 +5,10 @@ import tyro
 
 from llama_jax.cli.arguments import FLAGS, arranged, check_settings
 from llama_jax.cli.eval import Eval
-from llama_jax.cli.needle import Needle
 from llama_jax.cli.train import Train
 from llama_jax.errors import UserError
 
-COMMANDS = {"train": Train, "eval": Eval, "needle": Needle}
+COMMANDS = {"train": Train, "eval": Eval}
 
 
 def parsed(line):

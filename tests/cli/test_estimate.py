@@ -70,12 +70,12 @@ def test_quantised_weights_are_named(run):
 
 @pytest.mark.slow
 def test_adapters_take_no_state_of_the_model(run):
-    """Beside bfloat16 weights, AdamW's two numbers and the gradients of what is learnt alone."""
+    """Beside bfloat16 weights, AdamW's two numbers and the gradients of what is learned alone."""
     shape = "stories-260k", "--batch", 2, "--length", 32, "--mode", "train", "--dtype", "bfloat16", "--json"
     found = json.loads(run(*shape, "--lora", 4).stdout)
-    learnt, memory = adapter_count(CONFIG, Lora(rank=4)), found["bytes_per_device"]["train step"]
-    assert memory["parameters"] == 2 * parameter_count(CONFIG) + 4 * learnt
-    assert memory["optimizer"] == 8 * learnt + 4
+    learned, memory = adapter_count(CONFIG, Lora(rank=4)), found["bytes_per_device"]["train step"]
+    assert memory["parameters"] == 2 * parameter_count(CONFIG) + 4 * learned
+    assert memory["optimizer"] == 8 * learned + 4
     assert found["lora"] == 4
     assert "--lora 4 is for --mode train" in run("stories-260k", "--batch", 2, "--length", 32, "--lora", 4).stderr
     refused = run(*shape, "--quantize", "int8").stderr

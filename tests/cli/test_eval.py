@@ -148,9 +148,8 @@ def long_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_and_a_picture_by_length(run, model, long_text, tmp_path):
-    picture = tmp_path / "loss.png"
-    arguments = "--lengths", "100,30", "--max-tokens", 250, "--plot", picture
+def test_a_page_by_length(run, model, long_text):
+    arguments = "--lengths", "100,30", "--max-tokens", 250
     out, err = run(model, "--data", long_text, *arguments)
     first, by_length, by_context, _ = out.split("\n\n")
     assert first == str(model)
@@ -166,7 +165,6 @@ def test_a_page_and_a_picture_by_length(run, model, long_text, tmp_path):
     assert [len(row.replace(" to ", "-").split()) for row in rows] == [3, 3, 3, 3, 3, 3, 2, 3]
     assert rows[-1].endswith("beyond")
     assert err.splitlines()[0].startswith("llama-jax: 100: beyond the model's context of 64 tokens")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_as_json_by_length(run, model, long_text):
@@ -179,14 +177,16 @@ def test_as_json_by_length(run, model, long_text):
     assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
 
 
-@pytest.mark.parametrize(("function", "more"), [("evaluate.evaluate", []), ("lengths.evaluate_lengths", ["--lengths", "8"])])
+@pytest.mark.parametrize(
+    ("function", "more"), [("perplexity.evaluate", []), ("loss_by_length.evaluate_lengths", ["--lengths", "8"])]
+)
 def test_another_rope(run, model, text, monkeypatch, function, more):
     def asked(config, *_, **__):
         assert config.rope_scaling == RopeScaling("linear", 2)
         assert config.max_seq_len == 128
         raise UserError("seen")
 
-    monkeypatch.setattr(f"llama_jax.runs.{function}", asked)
+    monkeypatch.setattr(f"llama_jax.evaluation.{function}", asked)
     with pytest.raises(UserError, match="seen"):
         run(model, "--data", text, "--rope", "linear:2", *more)
 
@@ -207,8 +207,6 @@ def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
         (["--lengths", "8", "--length", "8"], r"length=8 and lengths='8' exclude each other"),
         (["--lengths", "8", "--stride", "8"], r"stride=8 and lengths='8' exclude each other"),
         (["--max-tokens", "8"], r"max_tokens=8 goes with --lengths alone"),
-        (["--plot", "a.png"], r"plot=a.png goes with --lengths alone"),
-        (["--lengths", "8", "--plot", "a.gif"], r"plot=a.gif must end in"),
         (["--lengths", "8,4000"], r"length=4000 needs a document of one token more"),
         (["--rope", "yarn"], r"rope='yarn' must be none, or KIND:FACTOR"),
     ],

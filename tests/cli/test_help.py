@@ -11,7 +11,7 @@ import pytest
 from llama_jax.cli import COMMANDS, command_type, overview
 from llama_jax.cli.arguments import recipe_asked_about
 from llama_jax.cli.parsing import parsed
-from llama_jax.cli.recipe_settings import FUNCTIONS, settings_page
+from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
 from llama_jax.runs.recipes import find

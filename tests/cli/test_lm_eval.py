@@ -1,4 +1,4 @@
-"""`llama-jax lm-eval`, before the harness is asked; what it then does is in tests/evaluation/test_harness.py."""
+"""`llama-jax lm-eval`, before the harness is asked; what it then does is in tests/evaluation/test_lm_eval_adapter.py."""
 
 import pytest
 from commands import run_here

@@ -102,18 +102,20 @@ def test_a_folder_that_cannot_be_written_to(run, folders):
         run(folders[0], "--output", "nowhere/curves.png")
 
 
-def test_a_picture_appears_whole_or_not_at_all(tmp_path):
+def test_a_picture_appears_whole_or_not_at_all(run, folders, monkeypatch):
     """A full disk is said with the picture's name, and what was there before stays."""
-    from llama_jax.cli.plot import save_picture
 
     class Figure:
         def savefig(self, path, format):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    picture = tmp_path / "a.png"
+    folder = folders[0].parent / "pictures"
+    folder.mkdir()
+    picture = folder / "a.png"
     picture.write_bytes(b"older")
+    monkeypatch.setattr("llama_jax.runs.plot.draw", lambda *_, **__: Figure())
     with pytest.raises(UserError, match=r"a\.png cannot be written \(No space left on device\); the disk is full"):
-        save_picture(Figure(), picture)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+        run(folders[0], "--output", picture)
+    assert [path.name for path in folder.iterdir()] == ["a.png"]
     assert picture.read_bytes() == b"older"

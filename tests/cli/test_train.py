@@ -22,13 +22,13 @@ from llama_jax.checkpoints.sums import verify
 from llama_jax.cli import main
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.train import Train
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.lock import locked
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
+from llama_jax.runs.preflight import choose_tokenizer
 from llama_jax.runs.recipes import find
-from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.vocabulary import choose_tokenizer
 
 RECIPES = """
 from llama_jax.config import LlamaConfig
@@ -401,14 +401,14 @@ def test_a_workdir_that_is_read_only(start, tmp_path):
 
 HANGING = """
 import threading
-from llama_jax.runs import snapshots
-real, saves = snapshots.ocp.save_checkpointables_async, []
+from llama_jax.runs import checkpoint_manager
+real, saves = checkpoint_manager.ocp.save_checkpointables_async, []
 def save(*arguments):
     saves.append(arguments)
     if len(saves) == 2:
         threading.Event().wait()
     return real(*arguments)
-snapshots.ocp.save_checkpointables_async = save
+checkpoint_manager.ocp.save_checkpointables_async = save
 """
 
 
@@ -427,14 +427,14 @@ def test_a_save_that_hangs_in_the_main_thread_ends_the_process(start, files, tmp
 
 FULL_DISK = """
 import resource
-from llama_jax.runs.snapshots import Snapshots
-real = Snapshots.save
+from llama_jax.runs.checkpoint_manager import CheckpointManager
+real = CheckpointManager.save
 def save(self, step, *arguments, **options):
     if step == 200:
         self.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     real(self, step, *arguments, **options)
-Snapshots.save = save
+CheckpointManager.save = save
 """
 
 
@@ -457,12 +457,12 @@ def test_a_full_disk_in_the_middle_of_a_save(start, run, files, tmp_path):
 # Short waits, one after the other: of a signal that comes just before a long one Python would hear only after it.
 SLOW_END = """
 import select
-from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 def save(*arguments, **options):
     print("saving", flush=True)
     while True:
         select.select([], [], [], 0.05)
-Snapshots.save = save
+CheckpointManager.save = save
 """
 
 
@@ -491,7 +491,7 @@ def test_sigterm_saves_and_ends_well(name, start, tmp_path):
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
     """So that a script that goes on with the model does not take it for a finished one. A scheduler's SIGTERM is none."""
     arguments = SMALL, "--workdir", tmp_path, "--data", "text.txt", "--mesh", "data=1", "--resume"
-    save = Snapshots.save
+    save = CheckpointManager.save
     for number, step, expected in ((signal.SIGINT, 2, 130), (signal.SIGTERM, 4, 0), (signal.SIGINT, 6, 0)):
 
         def interrupted(self, at, *rest, step=step, number=number, **options):
@@ -499,7 +499,7 @@ def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
             if at == step:
                 signal.raise_signal(number)
 
-        monkeypatch.setattr(Snapshots, "save", interrupted)
+        monkeypatch.setattr(CheckpointManager, "save", interrupted)
         code, out, _ = run(*arguments, "steps=6")
         assert code == expected
         assert ("stopped and saved at step" in out) == (step < 6)  # the last step is no longer stopped
@@ -523,7 +523,7 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
 
 BEFORE_THE_LOOP = """
 import select
-import llama_jax.runs.tasks.text as text
+import llama_jax.runs.tasks.language_modeling as text
 def pause(*arguments):
     print("reading", flush=True)
     while True:

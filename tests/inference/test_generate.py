@@ -12,12 +12,12 @@ import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling, ops
 from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
-from llama_jax.evaluation.scoring import Continuation, score_pairs
+from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
+from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests
 from llama_jax.inference.placement import layout_of
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.runs.evaluate import evaluate
 from llama_jax.serving.model import ServedModel
 from llama_jax.tokenizers.making import byte_tokenizer
 

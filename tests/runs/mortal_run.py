@@ -17,8 +17,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.recipe import Recipe, RewardSettings
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions
@@ -103,7 +102,7 @@ def write_words(folder: Path) -> Path:
 
 
 def environment_of(cache: Path) -> dict[str, str]:
-    """What all processes of a test share: compiled programs, tokenised text, and this folder to import from."""
+    """What all processes of a test share: compiled programs, tokenized text, and this folder to import from."""
     return os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
         "XDG_CACHE_HOME": str(cache),
@@ -138,9 +137,9 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
 
     from llama_jax.cli import main as command
     from llama_jax.runs import lease
-    from llama_jax.runs.snapshots import Snapshots
+    from llama_jax.runs.checkpoint_manager import CheckpointManager
 
-    real_save, saves = Snapshots.save, 0
+    real_save, saves = CheckpointManager.save, 0
 
     def save(*positional, **named):
         nonlocal saves
@@ -151,7 +150,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
         real_save(*positional, **named)
 
     if stage != "-":
-        Snapshots.save = save
+        CheckpointManager.save = save
     if "LLAMA_JAX_TEST_LEASE" in os.environ:  # so long, in seconds, is what a killed run held its folder by
         lease.SECONDS, lease.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
     if "LLAMA_JAX_TEST_HOST" in os.environ:  # what this process believes to be on

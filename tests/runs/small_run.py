@@ -21,8 +21,8 @@ import optax
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.trees import init
-from llama_jax.runs import snapshots
-from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs import checkpoint_manager
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.training.step import TrainState, init_state
 
 CONFIG = LlamaConfig(
@@ -59,7 +59,7 @@ def state_of(seed: int, place: Callable | None = None, *, ema: bool = False) -> 
     return jax.tree.map(make, shapes_of(ema=ema))
 
 
-def save(kept: Snapshots, step: int, seed: int, **options) -> None:
+def save(kept: CheckpointManager, step: int, seed: int, **options) -> None:
     kept.save(step, state_of(seed), {"seed": seed}, CONFIG, None, **options)
 
 
@@ -75,7 +75,7 @@ def die_removing(path: Path) -> None:
 def fill_disk(folder: Path) -> None:
     """A save for which there is no room, then one for which there is again; the message goes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # of a file; Python ignores the signal
-    with Snapshots(folder) as kept:
+    with CheckpointManager(folder) as kept:
         save(kept, 30, 30)
         try:
             kept.wait()
@@ -95,12 +95,12 @@ CASES: dict[str, tuple[tuple[object, str, Callable], int, int]] = {}
 def _cases() -> None:
     from orbax.checkpoint._src.path import async_path
 
-    CASES["making the folder"] = (snapshots._About, "save", die), 30, 30
-    CASES["writing"] = (snapshots._About, "_write", die), 30, 30
+    CASES["making the folder"] = (checkpoint_manager._About, "save", die), 30, 30
+    CASES["writing"] = (checkpoint_manager._About, "_write", die), 30, 30
     CASES["renaming"] = (async_path, "rename", die), 30, 30
-    CASES["renamed"] = (snapshots, "by_loss", die), 30, 30
+    CASES["renamed"] = (checkpoint_manager, "by_loss", die), 30, 30
     CASES["removing the oldest"] = (shutil, "rmtree", die_removing), 30, 30
-    CASES["making one to replace another"] = (snapshots._About, "save", die), 20, 21
+    CASES["making one to replace another"] = (checkpoint_manager._About, "save", die), 20, 21
     CASES["removing the replaced"] = (shutil, "rmtree", die_removing), 20, 21
 
 
@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
             if case == "full disk":
                 fill_disk(folder / case)
             (where, name, death), step, seed = CASES[case]
-            kept = Snapshots(folder / case, keep_best=0)
+            kept = CheckpointManager(folder / case, keep_best=0)
             setattr(where, name, death)
             save(kept, step, seed)
             kept.wait()

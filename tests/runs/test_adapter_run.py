@@ -18,16 +18,15 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 import llama_jax
 from llama_jax.checkpoints import load_adapter, open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.base import about_weights, digest, load_frozen
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
+from llama_jax.runs.pretrained import describe_weights, digest, load_frozen
 from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -71,9 +70,9 @@ def test_adapters_learn_and_the_base_stays(whole, base):
     before = lines(base, "validation")[-1]["loss"]
     assert losses[-1] < losses[0] < before
     assert lines(folder, "sample")[-1]["text"].startswith("the ")
-    learnt = adapter_count(RECIPE.model, RECIPE.lora)
-    assert f"parameters that stay as they are, {learnt:,} of adapters of rank 2" in said
-    assert sum(leaf.size for leaf in jax.tree.leaves(result.state.params)) == learnt
+    learned = adapter_count(RECIPE.model, RECIPE.lora)
+    assert f"parameters that stay as they are, {learned:,} of adapters of rank 2" in said
+    assert sum(leaf.size for leaf in jax.tree.leaves(result.state.params)) == learned
 
 
 @pytest.mark.slow
@@ -127,7 +126,7 @@ def test_another_base_is_refused(whole, base, text, tmp_path):
     llama_jax.save(tmp_path / "other", config, moved, tokenizer)
     with pytest.raises(TrainingError, match=r"other is not the model that this run's adapters began with, .* its weights"):
         train(RECIPE, folder, [text], weights=tmp_path / "other", resume=True, log=log)
-    with pytest.raises(TrainingError, match=r"lora trains adapters beside a model that stays as it is; give that with"):
+    with pytest.raises(TrainingError, match=r"lora trains adapters on a frozen model; pass the model with"):
         train(RECIPE, folder, [text], resume=True, log=log)
     llama_jax.save(tmp_path / "same", config, params, tokenizer)  # elsewhere, in another format: the same numbers
     again = train(RECIPE, folder, [text], weights=tmp_path / "same", resume=True, log=log)
@@ -171,8 +170,8 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     floats, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", None)
     assert kinds_in_memory(floats) == "float32"
     tensors = open_checkpoint(tmp_path / "a.gguf").tensors
-    assert about_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
-    assert about_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32, in which they are trained"]
+    assert describe_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
+    assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32, in which they are trained"]
 
 
 def test_recipes_that_cannot_be():
@@ -296,12 +295,10 @@ def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_pat
     np.testing.assert_allclose(jit_logits(config, one, tokens), jit_logits(config, merged, tokens), atol=1e-4)
 
 
-def test_runs_that_were_begun_without_these_settings_go_on():
+def test_other_adapters_are_another_recipe():
     now = json.loads(json.dumps(to_dict(RECIPE)))
-    older = json.loads(json.dumps(now))
-    del older["lora"]["dora"], older["optimizer"]["lora_plus"], older["neftune"]
-    assert differences(older, now) == []
+    before = json.loads(json.dumps(now))
     now["lora"]["dora"] = True
-    assert differences(older, now) == ["lora.dora: False in the folder, True now"]
-    older["lora"] = None
-    assert any(line.startswith("lora.rank: None in the folder") for line in differences(older, now))
+    assert differences(before, now) == ["lora.dora: False in the folder, True now"]
+    before["lora"] = None
+    assert any(line.startswith("lora.rank: None in the folder") for line in differences(before, now))

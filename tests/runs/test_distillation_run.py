@@ -17,10 +17,10 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
+from llama_jax.errors import TrainingError
 from llama_jax.model.adapters import Lora
 from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions
@@ -77,7 +77,7 @@ def stories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(stories, tmp_path_factory):
-    """A model of the shape of stories15M, with the vocabulary of the bundled one, that has learnt a little."""
+    """A model of the shape of stories15M, with the vocabulary of the bundled one, that has learned a little."""
     folder = tmp_path_factory.mktemp("large")
     train(LARGE_OF_STORIES, folder, [stories], tokenizer=bundled(), log=StopAt())
     return folder
@@ -133,7 +133,7 @@ def test_a_killed_run_ends_with_the_same_bits(teacher, text, tmp_path):
 
 
 def test_a_student_of_two_million_approaches_a_teacher_of_the_shape_of_15m(large, stories, tmp_path):
-    """The shape of the bundled model; the teacher has its vocabulary, and has learnt for a few steps."""
+    """The shape of the bundled model; the teacher has its vocabulary, and has learned for a few steps."""
     config = llama_jax.load().config
     assert sum(x.size for x in jax.tree.leaves(param_shapes(config))) == pytest.approx(2.4e6, rel=0.1)
     recipe = replace(LARGE_OF_STORIES, model=config, evaluate_every=6, distill=DistillOptions(str(large)))

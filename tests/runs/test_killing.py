@@ -15,8 +15,8 @@ from mortal_run import environment_of, recipe, write_words
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.model.trees import init
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
-from llama_jax.runs.snapshots import Snapshots
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
 
@@ -63,7 +63,7 @@ def state_in(folder):
     shapes = jax.eval_shape(
         lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
     )
-    with Snapshots(folder / CHECKPOINTS) as snapshots:
+    with CheckpointManager(folder / CHECKPOINTS) as snapshots:
         return snapshots.restore(shapes)
 
 

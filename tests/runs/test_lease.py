@@ -6,8 +6,8 @@ import threading
 import object_server
 import pytest
 
+from llama_jax.errors import TrainingError
 from llama_jax.runs import lease
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lease import Lease
 from llama_jax.storage import locate
 from llama_jax.storage.view import PassingError

@@ -21,15 +21,15 @@ from mortal_run import recipe, write_words
 import llama_jax
 from llama_jax.data import DocumentFormat
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs import preparing
-from llama_jax.runs.errors import TrainingError
+from llama_jax.runs import preflight
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
-from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.tasks.task import Given
-from llama_jax.runs.tasks.text import about, read_data
+from llama_jax.runs.tasks.interface import TaskInputs
+from llama_jax.runs.tasks.language_modeling import data_summary, read_data
 from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -46,7 +46,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def caches(tmp_path_factory):
-    """Away from the user's: of tokenised text, and of compiled programs, for every run here compiles the same few."""
+    """Away from the user's: of tokenized text, and of compiled programs, for every run here compiles the same few."""
     folder = str(tmp_path_factory.mktemp("cache"))
     settings = {
         "jax_compilation_cache_dir": folder,
@@ -84,14 +84,14 @@ class StopAt(Log):
 def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
     recipe = dataclasses.replace(RECIPE, reading=DocumentFormat(longest=3000), validation=0.1)
-    corpora = read_data(recipe, Given(find_data([text]), (), byte_tokenizer(), MeshSizes(), Log(quiet=True)))
+    corpora = read_data(recipe, TaskInputs(find_data([text]), (), byte_tokenizer(), MeshSizes(), Log(quiet=True)))
     (training,), ((_, held, _),) = corpora.train.values(), corpora.held
     assert training.document_count == 2
     total = training.token_count + held.token_count
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)
     assert held.token_count == pytest.approx(0.1 * total, abs=1)
     assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
-    preparing.describe(Log(), recipe, about(recipe, corpora))
+    preflight.describe(Log(), recipe, data_summary(recipe, corpora))
     assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 
@@ -262,8 +262,8 @@ def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
 
 
 def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
-    """Whoever uses `Snapshots` notes other things."""
-    with Snapshots(tmp_path / "checkpoints") as kept:
+    """Whoever uses `CheckpointManager` notes other things."""
+    with CheckpointManager(tmp_path / "checkpoints") as kept:
         small_run.save(kept, 10, seed=1)
     with pytest.raises(TrainingError, match=r"checkpoints/10 was not saved by train: its note has no recipe; give another"):
         train(RECIPE, tmp_path, text, resume=True)

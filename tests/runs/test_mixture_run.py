@@ -14,14 +14,14 @@ from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.history import read_run
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
+from llama_jax.runs.metrics import read_run
 from llama_jax.runs.plot import draw
-from llama_jax.runs.tasks.task import Given
-from llama_jax.runs.tasks.text import about, read_data
+from llama_jax.runs.tasks.interface import TaskInputs
+from llama_jax.runs.tasks.language_modeling import data_summary, read_data
 from llama_jax.tokenizers.making import byte_tokenizer
 
 RECIPE = replace(recipe(), steps=6, evaluate_every=3, save_every=3, log_every=2, ema_decay=0.0)
@@ -63,12 +63,12 @@ def test_each_source_has_its_share_its_epochs_and_its_loss(whole):
 
 
 def test_what_is_read_too_often_is_said(files):
-    given = Given(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
+    given = TaskInputs(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
     corpora = read_data(RECIPE, given)
-    said = about(replace(RECIPE, steps=60), corpora)
+    said = data_summary(replace(RECIPE, steps=60), corpora)
     assert [line for line in said if "repeated text" in line] == [said[-1]]
     assert said[-1].startswith("  books is read ")
-    assert not any("repeated text" in line for line in about(RECIPE, corpora))
+    assert not any("repeated text" in line for line in data_summary(RECIPE, corpora))
 
 
 def test_a_curve_for_each(whole):

@@ -11,15 +11,14 @@ import pytest
 from mortal_run import recipe
 
 import llama_jax
+from llama_jax.evaluation.measure import WindowRows, token_nats
 from llama_jax.model.options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, reading_over, shardings
-from llama_jax.runs.base import load_weights
-from llama_jax.runs.evaluate import token_nats
-from llama_jax.runs.program import make_program
-from llama_jax.runs.samples import continued
-from llama_jax.runs.tasks.text import objective
-from llama_jax.runs.windows import WindowRows
+from llama_jax.runs.compiled_step import make_program
+from llama_jax.runs.loop import sample_prompts
+from llama_jax.runs.pretrained import load_weights
+from llama_jax.runs.tasks.language_modeling import objective
 from llama_jax.tokenizers.making import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
@@ -75,7 +74,7 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
     )
     program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
     spread = jax.device_put(params, shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes)))
-    found = continued(RECIPE, program, spread, prompts, tokenizer)
+    found = sample_prompts(RECIPE, program, spread, prompts, tokenizer)
     known = [[token for token in row.tokens if token < tokenizer.vocab_size] for row in wanted]
     assert found == [tokenizer.decode(prompt + tokens) for prompt, tokens in zip(prompts, known, strict=True)]
     held = {

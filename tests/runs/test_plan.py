@@ -10,14 +10,14 @@ from test_loop import StopAt
 
 from llama_jax.data import ChatReading
 from llama_jax.data.sources import find_data
+from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.plan import fit_to_data, plan_of
+from llama_jax.runs.preflight import plan_of, task_kind
+from llama_jax.runs.recipe import fit_to_data
 from llama_jax.runs.recipes import find
-from llama_jax.runs.tasks.choose import kind_of
-from llama_jax.runs.tasks.task import Given
+from llama_jax.runs.tasks.interface import TaskInputs
 from llama_jax.tokenizers.making import byte_tokenizer
 
 CHATS = replace(recipe(), steps=0, batch=16, length=60, chats=ChatReading(), evaluate_every=0, save_every=0, ema_decay=0.0)
@@ -34,7 +34,7 @@ def chats(tmp_path_factory):
 
 def opened(recipe, file, mesh=MeshSizes()):
     """The task of a recipe and a file, not compiled."""
-    return kind_of(recipe).open(recipe, Given(find_data([file]), (), byte_tokenizer(), mesh, Log(quiet=True)))
+    return task_kind(recipe).open(recipe, TaskInputs(find_data([file]), (), byte_tokenizer(), mesh, Log(quiet=True)))
 
 
 def test_few_chats_make_a_short_run(chats):

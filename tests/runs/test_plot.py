@@ -1,4 +1,4 @@
-"""Metrics of runs, whole and broken, as curves; losses by length; needles as heat maps."""
+"""Metrics of runs, whole and broken, as curves."""
 
 import json
 import subprocess
@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.errors import UserError
-from llama_jax.runs.history import RunHistory, read_run, read_runs
-from llama_jax.runs.lengths import LengthLoss
-from llama_jax.runs.needle import NeedleCell, NeedleTest
-from llama_jax.runs.plot import COLOURS, draw, draw_lengths, draw_needle, smooth
+from llama_jax.runs.metrics import RunHistory, read_run, read_runs
+from llama_jax.runs.plot import COLORS, draw, smooth
 
 
 def train(step, **values):
@@ -239,7 +237,7 @@ def test_several_runs_have_looks_and_names_of_their_own(run):
     (legend,) = figure.legends
     assert [text.get_text().replace("\\", "").strip() for text in legend.get_texts()] == names
     looks = {(line.get_color(), str(line._dash_pattern)) for line in figure.axes[1].lines}
-    assert len(looks) == len(names) > len(COLOURS)
+    assert len(looks) == len(names) > len(COLORS)
 
 
 def test_a_run_of_one_step_and_without_validation(tmp_path):
@@ -274,78 +272,6 @@ def test_without_matplotlib(run, monkeypatch):
 
 def test_reading_needs_neither_matplotlib_nor_jax(tmp_path):
     write(tmp_path, WHOLE)
-    code = "import sys; from llama_jax.runs.history import read_run; read_run(sys.argv[1]); print(*sys.modules)"
+    code = "import sys; from llama_jax.runs.metrics import read_run; read_run(sys.argv[1]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert {"matplotlib", "jax"}.isdisjoint(done.stdout.split())
-
-
-# -- by length, and needles ----------------------------------------------------------------------------------------------
-
-
-def length_loss(length, seed=0):
-    by_position = 2 + np.random.default_rng(seed).random(length)
-    error = np.nan if seed else 0.1
-    return LengthLoss(
-        length, 3, 3 * length, by_position.mean(), error, 9.0, by_position[-(length // 4 or 1) :].mean(), by_position
-    )
-
-
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=4, unique=True))
-def test_loss_by_position_is_the_mean_of_what_lies_between_its_points(lengths):
-    found = [length_loss(length) for length in sorted(lengths)]
-    figure = draw_lengths(found)
-    for one, curve in zip(found, curves(figure, 0), strict=True):
-        ends = curve[:, 0].astype(int)
-        assert (np.diff(ends) > 0).all()
-        assert ends[-1] == one.length
-        sizes = np.diff([0, *ends])
-        assert (sizes * curve[:, 1]).sum() == pytest.approx(one.by_position.sum())
-
-
-def test_loss_by_length_with_its_context(tmp_path):
-    found = [length_loss(1), length_loss(100, seed=1), length_loss(512)]
-    figure = draw_lengths(found, context=100, title="_a $ model")
-    assert png(figure).startswith(b"\x89PNG")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Loss by position, nats per token",
-        "Loss by length, nats per token",
-    ]
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["1", "100", "512", "context, 100"]
-    losses = next(line for line in curves(figure, 1) if len(line) == 3)
-    np.testing.assert_allclose(losses, [[one.length, one.loss] for one in found])
-    assert len(draw_lengths(found, context=4096).axes[0].get_legend().get_texts()) == 3
-    with pytest.raises(UserError, match="no length was given"):
-        draw_lengths([])
-
-
-def needle_test(lengths, depths, value=0.5):
-    cells = [
-        NeedleCell(length, depth, 2, 0.0, value + depth / 2, 1.0, -5.0, value * length)
-        for length in lengths
-        for depth in depths
-    ]
-    return NeedleTest(tuple(lengths), tuple(depths), 9, tuple(cells))
-
-
-def test_a_heat_map_of_depth_over_length():
-    figure = draw_needle(needle_test([128, 256, 512], [0.0, 1.0]), context=256, title="a model")
-    assert png(figure).startswith(b"\x89PNG")
-    chosen, margin = (axes.images[0].get_array() for axes in figure.axes[:2])
-    np.testing.assert_array_equal(chosen, [[0.5] * 3, [1.0] * 3])
-    np.testing.assert_array_equal(margin, [[64, 128, 256]] * 2)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["50%"] * 3 + ["100%"] * 3
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["128", "256", "512"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0%", "100%"]
-    (line,) = curves(figure, 0)
-    assert set(line[:, 0]) == {1.5}  # before the length beyond the context
-    for context in (64, 512, None):
-        assert not curves(draw_needle(needle_test([128, 512], [0.5]), context=context), 0)
-
-
-@pytest.mark.slow
-def test_heat_maps_that_are_large_or_of_no_numbers():
-    figure = draw_needle(needle_test(range(1, 15), [i / 9 for i in range(10)]))
-    assert png(figure)
-    assert not figure.axes[0].texts
-    assert png(draw_needle(needle_test([128, 256], [0.0], value=np.nan)))

@@ -17,10 +17,9 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 
 import llama_jax
 from llama_jax.checkpoints import load_adapter
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.training.preferences import PreferenceOptions
 

@@ -17,12 +17,12 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, DataError
+from llama_jax.errors import TrainingError
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
-from llama_jax.runs.reward_settings import RewardSettings
-from llama_jax.runs.tasks.rewards import check
+from llama_jax.runs.recipe import RewardSettings
+from llama_jax.runs.tasks.grpo import check
 from llama_jax.training.optimizer import OptimizerSettings
 
 REWARDS = '''

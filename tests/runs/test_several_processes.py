@@ -26,12 +26,12 @@ from llama_jax.checkpoints.steps import CHECKPOINTS, steps_in
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.inspect import describe
 from llama_jax.cli.plot import Plot
+from llama_jax.errors import TrainingError
 from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
-from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
-from llama_jax.runs.snapshots import Snapshots
 from llama_jax.storage import locate
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
@@ -39,7 +39,7 @@ from llama_jax.training.step import init_state
 RECIPES = Path(__file__).with_name("mortal_run.py")
 SHORT = ("steps=6", "evaluate_every=3", "save_every=3", 'prompts=["the "]', "sample_tokens=2")
 RUN = ("-m", "llama_jax")
-IMPATIENT = "from llama_jax.runs import preparing; preparing.MARK_SECONDS = 1; from llama_jax.cli import main; main()"
+IMPATIENT = "from llama_jax.runs import preflight; preflight.MARK_SECONDS = 1; from llama_jax.cli import main; main()"
 EIGHT_HEADS = ("model.n_heads=8", "model.n_kv_heads=8")
 
 
@@ -135,7 +135,7 @@ def state_in(folder, *changes):
     shapes = jax.eval_shape(
         lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
     )
-    with Snapshots(folder / CHECKPOINTS) as snapshots:
+    with CheckpointManager(folder / CHECKPOINTS) as snapshots:
         return snapshots.restore(shapes)
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning by chats: what the assistant says is learnt, whole and again after an interruption."""
+"""Fine-tuning by chats: what the assistant says is learned, whole and again after an interruption."""
 
 import io
 import json
@@ -14,9 +14,9 @@ from mortal_run import recipe
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, open_chats
+from llama_jax.errors import TrainingError
+from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import evaluate
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import differences, to_dict
@@ -136,7 +136,7 @@ def test_fine_tuning_needs_a_model(chats, tmp_path):
     talk.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     with pytest.raises(TrainingError, match=r"no chat template.*in training as chats.format=plain"):
         train(RECIPE, tmp_path / "run", talk)
-    with pytest.raises(TrainingError, match="vocabulary='bpe' is learnt from text, and the data are chats"):
+    with pytest.raises(TrainingError, match="vocabulary='bpe' is learned from text, and the data are chats"):
         replace(RECIPE, vocabulary="bpe")
 
 

@@ -23,16 +23,15 @@ from llama_jax.checkpoints.newest import StepRemovedError
 from llama_jax.checkpoints.steps import by_loss, steps_in
 from llama_jax.checkpoints.store import load_params
 from llama_jax.cli.inspect import describe
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.parallel.processes import Processes
 from llama_jax.parallel.roll_call import Member
-from llama_jax.runs import lease, stored_run
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.history import read_run
+from llama_jax.runs import lease, run_folder
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
+from llama_jax.runs.metrics import read_run
 from llama_jax.runs.run_folder import SharedStoredRun, opened
-from llama_jax.runs.snapshots import Snapshots
 from llama_jax.storage import buckets, locate
 
 RUN = "s3://bucket/run"
@@ -41,7 +40,7 @@ STEPS = f"{RUN}/checkpoints"
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(stored_run, "PATIENCE", ())
+    monkeypatch.setattr(run_folder, "PATIENCE", ())
     monkeypatch.setattr(lease, "POLL", 0.01)
     with object_server.emulated(monkeypatch) as server:
         yield server
@@ -56,7 +55,7 @@ def run(store):
 
 @pytest.fixture
 def kept(run):
-    with Snapshots(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
+    with CheckpointManager(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
         yield kept
 
 
@@ -219,7 +218,7 @@ def test_who_loses_the_folder_writes_nothing_more(store, run, kept):
     save(kept, 10, 10)
     kept.wait()
     store.written["run/lease.json"] -= 100
-    other = stored_run.StoredRun(locate(RUN), Processes(), Log(quiet=True))
+    other = run_folder.StoredRun(locate(RUN), Processes(), Log(quiet=True))
     run._lease._renewed -= 100  # this process stood still
     changes = len(store.changes)
     save(kept, 20, 20)
@@ -237,7 +236,7 @@ def test_who_loses_the_folder_writes_nothing_more(store, run, kept):
 
 
 def test_metrics_are_put_in_parts(store, run, monkeypatch):
-    monkeypatch.setattr(stored_run, "PART", 300)
+    monkeypatch.setattr(run_folder, "PART", 300)
     line = lambda step: json.dumps({"kind": "train", "step": step, "loss": 1 / step, "tokens": step}) + "\n"
     whole = ""
     with (run.path / "metrics.jsonl").open("a") as file:
@@ -272,7 +271,7 @@ def test_hosts_whose_scratch_folder_is_the_same(run):
 
 
 def test_where_no_run_can_be():
-    with pytest.raises(TrainingError, match="hf://a/b is on the hub, where no run can be"):
+    with pytest.raises(TrainingError, match="hf://a/b is on the Hub, where runs cannot be stored"):
         train("tiny", "hf://a/b", [__file__])
 
 
@@ -314,7 +313,7 @@ def check_the_same(store, folder, tmp_path):
     parts = b"".join(path.read_bytes() for path in sorted((stored / "metrics").iterdir()))
     for kind in ("train", "validation"):
         assert lines_of(parts.splitlines(), kind) == lines_of((local / "metrics.jsonl").read_text().splitlines(), kind)
-    with Snapshots(stored / "checkpoints") as one, Snapshots(local / "checkpoints") as other:
+    with CheckpointManager(stored / "checkpoints") as one, CheckpointManager(local / "checkpoints") as other:
         shapes = shapes_of_run()
         for step in sorted(map(int, names)):
             (state, note), (expected, expected_note) = one.restore(shapes, step), other.restore(shapes, step)

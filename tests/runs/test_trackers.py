@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from llama_jax.runs import trackers
-from llama_jax.runs.errors import TrainingError
+from llama_jax.errors import TrainingError
+from llama_jax.runs import metrics
 from llama_jax.runs.log import Log
-from llama_jax.runs.trackers import NAMES, Tracking, check_trackers
+from llama_jax.runs.metrics import TRACKER_NAMES, Tracking, check_trackers
 
 RECIPE = {"steps": 3, "model": {"dim": 8}}
 
@@ -57,7 +57,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
     client = MlflowClient()
     [experiment] = [each for each in client.search_experiments() if each.name == "llama_jax"]
     [run] = client.search_runs([experiment.experiment_id])
-    assert json.loads((tmp_path / NAMES).read_text()) == {"mlflow": run.info.run_id}
+    assert json.loads((tmp_path / TRACKER_NAMES).read_text()) == {"mlflow": run.info.run_id}
     assert (run.info.status, run.data.params["steps"]) == ("FINISHED", "3")
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
@@ -67,9 +67,9 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
 def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     written("wandb", tmp_path, range(2))
-    before = json.loads((tmp_path / NAMES).read_text())
+    before = json.loads((tmp_path / TRACKER_NAMES).read_text())
     written("wandb", tmp_path, range(1, 3))
-    assert json.loads((tmp_path / NAMES).read_text()) == before
+    assert json.loads((tmp_path / TRACKER_NAMES).read_text()) == before
     assert list((tmp_path / "wandb").glob(f"offline-run-*-{before['wandb']}"))
 
 
@@ -87,7 +87,7 @@ class _Failing:
 
 
 def test_a_service_that_fails_is_left_out_and_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(trackers.MADE, "wandb", _Failing)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", _Failing)
     said = io.StringIO()
     written("wandb", tmp_path, range(3), log=Log(said))
     assert said.getvalue() == "wandb failed and gets no more metrics; metrics.jsonl has them all: no route\n"
@@ -97,10 +97,10 @@ def test_one_that_cannot_begin_ends_the_run_in_a_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError("not logged in; run wandb login")
 
-    monkeypatch.setitem(trackers.MADE, "wandb", refuse)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", refuse)
     with pytest.raises(TrainingError, match="wandb cannot record this run: not logged in"):
         written("wandb", tmp_path, range(1))
-    assert not (tmp_path / NAMES).exists()
+    assert not (tmp_path / TRACKER_NAMES).exists()
 
 
 def test_what_is_not_installed_is_told_before_anything_is_read(monkeypatch):

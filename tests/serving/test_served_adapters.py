@@ -11,13 +11,12 @@ from adapters import random_adapters
 from commands import run_here
 from conftest import sharp
 from fakes import FakeEngine, served
+from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
 from test_engine import SMALL, Client, come_and_go, exhaust, some_request
 from test_engine import alone as generated_alone
 
 import llama_jax
-from llama_jax.analysis.hlo import ProgramText
-from llama_jax.analysis.programs import find_copies
 from llama_jax.checkpoints import save_adapter
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
@@ -140,7 +139,7 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     args = model.empty(rows, 2 * rows), batch, settings, model.compute, model.layout
     text = model.programs.step.lower(config, model.params, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
-    assert not held & {copy.bytes for copy in find_copies(ProgramText(text), 1024)}
+    assert not held & {copy.bytes for copy in find_copies(DeviceProgram(text), 1024)}
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax import LlamaConfig
 from llama_jax.model.trees import init
-from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.training.step import init_state
 
 HOSTS = 8
@@ -47,7 +47,7 @@ def write_run(folder):
         return jax.device_put(array, NamedSharding(mesh, P(*cut)))
 
     shapes = jax.eval_shape(lambda key: init_state(optax.sgd(0.1), init(CONFIG, key)), jax.random.key(0))
-    with Snapshots(folder / "checkpoints") as kept:
+    with CheckpointManager(folder / "checkpoints") as kept:
         kept.save(4, jax.tree.map(make, shapes).replace(step=jnp.int32(4)), {}, CONFIG, None)
     return folder
 

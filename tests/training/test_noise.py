@@ -11,15 +11,14 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.data import ChatReading
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, TrainingError
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings
-from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.choose import check_task
-from llama_jax.runs.tasks.text import noise_of
+from llama_jax.runs.tasks.language_modeling import noise_of
 from llama_jax.training.batch import Batch, shift
 from llama_jax.training.noise import noisy
 from llama_jax.training.objective import total_loss

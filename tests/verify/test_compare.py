@@ -15,8 +15,8 @@ from llama_jax import ops
 from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.config import SHAPE_FIELDS
 from llama_jax.verify import compare as module
+from llama_jax.verify.activations import Origin, trace
 from llama_jax.verify.compare import compare
-from llama_jax.verify.trace import Origin, trace
 
 CONFIG = make_goldens.KINDS["gqa"]
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24, dtype=np.int32)
@@ -55,7 +55,7 @@ def rounded(array: np.ndarray, bits: int) -> np.ndarray:
     return (np.round(blocks / scale) * scale).reshape(array.shape).astype(np.float32)
 
 
-def quantised(tensors, bits):
+def quantized(tensors, bits):
     return {name: rounded(array, bits) if array.ndim == 2 else array for name, array in tensors.items()}
 
 
@@ -113,17 +113,17 @@ def test_sixteen_bits_are_the_same_within_their_rounding(against, tensors, dtype
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, "Q8_0"), (4, "Q4_0")])
 def test_quantised_weights_are_the_same_within_their_rounding(against, tensors, bits, kind):
-    found = against(quantised(tensors, bits), kinds=("F32", kind))
+    found = against(quantized(tensors, bits), kinds=("F32", kind))
     assert found.same
     assert found.why.startswith(f"the same model within the rounding of {kind}: ")
     assert all(0.5 < part.roundings < module.TIMES / 1.5 for part in found.parts)
     # The same difference is another model where both are said to be stored alike.
-    assert not against(quantised(tensors, bits)).same
+    assert not against(quantized(tensors, bits)).same
 
 
 def test_coarse_rounding_says_what_it_may_hide(against, tensors):
-    assert "could hide a wrong layer" in against(quantised(tensors, 3), kinds=("F32", "Q3_K")).why
-    assert "could hide" not in against(quantised(tensors, 4), kinds=("F32", "Q4_0")).why
+    assert "could hide a wrong layer" in against(quantized(tensors, 3), kinds=("F32", "Q3_K")).why
+    assert "could hide" not in against(quantized(tensors, 4), kinds=("F32", "Q4_0")).why
 
 
 # -- another -------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_wrong_part_is_named(against, tensors, fault):
 def test_rounding_hides_no_wrong_part(against, tensors, fault, disguise):
     spoil, where = FAULTS[fault]
     bits = disguise.get("bits")
-    wrong = quantised(spoil(tensors), bits) if bits else spoil(tensors)
+    wrong = quantized(spoil(tensors), bits) if bits else spoil(tensors)
     found = against(wrong, **{name: value for name, value in disguise.items() if name != "bits"})
     assert not found.same
     assert f"departs in {where}, " in found.why
@@ -224,7 +224,7 @@ def test_logits_count_even_where_every_part_agrees(models, reference):
 
 
 def test_divergence_counts_even_where_every_part_agrees(against, tensors):
-    found = against(quantised(tensors, 2), kinds=("F32", "Q2_K"))
+    found = against(quantized(tensors, 2), kinds=("F32", "Q2_K"))
     assert found.why.startswith("NOT the same model: mean KL divergence 1.2 nats, of which Q2_K explains 1")
 
 

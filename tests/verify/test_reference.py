@@ -20,9 +20,9 @@ import llama_jax
 from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.verify import reference
+from llama_jax.verify.activations import Origin, Trace, trace
 from llama_jax.verify.compare import compare
 from llama_jax.verify.reference import check_room, check_transformers, read_oracle, run_transformers, write_oracle
-from llama_jax.verify.trace import Origin, Trace, trace
 
 KINDS = make_goldens.KINDS
 CONFIG = replace(KINDS["llama3"], vocab_size=12, dim=8, n_heads=2, n_kv_heads=1, hidden_dim=6, head_dim=4)

@@ -1,1 +1,1 @@
-"""Kinds of training, their data and losses: one file for each, `choose` for the recipe's, `task` for their interface."""
+"""Kinds of training, their data and losses: one file for each, `interface` for what they have in common."""

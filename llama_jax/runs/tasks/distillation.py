@@ -13,17 +13,16 @@ import numpy as np
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
+from llama_jax.errors import TrainingError
+from llama_jax.evaluation.measure import WindowRows, choose_sizes, cut_windows, measure_windows, token_mean
+from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import check_model, layout_over
-from llama_jax.runs.base import load_frozen
-from llama_jax.runs.divergence import compare_tokens
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import Evaluation, choose_sizes, mean_of_tokens, measured, summary
+from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks import text
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Task, TaskKind, compute_of
-from llama_jax.runs.windows import WindowRows, cut_windows
+from llama_jax.runs.tasks import language_modeling
+from llama_jax.runs.tasks.interface import EvalResult, FrozenModels, Task, TaskContext, TaskInputs, TaskKind, compute_of
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.batch import Batch
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
@@ -93,20 +92,20 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer | None:
     return open_checkpoint(options_of(recipe).teacher).tokenizer()
 
 
-def open_task(recipe: Recipe, given: Given) -> Task:
-    """Text or chats with a teacher beside them; for the errors see `text.read_data` and `teacher_config`."""
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
+    """Text or chats with a teacher beside them; for the errors see `language_modeling.read_data` and `teacher_config`."""
     options, config = options_of(recipe), teacher_config(recipe)
     theirs = tokenizer_of(recipe)
-    if theirs is not None and theirs.encode(EXAMPLE, bos=False) != given.tokenizer.encode(EXAMPLE, bos=False):
+    if theirs is not None and theirs.encode(EXAMPLE, bos=False) != inputs.tokenizer.encode(EXAMPLE, bos=False):
         raise TrainingError(
             f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; give a"
             " teacher of the same vocabulary"
         )
-    corpora = text.read_data(recipe, given)
-    task = text.task_of(recipe, given.mesh, corpora)
+    corpora = language_modeling.read_data(recipe, inputs)
+    task = language_modeling.task_of(recipe, inputs.mesh, corpora)
     recipe = task.recipe
-    held = text.shortened(corpora, recipe.evaluate_tokens)
-    teacher = partial(_laid_out, config, given.mesh)
+    held = language_modeling.limit_tokens(corpora, recipe.evaluate_tokens)
+    teacher = partial(_laid_out, config, inputs.mesh)
     task = replace(
         task,
         objective=replace(task.objective, loss=lambda frozen: _loss(options, teacher, frozen)),
@@ -116,12 +115,12 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     )
 
     def load() -> Task:
-        params, found = load_frozen(options.teacher, config, given.mesh, recipe.dtype, options.quantize)
+        params, found = load_frozen(options.teacher, config, inputs.mesh, recipe.dtype, options.quantize)
         return replace(
             task,
             objective=replace(task.objective, frozen=params),
             digests={**task.digests, "teacher": found["digest"]},
-            begin=partial(DistillationFeed, recipe, held, (config, params)),
+            begin=partial(DistillationBatchSource, recipe, held, (config, params)),
         )
 
     return replace(task, load=load)
@@ -135,20 +134,20 @@ def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:
     return Teacher(fitted, params, layout)
 
 
-def _loss(options: DistillOptions, teacher: Callable[[Llama], Teacher], frozen: Frozen) -> Loss:
+def _loss(options: DistillOptions, teacher: Callable[[Llama], Teacher], frozen: FrozenModels) -> Loss:
     return distillation_loss(options, teacher(frozen.other))
 
 
-class DistillationFeed:
-    """The batches of a text, and how far the student is from the teacher; see `task.Feed`."""
+class DistillationBatchSource:
+    """The batches of a text, and how far the student is from the teacher; see `interface.BatchSource`."""
 
     def __init__(
-        self, recipe: Recipe, corpora: text.Corpora, teacher: tuple[LlamaConfig, Llama], beginning: Beginning
+        self, recipe: Recipe, corpora: language_modeling.Corpora, teacher: tuple[LlamaConfig, Llama], context: TaskContext
     ) -> None:
         self._recipe, self._held = recipe, corpora.held
-        self._feed = text.TextFeed(recipe, corpora, beginning)
+        self._feed = language_modeling.TextBatchSource(recipe, corpora, context)
         config, self._params = teacher
-        self._compare = beginning.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
+        self._compare = context.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -161,10 +160,10 @@ class DistillationFeed:
         tokens = max(metrics["tokens"], 1.0)
         return {name: metrics[name] / tokens for name in ("kl", "cross_entropy")}
 
-    def evaluate(self, model: Llama) -> Finding:
-        return text.over_sources(self._held, lambda corpus: self._evaluate(model, corpus))
+    def evaluate(self, model: Llama) -> EvalResult:
+        return language_modeling.evaluate_sources(self._held, lambda corpus: self._evaluate(model, corpus))
 
-    def _evaluate(self, model: Llama, held: Corpus) -> Finding:
+    def _evaluate(self, model: Llama, held: Corpus) -> EvalResult:
         length = self._recipe.length
         rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
         windows = cut_windows(held, length, length)
@@ -173,10 +172,10 @@ class DistillationFeed:
             return self._compare(model, self._params, rows)
 
         losses, kls = np.zeros(len(windows.read)), np.zeros(len(windows.read))
-        for (nats, _, kl, _), owner in measured(held, windows, rows, compare, None):
+        for (nats, _, kl, _), owner in measure_windows(held, windows, rows, compare, None):
             np.add.at(losses, owner, nats)
             np.add.at(kls, owner, kl)
-        found, kl = summary(held, windows, losses), mean_of_tokens(windows, kls)[0]
+        found, kl = summary(held, windows, losses), token_mean(windows, kls)[0]
         weight = options_of(self._recipe).weight
         loss = weight * kl + (1 - weight) * found.loss
         numbers = {
@@ -187,7 +186,7 @@ class DistillationFeed:
             "bits_per_byte": found.bits_per_byte,
         }
         words = f"loss {loss:.4f}, KL {kl:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return Finding(loss, numbers, words, DistillationEvaluation(loss, kl, found))
+        return EvalResult(loss, numbers, words, DistillationEvaluation(loss, kl, found))
 
     def close(self) -> None:
         self._feed.close()

@@ -13,22 +13,30 @@ from zipfile import BadZipFile
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from llama_jax.data.batches import Batches
 from llama_jax.data.conversations import open_judged, open_preferences
 from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.opening import Progress
 from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.plan import fit_to_data
-from llama_jax.runs.program import TrainingProgram, loss_options
-from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
-from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.progress import progress_bar
+from llama_jax.runs.compiled_step import loss_options
+from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.tasks.interface import (
+    EvalResult,
+    FrozenModels,
+    Objective,
+    Task,
+    TaskContext,
+    TaskInputs,
+    TaskKind,
+    TrainingProgram,
+)
+from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.pairs import (
@@ -81,30 +89,30 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
         raise TrainingError(f"mesh {mesh} divides rows over context, and answers are read whole; use data, fsdp and tensor")
 
 
-def open_task(recipe: Recipe, given: Given) -> Task:
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Preferences as a task.
 
     Raises:
       TrainingError: nothing to validate on, a vocabulary larger than the model's, or a model without a chat format.
-      DataError: files that cannot be used.
+      DataError: invalid files.
     """
     options = options_of(recipe)
 
     def read(paths: Sequence[Path]) -> Pairs:
-        pairs, counts = read_pairs(recipe, paths, given.tokenizer)
-        given.log.line(f"preferences: {counts}")
+        pairs, counts = read_pairs(recipe, paths, inputs.tokenizer)
+        inputs.log.line(f"preferences: {counts}")
         return pairs
 
-    if given.validation_data:
-        whole, held = read(given.data), read(given.validation_data)
+    if inputs.validation_data:
+        whole, held = read(inputs.data), read(inputs.validation_data)
         train = without_pairs(whole, held)
     else:
-        train, held = split_pairs(read(given.data), recipe.validation, seed=recipe.seed)
+        train, held = split_pairs(read(inputs.data), recipe.validation, seed=recipe.seed)
     check_vocabulary(recipe, train.first.vocab_size)
     digests = {"train": train.digest, "validation": held.digest}
     longest = int(max(train.sizes.max(), held.sizes.max())) - 1
     recipe = fit_to_data(
-        recipe, given.mesh, longest, lambda length: len(PairRows(train, recipe.batch, length, seed=recipe.seed).members)
+        recipe, inputs.mesh, longest, lambda length: len(PairRows(train, recipe.batch, length, seed=recipe.seed).members)
     )
     rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
     what = "answers" if options.kind == "kto" else "pairs"
@@ -124,7 +132,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
         facts=(fact,),
         tokens=2 * recipe.batch * recipe.length,
         flops=trained + read_again * forward,
-        begin=partial(PreferenceFeed, recipe, train, held),
+        begin=partial(PreferenceBatchSource, recipe, train, held),
         shown=("accuracy", "margin"),
     )
 
@@ -153,7 +161,7 @@ def objective(recipe: Recipe, most: int) -> Objective:
     cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if refers and not adapters else None
     mask = jax.ShapeDtypeStruct(rows.shape, np.bool_)
 
-    def prepare(frozen: Frozen) -> Callable[..., PairBatch]:
+    def prepare(frozen: FrozenModels) -> Callable[..., PairBatch]:
         return preparing(kto, frozen.base if refers else None, recipe.accumulate)
 
     return Objective(
@@ -195,36 +203,35 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
     return Pairs(answers, mismatched(answers, length), desirable), counts
 
 
-class PreferenceFeed:
-    """Rows of pairs, epoch after epoch; see `task.Feed`."""
+class PreferenceBatchSource:
+    """Rows of pairs, epoch after epoch; see `interface.BatchSource`."""
 
-    def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, beginning: Beginning) -> None:
-        self._options, self._held = options_of(recipe), shortened(held, recipe.evaluate_tokens)
-        program = beginning.program
-        self._measure = Measure(recipe, program)
-        place = beginning.place or {"next_batch": 0}
+    def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, context: TaskContext) -> None:
+        self._options, self._held = options_of(recipe), limit_tokens(held, recipe.evaluate_tokens)
+        program = context.program
+        self._measure = PairMeasure(recipe, program)
+        place = context.data_state or {"next_batch": 0}
         cached: np.ndarray | None = None
         self._reference: dict[str, str] = {}
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
-            if beginning.base is not None:  # the adapters switched off; of the training data each step asks anew
-                self._of_held = np.asarray(self._measure(beginning.base, self._held).logprobs)
+            if context.base is not None:  # the adapters switched off; of the training data each step asks anew
+                self._of_held = np.asarray(self._measure(context.base, self._held).logprobs)
             else:
-                found, digest = self._cached(beginning, {"train": train, "validation": held})
+                found, digest = self._cached(context, {"train": train, "validation": held})
                 cached, self._of_held = found["train"], found["validation"][: self._held.count]
                 self._reference = {"reference": digest}
         share, shares = program.share
         rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, reference=cached)
         self._batches = Batches(rows, place["next_batch"])
 
-    def _cached(self, beginning: Beginning, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
+    def _cached(self, context: TaskContext, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
         """Log-probabilities of the initial model, and their digest: computed once, and kept in the folder."""
-        path = beginning.folder / REFERENCE
-        if beginning.place is None:
-            params, hidden = beginning.state.params, True if beginning.log.quiet else None
-            bar = partial(tqdm, desc="reference", unit=" batches", leave=False, delay=1.0, disable=hidden)
+        path = context.folder / REFERENCE
+        if context.data_state is None:
+            params, bar = context.state.params, progress_bar("reference", "batches", quiet=context.log.quiet, delay=1.0)
             made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
-            if beginning.processes.index == 0:
+            if context.processes.index == 0:
                 with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
             return made, digest_of(made)
@@ -237,7 +244,7 @@ class PreferenceFeed:
                 " where the run was, or begin anew in another --workdir"
             ) from None
         digest = digest_of(found)
-        if beginning.place.get("reference") != digest:
+        if context.data_state.get("reference") != digest:
             raise TrainingError(f"{path} is not of this run: its numbers are others; copy it from where the run was")
         return found, digest
 
@@ -251,18 +258,18 @@ class PreferenceFeed:
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return means(metrics)
 
-    def evaluate(self, model: Llama) -> Finding:
+    def evaluate(self, model: Llama) -> EvalResult:
         found = compare(self._measure(model, self._held), self._of_held, self._held, self._options)
         numbers = {name: value for name, value in asdict(found).items() if name != "pairs"}
         if self._options.kind == "kto":
             del numbers["accuracy"]
-        return Finding(found.loss, numbers, in_words(found), found)
+        return EvalResult(found.loss, numbers, in_words(found), found)
 
     def close(self) -> None:
         self._batches.close()
 
 
-def shortened(held: Pairs, limit: int) -> Pairs:
+def limit_tokens(held: Pairs, limit: int) -> Pairs:
     """The first pairs of about `limit` tokens, where that is not 0."""
     if not limit:
         return held
@@ -270,7 +277,7 @@ def shortened(held: Pairs, limit: int) -> Pairs:
     return held.select(np.arange(min(chosen, held.count)))
 
 
-class Measure:
+class PairMeasure:
     """Log-probabilities of pairs by models, through the program of a run, with one compilation for all."""
 
     def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
@@ -282,38 +289,23 @@ class Measure:
         self._recipe, self._program, self._read = recipe, program, program.jit(read)
 
     def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerSums:
-        """Float32[N, 2] each; see `read_all`."""
-        recipe, program = self._recipe, self._program
-        return read_all(
-            lambda rows: self._read(model, program.place(rows)), pairs, recipe.batch, recipe.length, program.share, progress
-        )
+        """Of N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
+        batch, length = self._recipe.batch, self._recipe.length
+        share, shares = self._program.share
+        rows = PairRows(pairs, batch, length, seed=None, host=share, hosts=shares)
+        whole = PairRows(pairs, batch, length, seed=None)
+        found = np.zeros((2, pairs.count, 2), np.float32)
 
+        def launch(number: int) -> AnswerSums:
+            return self._read(model, self._program.place(rows[number]))
 
-def read_all(
-    read: Callable[[PairBatch], AnswerSums],
-    pairs: Pairs,
-    batch: int,
-    length: int,
-    share: tuple[int, int] = (0, 1),
-    progress: Progress | None = None,
-) -> AnswerSums:
-    """Log-probabilities and lengths of N pairs, float32[N, 2] each.
-
-    Args:
-      read: from this process's share of B rows to the answers of all B.
-      progress: wraps the range of batches, as `tqdm.tqdm` does.
-    """
-    rows = PairRows(pairs, batch, length, seed=None, host=share[0], hosts=share[1])
-    whole = PairRows(pairs, batch, length, seed=None)
-    found = np.zeros((2, pairs.count, 2), np.float32)
-    numbers = range(len(rows))
-    for number in progress(numbers) if progress else numbers:
-        for kind, part in enumerate(read(rows[number])):
-            array = np.asarray(part)
-            for at in range(batch):
-                members = whole.row(number, at)
-                found[kind, members] = array[at, :, : len(members)].T
-    return AnswerSums(*found)
+        for number, answers in run_ahead(range(len(rows)), launch, progress):
+            for kind, part in enumerate(answers):
+                array = np.asarray(part)
+                for at in range(batch):
+                    members = whole.row(number, at)
+                    found[kind, members] = array[at, :, : len(members)].T
+        return AnswerSums(*found)
 
 
 def digest_of(found: dict[str, np.ndarray]) -> str:
@@ -341,8 +333,8 @@ def compare(
     given = AnswerSums(answers.logprobs[..., None], answers.lengths[..., None])
     found = preferred(given, rows, options)
     sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
-    told = {"accuracy": float("nan"), **means(sums)}
-    return PreferenceEvaluation(loss=float(found.losses.sum()) / pairs.count, pairs=pairs.count, **told)
+    numbers = {"accuracy": float("nan"), **means(sums)}
+    return PreferenceEvaluation(loss=float(found.losses.sum()) / pairs.count, pairs=pairs.count, **numbers)
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -1,0 +1,321 @@
+"""Needle in a haystack: does a model find one sentence in a long text, and does that depend on its position?
+
+    python experiments/needle.py PATH --data book.txt --lengths 512,2048 --depths 0,0.5,1 --plot needle.png
+
+A pass key is hidden in a text at every depth of every length, and the model is asked for it (Mohtashami and Jaggi 2023,
+section 4.2). Small models hardly ever give the key exactly to the last digit. So its probability is compared with those of
+other numbers with as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the
+key. The trials hide the same numbers in turn. If the trials are a multiple of the keys, each is hidden equally often, and
+the model's preferences among the numbers themselves cancel out.
+
+A prompt is assembled from tokens, so that it has exactly the requested length, its answer included: BOS if the vocabulary
+has one, haystack, needle, haystack, question. The needle is moved back by up to 64 tokens to stand between two words. A
+trial has the same key and the same haystack at every depth, and at every length as far as the haystack is shared, so that
+cells can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data.opening import Progress
+from llama_jax.errors import TokenizerError, UserError
+from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
+from llama_jax.model.checks import check_tokens
+from llama_jax.model.params import Llama
+from llama_jax.tokenizers import Tokenizer
+
+STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is {key}"
+FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
+
+
+class Keys(NamedTuple):
+    """The keys in tokens, N of them.
+
+    Attributes:
+      statements: the needle with each key.
+      question: what follows the haystack, up to the first token in which the keys differ.
+      answers: what follows the question with each key.
+    """
+
+    statements: list[list[int]]
+    question: list[int]
+    answers: list[list[int]]
+
+
+class Trial(NamedTuple):
+    """Which of the keys is hidden, and where in the haystack the text begins, as a fraction."""
+
+    key: int
+    start: float
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """All trials of one length and depth.
+
+    Attributes:
+      length: tokens of the prompt with its answer.
+      depth: where the needle stands: 0 at the beginning, 1 just before the question.
+      trials: how many.
+      exact: share of trials in which every token of the key was the most probable one: greedy decoding would write it.
+      chosen: share in which the key was more probable than each of the wrong keys; 1 / (wrong keys + 1) by chance.
+      rank: mean place of the key among all, from 1.
+      log_probability: mean natural logarithm of the whole key's probability.
+      margin: that minus the mean over the wrong keys: 0 for a model that does not find the needle, whatever its preferences
+        among numbers. The most sensitive of these measures.
+    """
+
+    length: int
+    depth: float
+    trials: int
+    exact: float
+    chosen: float
+    rank: float
+    log_probability: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class NeedleTest:
+    """What `needle` found: `cells` by length, then by depth, both rising.
+
+    Attributes:
+      lengths, depths: of the cells.
+      wrong_keys: the number of wrong keys that each key was compared with.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    wrong_keys: int
+    cells: tuple[NeedleCell, ...]
+
+    def grid(self, name: str) -> np.ndarray:
+        """One field of every cell, by its name: float64[depths, lengths]."""
+        found = [getattr(cell, name) for cell in self.cells]
+        return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
+
+
+def needle(
+    config: LlamaConfig,
+    params: Llama,
+    tokenizer: Tokenizer,
+    haystack: Sequence[int] | np.ndarray,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    trials: int = 10,
+    wrong_keys: int = 9,
+    seed: int = 0,
+    statement: str = STATEMENT,
+    question: str = QUESTION,
+    digits: int = 5,
+    batch: int | None = None,
+    progress: Progress | None = None,
+) -> NeedleTest:
+    """The test of the head of this file.
+
+    Args:
+      haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.
+      lengths: tokens of a prompt with its answer. They may exceed `config.max_seq_len`, to measure what happens there.
+      trials: of each length and depth, each with a piece of the haystack of its own.
+      statement, question: texts with {key} in them; the question ends with it.
+      batch: rows that are read at once, see `score_pairs`.
+
+    Raises:
+      UserError: a haystack that is too short, or a length that has no room for the question.
+      TokenizerError: a vocabulary that does not tell the keys apart.
+    """
+    haystack, lengths, depths = np.asarray(haystack), sorted(lengths), sorted(depths)
+    check_tokens(config, haystack, "haystack token")
+    if haystack.size < lengths[-1]:
+        raise UserError(f"length={lengths[-1]} needs a haystack of as many tokens, and this one has {haystack.size}")
+    keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)
+    start = [tokenizer.bos_id] if tokenizer.add_bos else []
+    overhead = len(start) + len(keys.question) + max(map(len, keys.statements)) + max(map(len, keys.answers))
+    if lengths[0] <= overhead:
+        raise UserError(f"length={lengths[0]} leaves no haystack beside needle and question, which take {overhead} tokens")
+    places = np.random.default_rng([seed, 1]).random(trials)
+    drawn = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
+    words = word_starts(tokenizer, haystack)
+    cells: list[NeedleCell] = []
+    for length in lengths:
+        prompts = [lay_prompt(start, haystack, words, keys, trial, length, depth) for depth in depths for trial in drawn]
+        pairs = [Continuation(prompt, answer) for prompt in prompts for answer in keys.answers]
+        found = score_pairs(
+            config, params, pairs, context=length + max(map(len, keys.answers)), batch=batch, progress=progress
+        )
+        scores = np.array([one.logprob for one in found]).reshape(len(prompts), -1)
+        best = np.array([one.greedy for one in found]).reshape(scores.shape)
+        cells += _cells(length, depths, scores, best, np.array([trial.key for trial in drawn]))
+    return NeedleTest(tuple(lengths), tuple(depths), wrong_keys, tuple(cells))
+
+
+def _cells(
+    length: int, depths: Sequence[float], scores: np.ndarray, best: np.ndarray, hidden: np.ndarray
+) -> list[NeedleCell]:
+    """A cell for every depth from what `_measure` gives of [depths, trials], and int[trials], which key was hidden."""
+    trials, count = len(hidden), scores.shape[1]
+    chosen = np.arange(count) == np.tile(hidden, len(depths))[:, None]
+    right = scores[chosen][:, None]
+    wrong = scores[~chosen].reshape(-1, count - 1)
+    # Ties and nan rank before the key, so that a model that knows nothing does not get the first place by chance.
+    ranks = 1 + (~(wrong < right)).sum(axis=1)
+    columns = best[chosen], ranks == 1, ranks, right[:, 0], right[:, 0] - wrong.mean(axis=1)
+    of_depth = [np.asarray(column, np.float64).reshape(len(depths), trials).mean(axis=1) for column in columns]
+    return [NeedleCell(length, depth, trials, *(float(column[i]) for column in of_depth)) for i, depth in enumerate(depths)]
+
+
+def draw_keys(count: int, digits: int, seed: int) -> list[str]:
+    """Different random numbers without a leading zero."""
+    random = np.random.default_rng([seed, 0])
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        keys[str(random.integers(10 ** (digits - 1), 10**digits))] = None
+    return list(keys)
+
+
+def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, question: str) -> Keys:
+    """Needle, question and answers in tokens: each sentence encoded whole, as it would be in a text."""
+    # Where the vocabulary does not put a space before a text, a sentence brings its own.
+    space = "" if tokenizer.space_prefix else " "
+    said, asked = (
+        [tokenizer.encode(space + sentence.replace("{key}", key), bos=False, eos=False) for key in keys]
+        for sentence in (statement, question)
+    )
+    # A key may begin inside a token, or all keys may share their first token: up to there it belongs to the question.
+    shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), len(asked[0]))
+    answers = [tokens[shared:] for tokens in asked]
+    if len(set(map(tuple, answers))) < len(keys) or not all(answers):
+        raise TokenizerError(
+            f"the vocabulary does not tell {' and '.join(keys[:2])} apart: it has no digits; give another with --tokenizer"
+        )
+    return Keys(said, asked[0][:shared], answers)
+
+
+def word_starts(tokenizer: Tokenizer, haystack: np.ndarray) -> np.ndarray:
+    """Which tokens of the haystack begin with white space, so that a sentence may stand before them: bool[n]."""
+    used, places = np.unique(haystack, return_inverse=True)
+    spaces = [tokenizer.token_bytes(int(token))[:1].isspace() for token in used]
+    return np.array(spaces, bool)[places]
+
+
+def lay_prompt(
+    start: Sequence[int], haystack: np.ndarray, words: np.ndarray, keys: Keys, trial: Trial, length: int, depth: float
+) -> np.ndarray:
+    """The prompt of a trial up to its answer, with which it has exactly `length` tokens: int32[n]."""
+    said, answer = keys.statements[trial.key], keys.answers[trial.key]
+    room = length - len(start) - len(said) - len(keys.question) - len(answer)
+    # If the text is long enough all lengths begin at the same place, so that the shorter are prefixes of the longer.
+    begin = min(int(trial.start * haystack.size), haystack.size - room)
+    hay = haystack[begin : begin + room]
+    place = round(depth * room)
+    near = np.flatnonzero(words[begin : begin + room][max(place - FARTHEST, 0) : place + 1])
+    if 0 < place < room and len(near):
+        place = max(place - FARTHEST, 0) + int(near[-1])
+    return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
+
+
+def draw(found: NeedleTest, title: str) -> Any:
+    """Two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    margins = found.grid("margin")
+    spans = ("chosen", 0.0, 1.0, "{:.0%}"), ("margin", min(margins.min(), 0.0), max(margins.max(), 1.0), "{:.2g}")
+    titles = f"Key preferred to {found.wrong_keys} wrong ones", "Log-probability above theirs, nats"
+    for axes, above, (name, low, high, form) in zip(figure.subplots(1, 2), titles, spans, strict=True):
+        axes.set_title(above, loc="left", fontsize=11)
+        figure.colorbar(axes.imshow(found.grid(name), aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
+        axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
+        axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
+        axes.set_xlabel("tokens of the prompt")
+        axes.set_ylabel("depth of the needle")
+        for (row, column), one in np.ndenumerate(found.grid(name)):
+            dark = one < (low + high) / 2
+            axes.text(
+                column, row, form.format(one), ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    return figure
+
+
+def as_page(found: NeedleTest) -> str:
+    """A table of depth over length for each measure."""
+    parts = []
+    for title, name, form in (
+        (f"key preferred to {found.wrong_keys} wrong ones ({1 / (found.wrong_keys + 1):.0%} by chance)", "chosen", "{:.0%}"),
+        ("log-probability above that of the wrong ones, nats (0 by chance)", "margin", "{:+.2f}"),
+        ("key written exactly by greedy decoding", "exact", "{:.0%}"),
+    ):
+        grid = found.grid(name)
+        rows = [("depth", [f"{length:,}" for length in found.lengths])]
+        rows += [(f"{depth:.0%}", [form.format(one) for one in row]) for depth, row in zip(found.depths, grid, strict=True)]
+        rows.append(("all", [form.format(one) for one in grid.mean(axis=0)]))
+        parts.append("\n".join([title, *(f"{head:>6}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows)]))
+    return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Hide a pass key in a text at every depth of every length, and measure whether the model gives it when asked."""
+
+    path: Path
+    """A model's folder or file, of any format."""
+    data: Path
+    """A text."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the prompts with their answers; by default the model's context, a half and a quarter of it."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: int = 10
+    wrong_keys: int = 9
+    digits: int = 5
+    statement: str = STATEMENT
+    question: str = QUESTION
+    seed: int = 0
+    batch: int | None = None
+    plot: Path | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+
+
+def main(arguments: Arguments) -> None:
+    from tqdm import tqdm
+
+    import llama_jax
+
+    a = arguments
+    config, params, tokenizer = llama_jax.load(a.path, a.dtype, quantize=a.quantize)
+    haystack = tokenizer.encode(a.data.read_text("utf-8", errors="replace"), bos=False, eos=False)
+    found = needle(
+        config,
+        params,
+        tokenizer,
+        haystack,
+        lengths=a.lengths or [config.max_seq_len // part for part in (4, 2, 1)],
+        depths=a.depths,
+        trials=a.trials,
+        wrong_keys=a.wrong_keys,
+        seed=a.seed,
+        statement=a.statement,
+        question=a.question,
+        digits=a.digits,
+        batch=a.batch,
+        progress=tqdm,
+    )
+    print(as_page(found))
+    if a.plot is not None:
+        draw(found, str(a.path)).savefig(a.plot)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Arguments))

@@ -1,0 +1,527 @@
+"""What an accelerator's compiler made of a program, read from its text: kernels, copies, and the bytes that are read.
+
+Used by compile_report and device_programs, and by the tests that hold compiled programs to what they were.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from llama_jax.analysis.collectives import (
+    ARRAY,
+    Collective,
+    Instruction,
+    ProgramText,
+    array_bytes,
+    collective_instructions,
+    find_collectives,
+    tuple_elements,
+)
+from llama_jax.analysis.memory import Memory, Program
+from llama_jax.inference.generate import CHUNK
+from llama_jax.ops.attention import observed
+
+CONTROL = {"while", "conditional", "call"}
+# They name a buffer, or wait for what was started before.
+_FREE = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "bitcast-convert", "after-all", "add-dependency"),
+    *("opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-update", "async-done"),
+    *("copy-done", "slice-done", "send-done", "recv-done"),
+}
+_FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+_FREE_CALLS |= {"AsyncCollectiveStart", "AsyncCollectiveDone"}
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
+_MOVES = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "copy",
+    "transpose",
+    "reshape",
+    "slice",
+    "concatenate",
+    "tuple",
+    "get-tuple-element",
+}
+_PARTS = {"dynamic-slice", "slice", "gather"}  # of their first operand they read what they give
+_ALIASED = "output_to_operand_aliasing="  # of a fusion inside of another whose result is its operand
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written over the first
+_OVER_PAGES = re.compile(r'op_name="[^"]*/(attend_paged|ragged_paged_attention\w*)/')  # kernels of `ops.attend_paged`
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An instruction that only moves an array to another place or layout in the device's memory.
+
+    Attributes:
+      bytes: of its result.
+      times: executions in a run of the program; of loops whose trips are not known one turn is counted.
+      in_loop: it is in such a loop or another.
+    """
+
+    name: str
+    shape: str
+    bytes: int
+    times: int
+    in_loop: bool
+    op_name: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """The work of one turn of a decoding loop, in which every row gets one token.
+
+    Attributes:
+      read, written: bytes of the device's memory, at most once for each kernel; what stays on the chip is not counted.
+      kernels: how many are started.
+      kernels_of_layers: those among them that are there for each layer, all together.
+      collectives: how many are started.
+    """
+
+    read: int
+    written: int
+    kernels: int
+    kernels_of_layers: int
+    collectives: int
+
+
+class DeviceProgram(ProgramText):
+    """A compiled program with what its device starts: those in fusions are parts of one kernel."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.is_tpu = ":T(" in text  # only TPUs tile
+
+    def run(self, computation: str, *, cheapest: bool = False) -> Iterator[tuple[str, Instruction, int, bool]]:
+        """What a device starts: the computation, the instruction, how often, and whether in a loop.
+
+        Args:
+          cheapest: of branches only that with the fewest instructions, as where sampling need not filter; else all.
+        """
+        for one in self.computations[computation]:
+            if one.opcode not in CONTROL:
+                yield computation, one, 1, False
+                continue
+            called = [name for name in one.called if name in self.computations]
+            if one.opcode == "while":
+                called = [one.calls("body")]  # the condition is a comparison
+            if one.opcode == "conditional" and cheapest and called:
+                called = [min(called, key=self._size)]
+            trips = (self.trips(computation, one) or 1) if one.opcode == "while" else 1
+            for name in called:
+                for where, inner, times, in_loop in self.run(name, cheapest=cheapest):
+                    yield where, inner, times * trips, in_loop or one.opcode == "while"
+
+    def _size(self, computation: str) -> int:
+        """Instructions in a computation and in what it calls."""
+        own = self.computations[computation]
+        return len(own) + sum(self._size(name) for one in own for name in one.called if name in self.computations)
+
+    def memory_bytes(self, type: str) -> int:
+        """Bytes of arrays that lie in the device's memory, by their type; 0 for those on the chip, or in the host's."""
+        return sum(array_bytes(*array) for *array, layout in ARRAY.findall(type) if not self._elsewhere(layout))
+
+    def _elsewhere(self, layout: str) -> bool:
+        found = re.search(r"S\((\d+)\)", layout)
+        return found is not None and (self.is_tpu or found[1] == "5")
+
+
+def is_kernel(text: DeviceProgram, one: Instruction) -> bool:
+    """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.startswith(_COLLECTIVES) or one.opcode.endswith("-done"):
+        return False
+    if one.opcode == "custom-call":
+        return one.target not in _FREE_CALLS
+    if not text.is_tpu:
+        return True
+    if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
+        return False
+    started = ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
+    return one.opcode in started or one.opcode in _IN_PLACE
+
+
+def multiplies(text: DeviceProgram, one: Instruction) -> bool:
+    """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
+    if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
+        return True
+    inside = text.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
+    return any(multiplies(text, inner) for inner in inside)
+
+
+def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: int = 1) -> int:
+    """Bytes of the device's memory that an instruction reads.
+
+    Args:
+      layers: of the model. Attention over pages has those of all layers as operands, after the queries, and reads one's.
+    """
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+        return 0
+    if one.opcode in ("iota", "broadcast"):
+        return 0
+    types = [text.named(computation)[name].type for name in one.operands if name in text.named(computation)]
+    if one.opcode in _PARTS and types:
+        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)))
+    if one.opcode == "slice-start" and types:
+        part = tuple_elements(one.type)[1]
+        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(part)))
+    if one.opcode in _IN_PLACE:
+        return sum(map(text.memory_bytes, types[1:]))
+    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
+        return sum(math.ceil(text.memory_bytes(type) * _share(text, one.called[0], i)) for i, type in enumerate(types))
+    if one.opcode == "custom-call" and _OVER_PAGES.search(one.rest):
+        numbers = [type for type in types if not type.startswith("s32[")]
+        return sum(map(text.memory_bytes, types)) - sum(map(text.memory_bytes, numbers[1:])) * (layers - 1) // layers
+    return sum(map(text.memory_bytes, types))
+
+
+def _share(text: DeviceProgram, computation: str, index: int) -> float:
+    """Which part of its operand a fusion reads."""
+    for one in text.computations[computation]:
+        if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
+            whole = _elements(one.type)
+            return min(1.0, _used(text, computation, one.name) / whole) if whole else 0.0
+    return 1.0
+
+
+def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = False) -> int:
+    """Elements of an array that the instructions of a fusion read, at most all.
+
+    Args:
+      in_place: it is the array after an update, so that being the result is not being read.
+    """
+    lines = text.computations[computation]
+    whole, used = _elements(text.named(computation)[name].type), 0
+    if lines[-1].name == name:
+        return 0 if in_place else whole
+    for one in lines:
+        if name not in one.operands:
+            continue
+        place = one.operands.index(name)
+        if one.opcode in _PARTS and place == 0:
+            used += _elements(one.type)
+        elif one.opcode in _IN_PLACE and place == 0:
+            used += _used(text, computation, one.name, True)
+        elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
+            same = _elements(one.type) == whole
+            used += _used(text, computation, one.name, in_place) if same else whole
+        elif one.opcode == "fusion" and _ALIASED in one.rest and _elements(one.type) == whole:
+            used += _used(text, computation, one.name, in_place)  # the same memory in the order of another tiling
+        elif one.opcode == "fusion" and one.called:
+            used += math.ceil(_share(text, one.called[0], place) * whole)
+        elif one.opcode == "tuple" and in_place:
+            continue
+        else:
+            return whole
+    return min(used, whole)
+
+
+def bytes_written(text: DeviceProgram, computation: str, one: Instruction) -> int:
+    """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+        return 0
+    if one.opcode.endswith("-start"):
+        parts = tuple_elements(one.type)
+        return text.memory_bytes(parts[0] if one.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
+    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
+        return _written_by(text, one.called[0], one.type)
+    if one.opcode in _IN_PLACE:
+        return _written_over(text.memory_bytes(one.type), text.named(computation), one)
+    return text.memory_bytes(one.type)
+
+
+def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
+    named = text.named(computation)
+    root = text.computations[computation][-1]
+    results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    types = tuple_elements(type) if type.startswith("(") else [type]
+    total = 0
+    for result, kind in zip(results, types, strict=False):
+        size = text.memory_bytes(kind)
+        while result.opcode in ("bitcast", "bitcast-convert", "reshape") and result.operands and result.operands[0] in named:
+            result = named[result.operands[0]]
+        if result.opcode in _IN_PLACE and size:
+            size = _written_over(size, named, result)
+        total += size
+    return total
+
+
+def _written_over(size: int, named: Mapping[str, Instruction], one: Instruction) -> int:
+    """Of `size` bytes, those of the update."""
+    update = named.get(one.operands[_IN_PLACE[one.opcode]])
+    return min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
+
+
+def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: DeviceProgram) -> bool:
+    """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
+    lines = list(computation)
+    for one in lines[lines.index(start) + 1 :]:
+        if one.opcode.endswith("-done") and start.name in one.operands:
+            return False
+        if one.opcode in CONTROL or multiplies(text, one):
+            return True
+    return True  # it ends in the next turn of the loop
+
+
+def custom_calls(text: DeviceProgram) -> Counter[str]:
+    """Kernels that are not the compiler's own, by what they are called, and how many places of the program start them."""
+    found: Counter[str] = Counter()
+    for computation in text.computations.values():
+        for one in computation:
+            if one.opcode == "custom-call" and one.target not in _FREE_CALLS:
+                kernel = re.search(r'kernel_name = \\?"(\w+)|"?kernel_name"?[:=] ?\\?"?(\w+)', one.rest)
+                name = re.search(r'op_name="[^"]*/(\w+)"', one.rest)
+                inner = kernel and (kernel[1] or kernel[2])
+                if one.target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2"):
+                    inner = inner or (name and name[1])
+                found[f"{one.target}:{inner}" if inner else one.target] += 1
+    return found
+
+
+def find_copies(text: DeviceProgram, at_least: int = 1 << 20) -> list[Copy]:
+    """Instructions that write so many bytes and do nothing but move them: the same array, or slices, in another layout."""
+    found = []
+    for where, one, times, in_loop in text.run(text.entry):
+        size = bytes_written(text, where, one)
+        if size < at_least or not _only_moves(text, one):
+            continue
+        op_name = re.search(r'op_name="([^"]*)"', one.rest)
+        array = ARRAY.search(one.type)
+        shape = "".join(array.group(1, 2, 3)) + f"[{array[4]}]" if array else one.type
+        found.append(Copy(one.name, shape, size, times, in_loop, op_name[1] if op_name else ""))
+    return found
+
+
+def _only_moves(text: DeviceProgram, one: Instruction) -> bool:
+    if one.opcode in ("copy", "transpose", "copy-start"):
+        return True
+    if one.opcode != "fusion" or not one.called or one.called[0] not in text.computations:
+        return False
+    inside = text.computations[one.called[0]]
+    return all(x.opcode in _MOVES for x in inside) and any(x.opcode in ("copy", "transpose") for x in inside)
+
+
+def token_of(text: DeviceProgram, n_layers: int, chunk: int, least: int = 0) -> Token:
+    """One turn of the decoding loop of a program: of branches the cheapest is counted, as greedy sampling takes it.
+
+    Args:
+      n_layers: by which kernels of layers are told from others: they are there at least half as often as there are layers.
+      chunk: turns of the loop inside of the loop, if there is one of a known number.
+      least: bytes that a turn cannot but read: a loop that reads less than half of that is part of a turn.
+    """
+    turn = text.entry
+    while True:
+        loops = [one for one in text.computations[turn] if one.opcode == "while"]
+        loops = [one for one in loops if text.trips(turn, one) in (None, chunk)]
+        most = max(loops, key=lambda one: _reads(text, one.calls("body"), n_layers), default=None)
+        if most is None:
+            break
+        once = _reads(text, most.calls("body"), n_layers)
+        inside = once * (text.trips(turn, most) or 1)
+        if 2 * once < least or (turn != text.entry and 2 * inside < _reads(text, turn, n_layers)):
+            break  # not where the weights are read
+        turn = most.calls("body")
+    kernels: Counter[str] = Counter()
+    read = written = collectives = 0
+    for where, one, times, _ in text.run(turn, cheapest=True):
+        read += times * bytes_read(text, where, one, n_layers)
+        written += times * bytes_written(text, where, one)
+        if is_kernel(text, one):
+            kernels[f"{one.opcode} {re.sub(r'{[^}]*}', '', one.type)}"] += times
+        collectives += times * (one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"))
+    layered = sum(times for times in kernels.values() if 2 * times >= n_layers) if n_layers > 1 else sum(kernels.values())
+    return Token(read, written, sum(kernels.values()), layered, collectives)
+
+
+def _reads(text: DeviceProgram, computation: str, layers: int) -> int:
+    run = text.run(computation, cheapest=True)
+    return sum(bytes_read(text, where, one, layers) * times for where, one, times, _ in run)
+
+
+def _elements(type: str) -> int:
+    """Elements of all arrays of a type."""
+    return sum(math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n) for *_, shape, _ in ARRAY.findall(type))
+
+
+def overlap(text: DeviceProgram) -> list[tuple[bool, bool]]:
+    """Of each of `find_collectives`: whether its start and its end are separate instructions, and whether between these the
+    device multiplies matrices, or runs a kernel or a loop."""
+    computations = text.computations
+    beside = [name for name in computations if name.startswith("async_collective_fusion")]
+    starting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveStart" for x in lines)]
+    computing = [name for name in beside if any(multiplies(text, x) for x in computations[name])]
+    started, overlapped = (
+        {_channel(x) for name in names for x in computations[name]} for names in ((*starting, *beside), computing)
+    )
+    found = []
+    for where, one, _ in collective_instructions(text):
+        apart = one.opcode.endswith("-start")
+        meanwhile = _channel(one) in overlapped or (apart and is_overlapped(one, computations[where], text))
+        found.append((apart or _channel(one) in started, meanwhile))
+    return found
+
+
+def _channel(one: Instruction) -> str:
+    found = re.search(r"channel_id=(\d+)", one.rest)
+    return found[1] if found else one.name
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Facts about a compiled program, per device.
+
+    Attributes:
+      memory: as its compiler plans it.
+      seconds: of tracing and compiling.
+      attention: the backends that were used, and why: "cudnn (on NVIDIA H200)".
+      calls: kernels that are not the compiler's own, and the number of places that start them.
+      collectives: in the order of the program.
+      overlap: of each of them, as `overlap` tells.
+      copies: of at least a mebibyte, that only move data.
+      token: for a program that decodes, the costs of a token of each row; None if no loop over tokens was found in it.
+      per_token: the least bytes that it could read for a token.
+      layers: of the model.
+    """
+
+    name: str
+    memory: Memory
+    seconds: float
+    attention: tuple[str, ...]
+    calls: dict[str, int]
+    collectives: tuple[Collective, ...]
+    overlap: tuple[tuple[bool, bool], ...]
+    copies: tuple[Copy, ...]
+    token: Token | None
+    per_token: int
+    layers: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes that all copies write in a run of the program, of one turn of loops that do not tell theirs."""
+        return sum(copy.bytes * copy.times for copy in self.copies)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a run of the program, by rings."""
+        return sum(one.sent * one.count for one in self.collectives)
+
+    @property
+    def asynchronous(self) -> float | None:
+        """Of the bytes that are sent, the share of collectives that are started and waited for apart; None without any."""
+        return self._share(0)
+
+    @property
+    def overlapped(self) -> float | None:
+        """Of the bytes that are sent, the share beside which matrices are multiplied; None without any."""
+        return self._share(1)
+
+    def _share(self, which: int) -> float | None:
+        sent = sum(one.sent * one.count for one, how in zip(self.collectives, self.overlap, strict=True) if how[which])
+        return sent / self.sent if self.sent else None
+
+    @property
+    def read_ratio(self) -> float | None:
+        """Bytes read for a token over the least."""
+        return self.token.read / self.per_token if self.token and self.per_token else None
+
+    @property
+    def kernels_per_layer(self) -> float | None:
+        """Kernels that decoding starts for each layer and token."""
+        return self.token.kernels_of_layers / self.layers if self.token and self.layers else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: sizes in bytes."""
+        kinds: dict[str, dict[str, int]] = {}
+        for one, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
+            row = kinds.setdefault(
+                f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
+            )
+            row["count"] += one.count
+            row["asynchronous"] += one.count * asynchronous
+            row["overlapped"] += one.count * overlapped
+            row["sent"] += int(one.sent * one.count)
+        token = None
+        if self.token is not None:
+            token = asdict(self.token) | {
+                "least_read": self.per_token,
+                "read_ratio": self.read_ratio,
+                "kernels_per_layer": self.kernels_per_layer,
+            }
+        return {
+            "bytes_per_device": asdict(self.memory) | {"total": self.memory.total},
+            "compile_seconds": round(self.seconds, 1),
+            "attention": list(self.attention),
+            "calls": self.calls,
+            "collectives": kinds,
+            "asynchronous_share": None if self.asynchronous is None else round(self.asynchronous, 3),
+            "overlapped_share": None if self.overlapped is None else round(self.overlapped, 3),
+            "copies": {
+                "count": len(self.copies),
+                "bytes": self.copied,
+                "largest": [asdict(c) for c in _largest(self.copies)],
+            },
+            "token": token,
+        }
+
+
+def examine(program: Program, *, accelerator: bool = False, flags: bool = True) -> Findings:
+    """Compile a program for its mesh and analyse it.
+
+    Args:
+      accelerator, flags: see `Program.compile`.
+    """
+    started = time.perf_counter()
+    with observed() as taken:
+        compiled = program.compile(accelerator=accelerator, flags=flags)
+    return look_at(program, compiled, time.perf_counter() - started, taken, accelerator=accelerator)
+
+
+def look_at(
+    program: Program,
+    compiled: jax.stages.Compiled,
+    seconds: float,
+    attention: Mapping[str, str],
+    *,
+    accelerator: bool = False,
+) -> Findings:
+    """Facts about a program that was compiled in this many seconds.
+
+    Args:
+      attention: what `ops.attention.observed` found while the program was traced: ways to compute it, and why.
+    """
+    source = compiled.as_text() or ""
+    text = DeviceProgram(source)
+    return Findings(
+        name=program.name,
+        memory=program.memory(compiled, accelerator=accelerator),
+        seconds=seconds,
+        attention=tuple(f"{name} ({why})" for name, why in attention.items()),
+        calls=dict(custom_calls(text)),
+        collectives=tuple(find_collectives(source, program.mesh)),
+        overlap=tuple(overlap(text)),
+        copies=tuple(find_copies(text)),
+        token=believed(token_of(text, program.layers, CHUNK, program.per_token), program.per_token)
+        if program.per_token
+        else None,
+        per_token=program.per_token,
+        layers=program.layers,
+    )
+
+
+def believed(token: Token, least: int) -> Token | None:
+    """None for what reads less than half of what any token must: a loop within a token was taken for that of tokens.
+
+    So it is where a TPU's compiler makes a loop over rows of matmuls that each row has for itself.
+    """
+    return token if 2 * token.read >= least else None
+
+
+def _largest(copies: tuple[Copy, ...], count: int = 4) -> list[Copy]:
+    return sorted(copies, key=lambda copy: -copy.bytes * copy.times)[:count]

@@ -1,0 +1,115 @@
+"""A model for the lm-evaluation-harness (Gao et al. 2024): ``lm_eval.simple_evaluate(model=HarnessModel(...))``.
+
+Neither torch nor transformers is used. The package ``lm_eval`` must be installed: the extra ``lm-eval``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from llama_jax.errors import GenerationError, shown
+from llama_jax.evaluation.loglikelihood import Continuation
+from llama_jax.evaluation.text_model import TextModel, generation_settings
+from llama_jax.progress import progress_bar
+from llama_jax.tokenizers import Message
+
+
+class HarnessModel(LM):
+    """The interface that the harness calls. It starts no process or device of its own: `world_size` is 1 for any mesh.
+
+    Args:
+      texts: the model.
+      name: of the model, for reports and for the harness' caches.
+    """
+
+    def __init__(self, texts: TextModel, name: str = "llama_jax") -> None:
+        super().__init__()
+        self.texts = texts
+        self.name = name
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that are read at most."""
+        return self.texts.context
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each (context, continuation) the log-probability in nats, and whether greedy decoding gives it.
+
+        Raises:
+          GenerationError: a continuation of no tokens, or longer than the context.
+        """
+        pairs = [self.texts.pair(*request.args) for request in requests]
+        found = [
+            (score.logprob, score.greedy)
+            for score in self.texts.score(pairs, progress_bar("loglikelihood", "batches", quiet=disable_tqdm))
+        ]
+        return self._kept("loglikelihood", requests, found)
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """For each (text,) the log-probability in nats, through windows of which only the last overlaps.
+
+        As in the harness's own backend for transformers the begin-of-sequence token is predicted too, from another one
+        before it, if texts begin with one.
+        """
+        pairs: list[Continuation] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.texts.encode(*request.args),
+                prefix_token=self.texts.prefix,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs += [Continuation(*make_disjoint_window(window)) for window in windows]
+            owners += [number] * (len(pairs) - len(owners))
+        found = [0.0] * len(requests)
+        for owner, score in zip(
+            owners, self.texts.score(pairs, progress_bar("rolling", "batches", quiet=disable_tqdm)), strict=True
+        ):
+            found[owner] += score.logprob
+        return self._kept("loglikelihood_rolling", requests, found)
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each (context, settings) as its settings say, see `text_model.generation_settings`.
+
+        Raises:
+          GenerationError: settings that are not supported, or that leave no room for the context.
+        """
+        asked = [(context, generation_settings(settings)) for context, settings in (request.args for request in requests)]
+        bar = progress_bar("generate_until", "texts", quiet=disable_tqdm)
+        return self._kept("generate_until", requests, self.texts.generate(asked, partial(bar, total=len(asked))))
+
+    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """A chat as a text, see `TextModel.chat`."""
+        return self.texts.chat(chat_history, reply=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that chats are rendered by, for reports; None where none is asked for.
+
+        Raises:
+          GenerationError: a template asked for by its name, or a model without a chat format.
+        """
+        if isinstance(chat_template, str):
+            raise GenerationError(f"chat_template={shown(chat_template, 40)}: only the model's default template is used")
+        return self.texts.chat_template if chat_template else None
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to the configuration in its results."""
+        return {"model": self.name, "max_length": self.max_length}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness' cache of requests is named by."""
+        return self.name.replace("/", "__")
+
+    def _kept(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
+        """The answers, which the harness' cache gets too."""
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, answer)
+        return found

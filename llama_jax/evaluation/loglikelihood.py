@@ -1,0 +1,230 @@
+"""Log-probabilities of given continuations, packed into rows of a few lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data.opening import Progress
+from llama_jax.data.packing import pack
+from llama_jax.errors import GenerationError
+from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
+from llama_jax.inference.checks import token_ids
+from llama_jax.inference.placement import layout_of
+from llama_jax.model.checks import check_tokens
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+
+SHORTEST = 512  # tokens of a row; each further length is four times the one before, so that few programs are compiled
+
+
+class Continuation(NamedTuple):
+    """Token ids, at least one of each: what is read, and what is to be predicted after it."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """The score of a continuation.
+
+    Attributes:
+      logprob: natural logarithm of its probability given the context: the sum over its tokens, in nats.
+      greedy: whether each of its tokens is the most probable one; of equally probable ones, the first of the vocabulary.
+    """
+
+    logprob: float
+    greedy: bool
+
+
+class PackedRows(NamedTuple):
+    """A batch as the model reads it.
+
+    Attributes:
+      tokens, segment_ids, positions: int32[B, T]: texts side by side, whose segments are numbered from 1 in each row; 0 is
+        padding.
+      places: int32[N], B times T up to a multiple of `LOGIT_CHUNK`: where a token is predicted, as row times T plus column.
+      targets: int32[N], that token. Several may be asked for at one place.
+      count: int32[], how many of the N there are.
+    """
+
+    tokens: Any
+    segment_ids: Any
+    positions: Any
+    places: Any
+    targets: Any
+    count: Any
+
+
+ContinuationMeasure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
+
+
+class _Run(NamedTuple):
+    """Tokens that are read once, and the continuations (number of the pair, its tokens) that end one token after them."""
+
+    read: np.ndarray
+    wanted: list[tuple[int, np.ndarray]]
+
+    @property
+    def targets(self) -> int:
+        return sum(len(continuation) for _, continuation in self.wanted)
+
+    @property
+    def size(self) -> int:
+        """What it takes of a row: a row of T tokens has no more than T targets."""
+        return max(len(self.read), self.targets)
+
+
+def score_pairs(
+    config: LlamaConfig,
+    params: Llama,
+    pairs: Sequence[Continuation],
+    *,
+    context: int | None = None,
+    batch: int | None = None,
+    compute: Compute = Compute(),
+    measure: ContinuationMeasure | None = None,
+    progress: Progress | None = None,
+) -> list[Score]:
+    """The log-probability of each continuation after its context, in the order given.
+
+    Texts are packed into rows, in which they do not see each other; the longest come first. Pairs that read the same tokens,
+    such as a question with answers of one token, share them. A pair longer than the context loses its first tokens, as in
+    the lm-evaluation-harness.
+
+    Args:
+      params: on one device, or on a mesh that divides no rows or a multiple of `batch`.
+      context: tokens that are read at most; None takes the model's context.
+      batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `perplexity.evaluate`.
+      compute: dtype and attention.
+      measure: `compiled_measure(...)`; given to several calls it is compiled once for each length of rows.
+      progress: wraps the range of batches, as `tqdm.tqdm` does.
+
+    Raises:
+      GenerationError: an empty context or continuation, a token outside the vocabulary, a continuation longer than the
+        context, or logits that are nan.
+    """
+    context = config.max_seq_len if context is None else context
+    batch = default_batch() if batch is None else batch
+    if batch < 1:
+        raise GenerationError(f"batch={batch} must be at least 1 row")
+    runs = _runs(config, pairs, context)
+    measure = compiled_measure(config, params, compute) if measure is None else measure
+    logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
+
+    def launch(rows: tuple[int, list[list[int]]]) -> tuple[Any, np.ndarray]:
+        laid, owner = _lay([[runs[member] for member in row] for row in rows[1]], batch, rows[0])
+        return measure(params, laid), owner
+
+    for _, (found, owner) in run_ahead(_batches(runs, context, batch), launch, progress):
+        of_tokens, best = (np.asarray(one)[: len(owner)] for one in found)
+        np.add.at(logprobs, owner, of_tokens.astype(np.float64))
+        np.logical_and.at(greedy, owner, best)
+    if np.isnan(logprobs).any():
+        raise GenerationError(
+            f"the model's logits after text {int(np.isnan(logprobs).argmax())} are not numbers: its weights overflow; try"
+            " float32"
+        )
+    return [Score(float(logprob), bool(best)) for logprob, best in zip(logprobs, greedy, strict=True)]
+
+
+def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
+    """`score_rows` under `jax.jit`, laid out as the parameters lie."""
+    return jax.jit(partial(score_rows, config, compute=compute, layout=layout_of(params)))
+
+
+def score_rows(
+    config: LlamaConfig, params: Llama, rows: PackedRows, *, compute: Compute = Compute(), layout: Layout = Layout()
+) -> tuple[jax.Array, jax.Array]:
+    """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
+
+    Logits are made of the places that are asked for alone, `LOGIT_CHUNK` of them at a time.
+    """
+    tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
+    where = Places(positions=positions, segment_ids=segment_ids)
+    hidden, _ = forward(config, params, tokens, places=where, compute=compute, layout=layout)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+
+    def measure(number: Any, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start = number * LOGIT_CHUNK
+        here, wanted = (lax.dynamic_slice_in_dim(one, start, LOGIT_CHUNK) for one in (places, targets))
+        logits = unembed(config, params, hidden[here])  # [LOGIT_CHUNK, V]
+        made = target_logprobs(logits, wanted).astype(jnp.float32), logits.argmax(axis=-1) == wanted
+        both = zip(found, made, strict=True)
+        first, second = (lax.dynamic_update_slice_in_dim(all_, new, start, 0) for all_, new in both)
+        return first, second
+
+    with layout.context():
+        empty = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.bool_)
+        logprobs, best = lax.fori_loop(0, (count + LOGIT_CHUNK - 1) // LOGIT_CHUNK, measure, empty)
+    return logprobs, best
+
+
+def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
+    """What is read, each text once where a row has room for all that is asked of it."""
+    shortest = min(SHORTEST, most)
+    runs: list[_Run] = []
+    last: dict[bytes, _Run] = {}
+    for number, pair in enumerate(pairs):
+        context, continuation = (token_ids(f"{name} {number}", ids) for name, ids in zip(pair._fields, pair, strict=True))
+        for name, ids in (("context", context), ("continuation", continuation)):
+            if not len(ids):
+                raise GenerationError(f"{name} {number} is empty; give at least one token")
+            check_tokens(config, ids)
+        if len(continuation) > most:
+            raise GenerationError(
+                f"continuation {number} has {len(continuation)} tokens, the context {most}; cut it into several"
+            )
+        read = np.concatenate([context, continuation])[-most - 1 :][:-1].astype(np.int32)
+        key = read.tobytes()
+        run = last.get(key)
+        if run is None or run.targets + len(continuation) > max(len(read), shortest):
+            run = last[key] = _Run(read, [])
+            runs.append(run)
+        run.wanted.append((number, continuation.astype(np.int32)))
+    return runs
+
+
+def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, list[list[int]]]]:
+    """Lengths of rows, and which runs share each of at most `batch` rows: the longest first."""
+    lengths = [min(SHORTEST, context)]
+    while lengths[-1] < context:
+        lengths.append(min(4 * lengths[-1], context))
+    sizes = np.array([run.size for run in runs], np.int64)
+    of_length = np.searchsorted(lengths, sizes)
+    found = []
+    for number in reversed(range(len(lengths))):
+        members = np.flatnonzero(of_length == number)
+        members = members[np.argsort(-sizes[members], kind="stable")]
+        rows = [members[row].tolist() for row in pack(sizes[members].tolist(), lengths[number])]
+        found += [(lengths[number], rows[start : start + batch]) for start in range(0, len(rows), batch)]
+    return found
+
+
+def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
+    """The rows as the model reads them, filled up with padding, and int64[count], the pair that each target is of."""
+    tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
+    places, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)
+    owner: list[int] = []
+    for row, members in enumerate(rows):
+        begin = 0
+        for segment, run in enumerate(members, 1):
+            end = begin + len(run.read)
+            tokens[row, begin:end] = run.read
+            segment_ids[row, begin:end] = segment
+            positions[row, begin:end] = np.arange(end - begin)
+            for number, continuation in run.wanted:
+                here = slice(len(owner), len(owner) + len(continuation))
+                places[here] = row * length + np.arange(end - len(continuation), end)
+                targets[here] = continuation
+                owner += [number] * len(continuation)
+            begin += run.size
+    return PackedRows(tokens, segment_ids, positions, places, targets, np.int32(len(owner))), np.array(owner, np.int64)

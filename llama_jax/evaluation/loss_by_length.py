@@ -1,0 +1,289 @@
+"""Loss by length of the window and by position in it: does context help, and how far?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus, DataError
+from llama_jax.data.opening import Progress
+from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahead, target_nats
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.model.cache import CacheOptions, KVCache, init_cache
+from llama_jax.model.forward import forward
+from llama_jax.model.options import Compute, Places
+from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
+
+TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
+ROWS_OF_LOGITS = 512  # that are held at a time
+
+
+class Bucket(NamedTuple):
+    """Loss in nats per token, over the predictions that were made from `first` to `last` tokens of context."""
+
+    first: int
+    last: int
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class LengthLoss:
+    """What `evaluate_lengths` found at one length; nan or infinite where the model's outputs are not finite.
+
+    Attributes:
+      length: T, tokens of a window.
+      windows: that were read, consecutive and without overlap.
+      tokens: that were predicted, `length` times `windows`.
+      loss: mean over all of them, in nats.
+      standard_error: of `loss` in nats, from the spread between windows of the longest length; nan for a single one.
+      perplexity: exp(loss).
+      last_quarter: mean loss of the last quarter of each window, in nats: of the tokens with the most context.
+      by_position: float64[T], mean loss of the prediction made from t + 1 tokens of context, in nats.
+    """
+
+    length: int
+    windows: int
+    tokens: int
+    loss: float
+    standard_error: float
+    perplexity: float
+    last_quarter: float
+    by_position: np.ndarray = field(repr=False)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Loss by the tokens of context: 1, 2, 3 to 4, 5 to 8, and so on by powers of two; the last may be cut short."""
+        ends = [1 << power for power in range(math.ceil(math.log2(self.length)))] + [self.length]
+        begins = [0, *ends[:-1]]
+        return tuple(Bucket(a + 1, b, float(self.by_position[a:b].mean())) for a, b in zip(begins, ends, strict=True))
+
+
+def evaluate_lengths(
+    config: LlamaConfig,
+    params: Llama,
+    corpus: Corpus,
+    lengths: Sequence[int],
+    *,
+    max_tokens: int | None = None,
+    batch: int | None = None,
+    cache: CacheOptions = CacheOptions(),
+    compute: Compute = Compute(),
+    progress: Progress | None = None,
+) -> tuple[LengthLoss, ...]:
+    """Loss of the same text in windows of each length, and by position in them.
+
+    The text is cut into spans of the longest length, and each span into consecutive windows of every other length. If a
+    length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them; if
+    it does not, it leaves out the rest of each span. So a model that uses its context has a lower loss at a greater length,
+    and one that breaks beyond its training length has a higher one from that position on. A window lies within one
+    document: documents shorter than the longest length are skipped.
+
+    This is not the sliding window of `evaluate`: the first tokens of a window have little context, and count.
+
+    A window is read in pieces through a cache of its length, so that memory holds the weights, that cache and the scores of
+    one piece.
+
+    Args:
+      lengths: tokens of the windows, in any order. They may exceed `config.max_seq_len`, to measure what happens there. A
+        changed `rope_scaling` in the configuration tries an extension without training.
+      max_tokens: most tokens to predict at each length: as many whole spans as that allows, evenly over the text. By
+        default all.
+      batch: windows that are read at once at every length; by default 1 on a CPU and as many as make up 32,768 tokens
+        elsewhere.
+      cache: the cache, as in generation, to measure what int8 or a window costs. From an int8 cache even the tokens of
+        the current piece are read back.
+      compute: dtype and attention.
+      progress: wraps the range of all pieces, as `tqdm.tqdm` does.
+
+    Returns:
+      What was found at each length, the shortest first.
+
+    Raises:
+      DataError: an invalid length, a text too short for it, a limit that leaves nothing, or a corpus of another
+        vocabulary.
+    """
+    lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
+    spans = cut_spans(corpus, lengths[-1], max_tokens)
+    plans = [_plan(length, spans, lengths[-1], batch) for length in lengths]
+    jobs = [
+        (number, first, begin)
+        for number, plan in enumerate(plans)
+        for first in range(0, len(plan.starts), plan.batch)
+        for begin in range(0, plan.capacity, plan.piece)
+    ]
+    by_position = [np.zeros(plan.capacity) for plan in plans]
+    by_window = [np.zeros(len(plan.starts)) for plan in plans]
+    kv: KVCache
+    tokens: np.ndarray
+    targets: np.ndarray
+
+    def launch(job: tuple[int, int, int]) -> jax.Array:
+        nonlocal kv, tokens, targets
+        number, first, begin = job
+        plan = plans[number]
+        if begin == 0:
+            tokens, targets = _lay(corpus, plan, first)
+            if first == 0:
+                options = without_needless_window(cache, plan.length)
+                kv = empty_cache(config, params, plan.batch, plan.capacity, options, plan.piece)
+            # What an earlier window left in the cache lies beyond the new length, where nothing reads it.
+            kv = kv.replace(length=jnp.zeros(plan.batch, jnp.int32))
+        piece = slice(begin, begin + plan.piece)
+        kv, nats = _piece_nats(config, params, plan.length, kv, tokens[:, piece], targets[:, piece], compute)
+        return nats
+
+    with tracing_for(params):
+        for (number, first, begin), nats in run_ahead(jobs, launch, progress):
+            found = np.asarray(nats, np.float64)[: len(plans[number].starts) - first]
+            by_position[number][begin : begin + plans[number].piece] += found.sum(axis=0)
+            by_window[number][first : first + plans[number].batch] += found.sum(axis=1)
+    return tuple(
+        _summary(plan, len(spans), of_positions[: plan.length], of_windows)
+        for plan, of_positions, of_windows in zip(plans, by_position, by_window, strict=True)
+    )
+
+
+def choose_lengths(
+    config: LlamaConfig, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None = None, batch: int | None = None
+) -> tuple[int, ...]:
+    """The sorted lengths, after all checks of `evaluate_lengths`; see there for arguments and errors."""
+    if not len(lengths):
+        raise DataError("lengths are empty; give the tokens of a window at least once")
+    for length in lengths:
+        if length < 1:
+            raise DataError(f"length={length} must be at least 1 token")
+        if list(lengths).count(length) > 1:
+            raise DataError(f"length={length} is given twice")
+    check_vocabulary(config, corpus)
+    longest = int((corpus.stops - corpus.starts).max(initial=0))
+    if max(lengths) >= longest:
+        raise DataError(
+            f"length={max(lengths)} needs a document of one token more, and the text's longest has {longest};"
+            " give a longer text, or one that is cut less by a larger `longest`"
+        )
+    if max_tokens is not None and max_tokens < max(lengths):
+        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; give at least that")
+    if batch is not None:
+        check_batch(batch, max(lengths))
+    return tuple(sorted(map(int, lengths)))
+
+
+def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
+    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one to follow: int64[n]."""
+    counts = (corpus.stops - corpus.starts - 1).clip(0) // length
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    spans = np.repeat(corpus.starts, counts) + number * length
+    if max_tokens is None or max_tokens // length >= len(spans):
+        return spans
+    kept = max_tokens // length
+    return spans[np.arange(kept) * len(spans) // kept]
+
+
+class _WindowPlan(NamedTuple):
+    """How one length is read.
+
+    Attributes:
+      length: T, tokens of a window.
+      starts: int64[windows], where each begins in `corpus.tokens`.
+      batch: windows that are read at once.
+      piece, capacity: tokens of each window that are read at once, and of all pieces; the last may be padded.
+    """
+
+    length: int
+    starts: np.ndarray
+    batch: int
+    piece: int
+    capacity: int
+
+
+def _plan(length: int, spans: np.ndarray, longest: int, batch: int | None) -> _WindowPlan:
+    starts = (spans[:, None] + np.arange(longest // length) * length).reshape(-1)
+    if batch is None:  # one on a CPU, because the scores of more leave its caches
+        batch = 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
+    piece, pieces = cut_pieces(length)
+    return _WindowPlan(length, starts, min(batch, len(starts)), piece, piece * pieces)
+
+
+def cut_pieces(length: int) -> tuple[int, int]:
+    """Tokens of a piece and pieces of a row: all of one size, so that there is one program, and no piece nearly empty."""
+    pieces = -(-length // LARGEST_PREFILL)
+    return -(-length // pieces), pieces
+
+
+def piece_nats(
+    config: LlamaConfig,
+    params: Llama,
+    length: int,
+    cache: KVCache,
+    tokens: jax.Array,
+    targets: jax.Array,
+    compute: Compute = Compute(),
+) -> tuple[KVCache, jax.Array]:
+    """Read T more tokens of each row and measure how well the targets are predicted from them.
+
+    Args:
+      length: of the whole row when all of its pieces have been read, by which some kinds of `rope_scaling` go.
+      tokens, targets: int32[B, T]; -1 where nothing is predicted.
+
+    Returns:
+      The cache, and float32[B, T] as `target_nats` gives it.
+    """
+    batch, new = tokens.shape
+    places = Places(rope_lengths=jnp.full(batch, length, jnp.int32))
+    hidden, cache = forward(config, params, tokens, cache, places=places, compute=compute)
+    return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
+
+
+_piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks", "at_once"))
+
+
+def empty_cache(
+    config: LlamaConfig, params: Llama, batch: int, capacity: int, options: CacheOptions = CacheOptions(), piece: int = 1
+) -> KVCache:
+    """A cache of the parameters' form and dtype, made on the device; with a window, for pieces of so many tokens."""
+    dtype = jnp.dtype(options.dtype or params.embedding.dtype)
+    ring = {"window": options.window, "sinks": options.sinks, "at_once": piece}
+    return _init_cache(config, batch, capacity, dtype, **ring)
+
+
+def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
+    """Without a window that is as long as the text, which would only take memory."""
+    return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
+
+
+def _lay(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a batch of windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
+    tokens, targets = (np.full((plan.batch, plan.capacity), filling, np.int32) for filling in (0, -1))
+    for row, start in enumerate(plan.starts[first : first + plan.batch]):
+        tokens[row, : plan.length] = corpus.tokens[start : start + plan.length]
+        targets[row, : plan.length] = corpus.tokens[start + 1 : start + plan.length + 1]
+    return tokens, targets
+
+
+def _summary(plan: _WindowPlan, spans: int, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
+    """The numbers from the sums of nats over windows, float64[T], and over positions, float64[n]."""
+    means = by_position / len(plan.starts)
+    of_spans = by_window.reshape(spans, -1).mean(axis=1) / plan.length
+    loss = float(means.mean())
+    with np.errstate(over="ignore", invalid="ignore"):
+        perplexity = float(np.exp(loss))
+        error = float(of_spans.std(ddof=1)) / math.sqrt(spans) if spans > 1 else math.nan
+    return LengthLoss(
+        length=plan.length,
+        windows=len(plan.starts),
+        tokens=len(plan.starts) * plan.length,
+        loss=loss,
+        standard_error=error,
+        perplexity=perplexity,
+        last_quarter=float(means[plan.length * 3 // 4 :].mean()),
+        by_position=means,
+    )

@@ -1,0 +1,299 @@
+"""The engine of measurements: documents cut into windows, packed into rows, and read batch by batch.
+
+Every token is predicted once. The device reads a batch while the host collects the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus, DataError
+from llama_jax.data.opening import Progress
+from llama_jax.data.packing import pack
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
+from llama_jax.model.params import Llama
+
+LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
+MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
+MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
+LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def run_ahead(
+    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: Progress | None = None
+) -> Iterator[tuple[Job, Result]]:
+    """Launch jobs in order and yield each with its result, once the next one is launched: what the caller does with arrays
+    of a result overlaps with the device's work on the next.
+
+    Args:
+      launch: starts the computation of a job; it need not wait for it.
+      progress: wraps the range of jobs, as `tqdm.tqdm` does.
+    """
+    numbers = range(len(jobs))
+    running: list[tuple[Job, Result]] = []
+    for number in progress(numbers) if progress else numbers:
+        running.append((jobs[number], launch(jobs[number])))
+        if number:
+            yield running.pop(0)
+    yield from running
+
+
+class WindowSizes(NamedTuple):
+    """Tokens of a window, tokens from one window's start to the next's, and rows that are read at once."""
+
+    length: int
+    stride: int
+    batch: int
+
+
+class Windows(NamedTuple):
+    """Spans of tokens of a corpus, each inside one document.
+
+    Attributes:
+      start: int64[n], the index in `corpus.tokens` at which a window begins.
+      read: int64[n], the number of tokens that the model reads; each could predict its next token.
+      context: int64[n], how many of these predict nothing, since an earlier window has predicted the tokens after them.
+      predicted: int64[n], the number of predicted tokens: the others, or those of them that are targets of the corpus.
+    """
+
+    start: np.ndarray
+    read: np.ndarray
+    context: np.ndarray
+    predicted: np.ndarray
+
+
+class WindowRows(NamedTuple):
+    """Windows side by side, int32[B, T] each.
+
+    Attributes:
+      tokens: what is read.
+      targets: the token that follows, or -1 where nothing is predicted.
+      segment_ids: 1 for the tokens of a row's first window, 2 for those of its second, and so on; 0 for padding.
+      positions: from 0 in every window.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
+    """Cut documents so that every token but a document's first is predicted in one window, from what the window holds before
+    it; in a corpus with targets, these alone.
+
+    A document's first window predicts `length` tokens; each that follows begins `stride` tokens further on and predicts
+    the `stride` tokens that are new to it, each from at least `length - stride` tokens before.
+    """
+    predicted = corpus.stops - corpus.starts - 1
+    counts = np.where(predicted > 0, 1 + np.maximum(-(-(predicted - length) // stride), 0), 0)
+    document = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = corpus.starts[document] + number * stride
+    read = np.minimum(length, predicted[document] - number * stride)
+    context = np.where(number > 0, length - stride, 0)
+    if corpus.targets is None:
+        return Windows(start, read, context, read - context)
+    before = np.concatenate([[0], np.cumsum(corpus.targets)])
+    return Windows(start, read, context, before[start + read + 1] - before[start + context + 1])
+
+
+def pack_rows(
+    corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
+) -> tuple[WindowRows, np.ndarray]:
+    """The rows as the model reads them, padded to `batch` rows of `length` tokens.
+
+    Returns:
+      The rows, and int64[B, T], the window that predicts each target, or -1.
+    """
+    laid = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
+    owner = np.full((batch, length), -1)
+    for row, members in enumerate(rows):
+        begin = 0
+        for segment, window in enumerate(members, 1):
+            start, read, context, _ = (int(column[window]) for column in windows)
+            end, scored = begin + read, begin + context
+            laid.tokens[row, begin:end] = corpus.tokens[start : start + read]
+            laid.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
+            laid.segment_ids[row, begin:end] = segment
+            laid.positions[row, begin:end] = np.arange(read)
+            owner[row, scored:end] = window
+            if corpus.targets is not None:
+                left_out = scored + np.flatnonzero(~corpus.targets[start + context + 1 : start + read + 1])
+                laid.targets[row, left_out] = owner[row, left_out] = -1
+            begin = end
+    return laid, owner
+
+
+def measure_windows(
+    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """What `measure` gives for all predicted tokens of the windows, one batch of B rows at a time.
+
+    Args:
+      measure: from rows to a tree of arrays [B, T].
+
+    Yields:
+      The tree of float64[n] for n predicted tokens, and int64[n], the window of each.
+    """
+    length = int(windows.read.max())  # if no document fills a window, rows are shorter
+    rows = pack(windows.read.tolist(), length)
+    batch = min(batch, max(len(rows), MOST_PADDED))
+
+    def launch(first: int) -> tuple[Any, np.ndarray]:
+        laid, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
+        return measure(laid), owner
+
+    for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
+        predicted = owner >= 0
+        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
+
+
+def choose_sizes(
+    config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None
+) -> WindowSizes:
+    """The sizes of `perplexity.evaluate`, with its defaults; see there for arguments and errors."""
+    length = min(config.max_seq_len, LONGEST) if length is None else length
+    if not 1 <= length <= config.max_seq_len:
+        raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
+    stride = max(length // 2, 1) if stride is None else stride
+    if not 1 <= stride <= length:
+        raise DataError(f"stride={stride} must be at least 1 and at most length={length}, or tokens would be left out")
+    check_vocabulary(config, corpus)
+    if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
+        raise DataError(
+            f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
+            " give more data"
+        )
+    batch = default_batch() if batch is None else batch
+    check_batch(batch, length)
+    return WindowSizes(length, stride, batch)
+
+
+def check_batch(batch: int, length: int) -> None:
+    """Raise DataError for less than one row, or for more than an array of these lengths can have."""
+    if batch < 1:
+        raise DataError(f"batch={batch} must be at least 1 row")
+    if batch > MOST_TOKENS // length:
+        raise DataError(f"batch={batch} must be at most {MOST_TOKENS // length} rows of length={length}")
+
+
+def default_batch() -> int:
+    """The default number of rows that a device reads at once, see `perplexity.evaluate`."""
+    return 1 if jax.default_backend() == "cpu" else 8
+
+
+def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
+    """Raise DataError for a corpus with tokens that the model does not have."""
+    if corpus.vocab_size > config.vocab_size:
+        raise DataError(
+            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
+            " read the files with the model's own tokenizer"
+        )
+
+
+def token_nats(
+    config: LlamaConfig,
+    params: Llama,
+    rows: WindowRows,
+    *,
+    compute: Compute = Compute(),
+    chunk: int = LOGIT_CHUNK,
+    layout: Layout = Layout(),
+) -> jax.Array:
+    """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
+
+    Args:
+      compute: of the forward pass. Logits and their sum are float32 at least.
+      chunk: positions of each row whose logits [B, chunk, V] are held at a time; chunks without a target, which are only
+        context, are not computed.
+      layout: see `forward`; `constrain` is called with "hidden", the result of `forward`, and with "logits", [B, chunk, V].
+    """
+    tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
+    places = Places(positions=positions, segment_ids=segment_ids)
+    hidden, _ = forward(config, params, tokens, places=places, compute=compute, layout=layout)
+    hidden = layout.constrain(hidden, "hidden")
+    return target_nats(config, params, hidden, targets, chunk=chunk, constrain=layout.constrain)
+
+
+def target_nats(
+    config: LlamaConfig,
+    params: Llama,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int = LOGIT_CHUNK,
+    constrain: Constrain = unconstrained,
+) -> jax.Array:
+    """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
+
+    Args:
+      targets: -1 where nothing is predicted, which gives 0.
+      chunk, constrain: see `token_nats`.
+    """
+
+    def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
+        return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
+
+    return map_in_chunks(predict, hidden, targets, chunk)
+
+
+def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Log-probability of each target int32[...] under logits [..., V]."""
+    # Compared and not gathered, for the vocabulary may lie on several devices.
+    chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
+    """Apply a function of hidden states and targets that makes logits, to `chunk` positions of each row at a time.
+
+    Args:
+      predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
+      hidden: a tree of [B, T, D].
+      targets: int32[B, T]. For chunks in which all are negative nothing is computed and the result is 0.
+
+    Returns:
+      The tree of [B, T].
+    """
+    batch, length = targets.shape
+    chunk = min(chunk, length)
+    missing = -length % chunk
+
+    def parts(x: jax.Array, padding: int) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=padding)
+        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def nothing(*part: Any) -> Any:
+        return jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), jax.eval_shape(predict, *part))
+
+    def measure(part: tuple[Any, jax.Array]) -> Any:
+        return lax.cond(jnp.any(part[1] >= 0), predict, nothing, *part)
+
+    found = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
+
+
+def token_mean(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
+    """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see
+    `perplexity.evaluate`."""
+    tokens, count = int(windows.predicted.sum()), len(sums)
+    mean = float(sums.sum()) / tokens
+    if count < 2:
+        return mean, math.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        variance = float(np.square(sums - mean * windows.predicted).sum()) * count / (count - 1)
+    return mean, math.sqrt(variance) / tokens

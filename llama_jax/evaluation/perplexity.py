@@ -1,0 +1,344 @@
+"""How well a model predicts a text, by itself or compared with a reference: loss, divergence, and preferred answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus, DataError
+from llama_jax.data.opening import Progress
+from llama_jax.data.pairs import Pairs, joined
+from llama_jax.evaluation.measure import (
+    LOGIT_CHUNK,
+    WindowRows,
+    Windows,
+    check_batch,
+    choose_sizes,
+    cut_windows,
+    map_in_chunks,
+    measure_windows,
+    token_mean,
+    token_nats,
+)
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Places
+from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
+
+QUANTILES = (0.5, 0.99)
+
+TokenMeasure = Callable[[Llama, WindowRows], jax.Array]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found; nan where a model's outputs are not finite, or a text has no bytes.
+
+    Attributes:
+      loss: mean negative log-likelihood of a predicted token, in nats.
+      standard_error: of `loss`, in nats, from the spread between windows (see `evaluate`); nan for a single window.
+      perplexity: exp(loss).
+      bits_per_byte: the nats of all predicted tokens / ln 2 / `bytes`.
+      tokens: predicted tokens.
+      bytes: UTF-8 bytes of the text of all documents.
+      documents, windows: their numbers.
+    """
+
+    loss: float
+    standard_error: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    documents: int
+    windows: int
+
+
+def evaluate(
+    config: LlamaConfig,
+    params: Llama,
+    corpus: Corpus,
+    *,
+    length: int | None = None,
+    stride: int | None = None,
+    batch: int | None = None,
+    compute: Compute = Compute(),
+    measure: TokenMeasure | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
+
+    Every token but a document's first is predicted once, its end-of-sequence token included. In a corpus with targets, as
+    `data.open_chats` makes, only the targets are predicted, and bits per byte count their bytes alone. A document begins
+    with BOS where the vocabulary has one, so that its first token of text is predicted too; where it has none, the first
+    token costs nothing although its bytes count. Bits per byte divide by the bytes of the text itself, so they compare two
+    models that read the same files whatever their tokenizers; nats per token and perplexity do not.
+
+    The standard error treats windows as independent draws and the loss as a ratio of two sums over them (Cochran 1977,
+    chapter 6). A document that fits into a window is one window. Windows of a long document resemble each other, so with
+    few long documents the true error is larger.
+
+    Args:
+      length: T, tokens of a window; by default the model's context, 4096 at most. Windows are packed into rows of T tokens
+        and do not see each other, so short documents cost no more than their tokens.
+      stride: tokens from the start of a window to that of the next one in the document, and the tokens that each window but
+        the first predicts; by default half of `length`. With stride = length windows do not overlap, which is quicker, but
+        tokens at their beginnings lack context.
+      batch: B, rows that are read at once, the last ones padded; by default 1 on a CPU, where the scores of more do not fit
+        into its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
+      compute: dtype and attention.
+      measure: `token_nats` with all but its last two arguments bound, under `jax.jit`. Pass the same one to several calls
+        and it is compiled once for each shape [B, T]; it also determines the computation and the layout over devices.
+      progress: wraps the range of batches, as `tqdm.tqdm` does.
+
+    Raises:
+      DataError: invalid sizes, a corpus of another vocabulary, or one with nothing to predict.
+    """
+    length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
+    windows = cut_windows(corpus, length, stride)
+    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
+    sums = np.zeros(len(windows.read))
+    with tracing_for(params):
+        for nats, owner in measure_windows(corpus, windows, batch, partial(measure, params), progress):
+            np.add.at(sums, owner, nats)
+    return summary(corpus, windows, sums)
+
+
+def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
+    """The numbers from the nats of each window: float64[n]."""
+    loss, error = token_mean(windows, sums)
+    with np.errstate(over="ignore", invalid="ignore"):
+        perplexity = float(np.exp(loss))
+    return Evaluation(
+        loss=loss,
+        standard_error=error,
+        perplexity=perplexity,
+        bits_per_byte=float(sums.sum()) / math.log(2) / corpus.byte_count if corpus.byte_count else math.nan,
+        tokens=int(windows.predicted.sum()),
+        bytes=corpus.byte_count,
+        documents=corpus.document_count,
+        windows=len(sums),
+    )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What `divergence` found; nan where a model's outputs are not finite.
+
+    Standard errors are from the spread between windows, see `evaluate`; nan for a single window.
+
+    Attributes:
+      model, reference: loss, perplexity and bits per byte of each, on the same tokens.
+      loss_difference: the model's loss minus the reference's, in nats per token, with its standard error, which is far
+        smaller than those of the two losses because both read the same text.
+      perplexity_ratio: model's / reference's.
+      kl: Kullback-Leibler divergence of the model's next-token distribution from the reference's, sum of p ln(p / q) with p
+        the reference's: mean over predicted tokens in nats, with its standard error.
+      kl_median, kl_99, kl_max: median, 99th percentile and maximum of the divergence over tokens.
+      same_top: share of the predicted tokens at which both models have the same most probable token.
+    """
+
+    model: Evaluation
+    reference: Evaluation
+    loss_difference: float
+    loss_difference_error: float
+    perplexity_ratio: float
+    kl: float
+    kl_error: float
+    kl_median: float
+    kl_99: float
+    kl_max: float
+    same_top: float
+
+
+def divergence(
+    config: LlamaConfig,
+    params: Llama,
+    reference: Llama,
+    corpus: Corpus,
+    *,
+    reference_config: LlamaConfig | None = None,
+    length: int | None = None,
+    stride: int | None = None,
+    batch: int | None = None,
+    compute: Compute = Compute(),
+    progress: Progress | None = None,
+) -> Divergence:
+    """Compare two models' predictions of every token of documents, read through the same sliding window.
+
+    Both are in memory at once, with logits of 64 positions of each row.
+
+    Args:
+      params: of the model, for example `model.trees.quantize(reference, "int8")`.
+      reference: parameters of the reference.
+      reference_config: its configuration, if it differs; any model of the same vocabulary.
+      length, stride, batch, progress: see `evaluate`.
+      compute: of both.
+
+    Raises:
+      DataError: what `evaluate` raises for either model, or vocabularies of two sizes.
+    """
+    reference_config = config if reference_config is None else reference_config
+    if reference_config.vocab_size != config.vocab_size:
+        raise DataError(
+            f"the reference has a vocabulary of {reference_config.vocab_size}, the model one of {config.vocab_size}:"
+            " their predictions cannot be compared"
+        )
+    shorter = min(config, reference_config, key=lambda one: one.max_seq_len)
+    length, stride, batch = choose_sizes(shorter, corpus, length=length, stride=stride, batch=batch)
+    windows = cut_windows(corpus, length, stride)
+    compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
+    losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
+    of_tokens = []
+    measure = partial(compared, params, reference)
+    with tracing_for(params):
+        for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, measure, progress):
+            for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
+                np.add.at(sums, owner, found)
+            of_tokens.append(kl)
+    kl = np.concatenate(of_tokens)
+    model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
+    difference, difference_error = token_mean(windows, losses - others)
+    mean, error = token_mean(windows, kls)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = float(np.exp(difference))
+    median, high = np.quantile(kl, QUANTILES)
+    return Divergence(
+        model=model,
+        reference=dense,
+        loss_difference=difference,
+        loss_difference_error=difference_error,
+        perplexity_ratio=ratio,
+        kl=mean,
+        kl_error=error,
+        kl_median=float(median),
+        kl_99=float(high),
+        kl_max=float(kl.max()),
+        same_top=float(same.sum() / windows.predicted.sum()),
+    )
+
+
+def compare_tokens(
+    config: LlamaConfig,
+    reference_config: LlamaConfig,
+    params: Llama,
+    reference: Llama,
+    rows: WindowRows,
+    *,
+    compute: Compute,
+) -> tuple[jax.Array, ...]:
+    """Of each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
+    tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
+    places = Places(positions=positions, segment_ids=segment_ids)
+    models = (config, params), (reference_config, reference)
+    hidden = tuple(forward(*model, tokens, places=places, compute=compute)[0] for model in models)
+
+    def predict(hidden: tuple[jax.Array, ...], targets: jax.Array) -> tuple[jax.Array, ...]:
+        logits = [unembed(*model, one) for model, one in zip(models, hidden, strict=True)]
+        q, p = (jax.nn.log_softmax(one) for one in logits)
+        target = jnp.maximum(targets, 0)[..., None]
+        nats = [-jnp.take_along_axis(one, target, axis=-1)[..., 0] for one in (q, p)]
+        # Negative only by rounding; a token with p = 0 contributes nothing.
+        kl = jnp.maximum(jnp.sum(jnp.where(p == -jnp.inf, 0, jnp.exp(p) * (p - q)), axis=-1), 0)
+        top = (q.argmax(-1) == p.argmax(-1)).astype(q.dtype)
+        return tuple(jnp.where(targets >= 0, one, 0) for one in (*nats, kl, top))
+
+    return map_in_chunks(predict, hidden, targets, LOGIT_CHUNK)
+
+
+@dataclass(frozen=True)
+class PreferenceAccuracy:
+    """What `preference_accuracy` found of N pairs; the means are over pairs, in nats.
+
+    Attributes:
+      accuracy: the share of pairs whose chosen answer is more probable than the rejected one; against a reference, whose
+        chosen answer gains more log-probability over the reference than the rejected one.
+      accuracy_error: its standard error, as of a binomial share of N.
+      margin: log-probability of the chosen answer minus that of the rejected one; against a reference, minus the same
+        difference there. Times beta it is the margin of rewards in DPO.
+      margin_error: its standard error, from the spread between pairs; nan for a single one.
+      accuracy_per_token: as `accuracy`, with log-probabilities divided by the tokens of the answer, since long answers are
+        less probable because of their length.
+      chosen_logprob, rejected_logprob: of the answers by the model.
+      pairs: N.
+      tokens: of all answers.
+    """
+
+    accuracy: float
+    accuracy_error: float
+    margin: float
+    margin_error: float
+    accuracy_per_token: float
+    chosen_logprob: float
+    rejected_logprob: float
+    pairs: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class AnswerLogprobs:
+    """Natural logarithms of the probabilities of both answers of N pairs, and their tokens: float64[N, 2], int64[N, 2]."""
+
+    logprobs: np.ndarray
+    tokens: np.ndarray
+
+
+def pair_logprobs(
+    config: LlamaConfig,
+    params: Llama,
+    pairs: Pairs,
+    *,
+    length: int,
+    batch: int,
+    compute: Compute = Compute(),
+    progress: Progress | None = None,
+) -> AnswerLogprobs:
+    """The log-probability of each answer after its prompt.
+
+    Args:
+      pairs: of texts of `length` + 1 tokens at most.
+      length: T, tokens of a row, in which several texts may be.
+      batch: B, rows that are read at once.
+
+    Raises:
+      DataError: an invalid batch.
+    """
+    check_batch(batch, length)
+    texts = joined((pairs.first, pairs.second))
+    windows = cut_windows(texts, length, length)
+    measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
+    sums = np.zeros(len(windows.read))
+    with tracing_for(params):
+        for nats, owner in measure_windows(texts, windows, batch, measure, progress):
+            np.add.at(sums, owner, nats)
+    found = np.zeros((2, texts.document_count))
+    found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
+    logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)
+    return AnswerLogprobs(logprobs, tokens.astype(np.int64))
+
+
+def preference_accuracy(answers: AnswerLogprobs, reference: AnswerLogprobs | None = None) -> PreferenceAccuracy:
+    """How often the chosen answer is preferred by a model, relative to a reference if there is one."""
+    own = answers.logprobs
+    ratios = own if reference is None else own - reference.logprobs
+    margins, count = ratios[:, 0] - ratios[:, 1], len(ratios)
+    per_token = ratios / np.maximum(answers.tokens, 1)
+    accuracy = float((margins > 0).mean())
+    return PreferenceAccuracy(
+        accuracy=accuracy,
+        accuracy_error=math.sqrt(accuracy * (1 - accuracy) / count),
+        margin=float(margins.mean()),
+        margin_error=float(margins.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan,
+        accuracy_per_token=float((per_token[:, 0] > per_token[:, 1]).mean()),
+        chosen_logprob=float(own[:, 0].mean()),
+        rejected_logprob=float(own[:, 1].mean()),
+        pairs=count,
+        tokens=int(answers.tokens.sum()),
+    )

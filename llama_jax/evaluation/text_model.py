@@ -1,0 +1,255 @@
+"""A model with texts in and out, as tasks need it: log-probabilities of continuations, and continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data.opening import Progress
+from llama_jax.errors import GenerationError, shown
+from llama_jax.evaluation.loglikelihood import Continuation, Score, compiled_measure, score_pairs
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.params import Llama
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.offline import Job, run_jobs
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.requests import GenerationRequest
+from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
+from llama_jax.tokenizers.chat import chat_parts, check_messages
+from llama_jax.tokenizers.template import Renderer
+from llama_jax.tokenizers.text import Text
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of several names the first counts
+USUAL_LIMIT = 256  # tokens of a continuation where a task does not say
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a text is to be continued.
+
+    Attributes:
+      max_new_tokens: at most.
+      stop: texts at which the continuation ends, which are no part of it.
+      sampling: numbers, not arrays; its seed is not used.
+    """
+
+    max_new_tokens: int = USUAL_LIMIT
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
+    """The settings for a continuation from a task's settings, by the names of the lm-evaluation-harness and of transformers.
+
+    Without `do_sample` the temperature decides: 0, the default, is greedy.
+
+    Raises:
+      GenerationError: an unknown setting, or an invalid value.
+    """
+    left = dict(settings)
+    limits = [left.pop(name, None) for name in LIMITS]
+    limit = next((limit for limit in limits if limit is not None), USUAL_LIMIT)
+    until = left.pop("until", None)
+    stop = [until] if isinstance(until, str) else until or []
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
+        raise GenerationError(f"until={shown(until)} must be a text or a list of texts")
+    drawn, temperature = left.pop("do_sample", None), left.pop("temperature", None)
+    if drawn is None:
+        temperature = temperature or 0.0
+    elif not drawn:
+        temperature = 0.0
+    elif temperature is None:
+        temperature = 1.0
+    known = ("top_k", "top_p", "min_p", "repetition_penalty")
+    chosen = {name: left.pop(name) for name in known if left.get(name) is not None}
+    for name, value in left.items():
+        if value is not None and (name, value) != ("num_beams", 1):
+            raise GenerationError(f"{shown(name, 40)}={shown(value, 40)} is a setting of generation that is not supported")
+    sampling = Sampling(temperature=temperature, **chosen)
+    sampling.per_row(1)
+    if isinstance(limit, bool) or int(limit) != limit or limit < 1:
+        raise GenerationError(f"{LIMITS[0]}={shown(limit, 40)} must be a positive integer")
+    return GenerationSettings(int(limit), tuple(filter(None, stop)), sampling)
+
+
+class TextModel:
+    """Model and vocabulary, with the rules of the lm-evaluation-harness's own backend for transformers for converting texts
+    and tokens, so that scores can be compared.
+
+    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the vocabulary's
+    own rule says so, unless it begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
+    continuation. A text that is too long loses its beginning.
+
+    Attributes:
+      context: tokens that the model reads at most.
+      cut: texts so far that have lost their beginning.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Llama,
+        tokenizer: Tokenizer,
+        *,
+        bos: bool = True,
+        format: Format = "auto",
+        batch: int | None = None,
+        seed: int = 0,
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+          config, params, tokenizer: as `load` gives them, also with an adapter or quantized, and on a mesh over `tensor`.
+          bos: whether texts begin with the begin-of-sequence token where the vocabulary's own rule says so.
+          format: of chats, see `tokenizers.resolve_format`.
+          batch: rows that are scored at once, see `score_pairs`.
+          seed: of the first text that is sampled; each next one has one more.
+          options: of the engine that continues texts; its `compute` and its context are those of scoring as well.
+
+        Raises:
+          GenerationError: a vocabulary with neither a begin- nor an end-of-sequence token, or a larger one than the model's.
+        """
+        if max(tokenizer.bos_id, tokenizer.eos_id) < 0:
+            raise GenerationError("the vocabulary has no token to begin with: neither bos nor eos; name one beside it")
+        if tokenizer.vocab_size > config.vocab_size:
+            raise GenerationError(
+                f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size}; give the"
+                " model's own"
+            )
+        self.context = options.context_of(config)
+        self.tokenizer = tokenizer
+        self.cut = 0
+        self._config, self._params = config, params
+        self._bos, self._format, self._batch, self._seed = bos, format, batch, seed
+        self._options = options
+        self._measure = compiled_measure(config, params, options.compute)
+        self._names = {token: name for name, token in tokenizer.special_tokens.items()}
+        self._engine: Engine | None = None
+        self._renderer: Renderer | None = None
+
+    @property
+    def prefix(self) -> int:
+        """What the first token of a text without a context is predicted from."""
+        return self.tokenizer.bos_id if self.tokenizer.bos_id >= 0 else self.tokenizer.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that something follows."""
+        name = self._names.get(self.tokenizer.bos_id)
+        bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
+        return self.tokenizer.encode(text, bos=bos, eos=False, special=True)
+
+    def alone(self, text: str) -> list[int]:
+        """Ids of a text that nothing precedes but `prefix`."""
+        ids = self.tokenizer.encode(text, bos=False, eos=False, special=True)
+        return ids[1:] if ids[:1] == [self.prefix] else ids
+
+    def pair(self, context: str, continuation: str) -> Continuation:
+        """The ids of a text and of what follows it, divided as the whole is.
+
+        Raises:
+          GenerationError: a continuation of no tokens of its own.
+        """
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if context:
+            before = self.encode(context)
+            found = Continuation(before, self.encode(context + continuation)[len(before) :])
+        else:
+            found = Continuation([self.prefix], self.alone(continuation))
+        if not found.continuation:
+            raise GenerationError(
+                f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}: nothing is to be predicted"
+            )
+        return found
+
+    def score(self, pairs: Sequence[Continuation], progress: Progress | None = None) -> list[Score]:
+        """See `score_pairs`."""
+        self.cut += sum(len(context) + len(continuation) > self.context + 1 for context, continuation in pairs)
+        return score_pairs(
+            self._config,
+            self._params,
+            pairs,
+            context=self.context,
+            batch=self._batch,
+            measure=self._measure,
+            progress=progress,
+        )
+
+    def generate(self, asked: Sequence[tuple[str, GenerationSettings]], progress: Any = None) -> list[str]:
+        """Continue each text by its settings, several at a time.
+
+        Args:
+          progress: wraps the jobs as they end, as `tqdm.tqdm` does.
+
+        Raises:
+          GenerationError: invalid settings.
+        """
+        if self._engine is None:
+            self._engine = Engine(self._config, self._params, self._options)
+        longest_first = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
+        jobs = run_jobs(self._engine, (self._job(number, *asked[number]) for number in longest_first))
+        found = [""] * len(asked)
+        for job in jobs if progress is None else progress(jobs):
+            assert job.text is not None
+            found[job.number] = job.text.shown
+        self._seed += len(asked)
+        return found
+
+    def _job(self, number: int, context: str, settings: GenerationSettings) -> Job:
+        room = self.context - settings.max_new_tokens
+        if room < 1:
+            raise GenerationError(
+                f"max_gen_toks={settings.max_new_tokens} leaves nothing of the context of {self.context} for a text;"
+                " lower it"
+            )
+        ids = self.encode(context) or [self.prefix]
+        self.cut += len(ids) > room
+        special = self.tokenizer.special_tokens
+        ends = {*self.tokenizer.stop_ids, *(special[text] for text in settings.stop if text in special)}
+        request = GenerationRequest(
+            prompt=ids[-room:],
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling.replace(seed=(self._seed + number) % 2**32),
+            stop_tokens=sorted(ends),
+        )
+        stop = [text for text in settings.stop if text not in special]
+        return Job(number, request, Text(self.tokenizer, stop, write=lambda text: None, at_start=True))
+
+    def chat(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """A chat as a text, in which special tokens stand by their names.
+
+        Args:
+          reply: whether what stands before the assistant's next message follows. Without, a last message of the assistant's
+            is left open, to be continued.
+
+        Raises:
+          GenerationError: messages that are no chat, or a model without a chat format.
+        """
+        format = resolve_format(self.tokenizer, self._format)
+        check_messages(messages, format)
+        begun = ""
+        if not reply and len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages, begun, reply = messages[:-1], messages[-1]["content"], True
+        if self._renderer is None:
+            self._renderer = Renderer()
+        parts = chat_parts(self.tokenizer, messages, format, self._renderer, reply=reply)
+        return "".join(part if isinstance(part, str) else self._names[part] for part in parts) + begun
+
+    @property
+    def chat_template(self) -> str:
+        """The template of chats, or the name of their format where it has none.
+
+        Raises:
+          GenerationError: a model without a chat format.
+        """
+        format = resolve_format(self.tokenizer, self._format)
+        return str(self.tokenizer.chat_template) if format == "template" else format
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        if self._renderer is not None:
+            self._renderer.close()

@@ -1,0 +1,481 @@
+"""The checkpoints of a run while it trains: saved in the background, the last and the best kept, restored to the bit.
+
+What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
+written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
+can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from llama_jax.checkpoints.huggingface_config import write_config
+from llama_jax.checkpoints.orbax_errors import error_of_writing, quiet, wait_for_writers
+from llama_jax.checkpoints.steps import (
+    ABOUT,
+    EMA,
+    NOTE,
+    PARAMS,
+    REST,
+    DamagedError,
+    by_loss,
+    existing_step,
+    read_note,
+    steps_in,
+)
+from llama_jax.checkpoints.store import asking_orbax, describe, name_of, read_arrays
+from llama_jax.checkpoints.sums import verify, write_sums
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.step import TrainState
+from llama_jax.writing import clear_up, remedy_for
+
+# What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
+TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
+SAVING = ".saving"  # its checksums are being written; or what was replaced by it
+SAVE_TIMEOUT = 1800.0  # seconds
+
+_log = logging.getLogger("llama_jax.runs")
+
+
+class CheckpointManager:
+    """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
+
+    With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
+    have one folder, or those of each host their own of the same name (`Shelf.shared`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        timeout: float = SAVE_TIMEOUT,
+        shelf: Shelf | None = None,
+        stuck: Callable[[StuckSaveError], object] | None = None,
+    ) -> None:
+        """Open a folder, which need not exist, and clear up what a killed process left in it.
+
+        Args:
+          keep_last: how many of the newest steps stay, at least 1.
+          keep_best: how many of those with the lowest validation loss stay besides.
+          timeout: seconds that a save may take: the call of `save`, and then its thread.
+          shelf: where whole steps are put; None is `folder`, in which they are written.
+          stuck: called in another thread with the error of a `save` that does not return in that time: no exception reaches
+            a thread that hangs. It may end the process; None logs the error.
+
+        Raises:
+          ConfigError: an invalid number of checkpoints to keep, or an invalid time.
+          CheckpointError: the folder cannot be created.
+        """
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        if not 0 < timeout <= 1e7:
+            raise ConfigError(f"save_timeout={timeout:g} must be above 0 and at most 1e7 seconds")
+        self.folder = folder.absolute()
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._timeout = timeout
+        self._tell_stuck = stuck
+        self._shelf = LocalShelf(self.folder) if shelf is None else shelf
+        self._pending: _Save | None = None
+        self._latest: int | None = None  # as it was last known
+        try:
+            if self._keeps_folder():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear_up()
+            if _is_first():
+                self._shelf.clear_up()
+        except OSError as error:
+            where = self._shelf.place
+            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); give another folder") from None
+        _wait_for_all("opened")
+        with suppress(OSError):
+            self.latest()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        note: Mapping[str, Any],
+        config: LlamaConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Begin to write the checkpoint of a step; a save that is still going on is waited for.
+
+        Returns as soon as nothing can change what will be written: the state may be donated, and `note` altered. A
+        checkpoint of the same step is replaced once the new one is whole.
+
+        Args:
+          note: what JSON can hold; "step", "validation_loss" and "versions" are added to it.
+          validation_loss: by which the best are known; one that is not finite counts as none.
+
+        Raises:
+          CheckpointError: this save, or the one before, failed; the message names the last good checkpoint. Either way the
+            next call can succeed.
+          TrainingError: the folder is no longer this run's; nothing was written.
+        """
+        self._shelf.check()
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            validation_loss = None
+        added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
+        about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
+        self.wait()
+        with ExitStack() as until_written, self._watched(step):
+            until_written.enter_context(quiet())
+            try:
+                with _writing(self._shelf):
+                    saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
+                pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
+                pending.start()
+            except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+                raise self._failure(step, error) from None
+            self._pending = pending
+
+    def wait(self) -> None:
+        """Wait until what `save` began is written.
+
+        Raises:
+          CheckpointError: it failed; see `save`. A StuckSaveError where it has not ended in its time, or its thread has
+            died.
+          TrainingError: another run has taken the folder over.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        while not pending.ended.wait(min(1.0, max(0.0, self._left(pending)))):
+            if not pending.is_alive() and not pending.ended.is_set():
+                raise self._stuck(pending, "the thread that writes it has died")
+            if self._left(pending) <= 0:
+                raise self._stuck(
+                    pending,
+                    f"it has not been written within {self._timeout:g} s; where writing takes so long, give more with"
+                    " --save-timeout (save_timeout=)",
+                )
+        if pending.error is not None:
+            raise pending.error
+
+    def check(self) -> None:
+        """Tell of a failed save, or one that takes too long, as soon as it is known, without waiting; raises what `wait`
+        does."""
+        self._shelf.check()
+        if self._pending is not None and (
+            self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
+        ):
+            self.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does."""
+        self.wait()
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, ascending; one that is being saved is not among them."""
+        return steps_in(self._shelf.now())
+
+    def latest(self) -> int | None:
+        """The newest step, or None where there is none."""
+        self._latest = max(self.steps(), default=None)
+        return self._latest
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss, or None where none has one."""
+        return next(iter(by_loss(self._shelf.now())), None)
+
+    def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The state that was saved, bit for bit, and its note.
+
+        Args:
+          shapes: arrays, or `jax.ShapeDtypeStruct`s, of the state that is wanted; each array is placed by its `sharding`,
+            which may be over other devices than it was saved from. Where that is None it goes to the default device.
+          step: None is the newest.
+
+        Raises:
+          CheckpointError: no such step, one whose arrays have other names, shapes or dtypes, or a damaged one; then the
+            message says which older step is whole.
+        """
+        self.wait()
+        _wait_for_all("restoring")  # the first has renamed what was saved
+        step = existing_step(self._shelf.now(), step)
+        try:
+            return self._read(shapes, step)
+        except DamagedError as error:
+            older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
+            remedy = (
+                "no older step is whole"
+                if older is None
+                else f"the last good checkpoint is step {older}: remove {self._shelf.place / str(step)} to go on from there"
+            )
+            raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
+
+    def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
+        with self._shelf.reading(step) as folder:
+            return self._read_folder(shapes, folder)
+
+    def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
+        wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
+        self._verify(folder)
+        note = read_note(folder.parent, int(folder.name))
+        stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
+        for name in (PARAMS, REST):
+            if name not in stored:
+                raise CheckpointError(f"{folder / name} is missing; copy the whole step again, or resume without it")
+        held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
+        needed = {
+            f"{part}.{name_of(path)}": (leaf.shape, str(leaf.dtype))
+            for part in wanted
+            for path, leaf in jax.tree.leaves_with_path(wanted[part])
+        }
+        for name in sorted(held.keys() | needed.keys()):
+            if held.get(name) != needed.get(name):
+                raise CheckpointError(
+                    f"{folder}: array {name!r} is {_in_words(held.get(name))} in the checkpoint and"
+                    f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
+                )
+        loaded = {
+            name: asking_orbax(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
+        }
+        return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
+
+    def _verify(self, folder: Path) -> None:
+        """Each process reads its share of the files, and all raise where one finds something wrong."""
+        problem: CheckpointError | None = None
+        try:
+            verify(folder, share=(jax.process_index(), jax.process_count()))
+        except CheckpointError as error:
+            problem = error
+        worst = 0 if problem is None else 2 if isinstance(problem, DamagedError) else 1
+        if jax.process_count() > 1:
+            worst = int(multihost_utils.process_allgather(np.int32(worst)).max())
+        if worst == 2 and not isinstance(problem, DamagedError):
+            raise DamagedError(f"a file in {folder} is not what was saved, as another process says")
+        if problem is not None or worst:
+            raise problem or CheckpointError(f"{folder} cannot be read by another process")
+
+    def _can_read(self, shapes: TrainState, step: int) -> bool:
+        """By reading it, so that what is called whole is."""
+        try:
+            self._read(shapes, step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
+        """In the thread: wait for orbax, then delete what need not stay."""
+        with until_written:
+            try:
+                saving.result()
+                elsewhere = self._shelf.gather(self._saving(step), step)
+                if not _is_first():
+                    return
+                write_sums(self._saving(step), elsewhere)
+                self._shelf.put(self._saving(step), step)
+                self._latest = step
+            except UserError:  # what was written may be another run's by now
+                raise
+            except Exception as error:
+                raise self._failure(step, error) from None
+        try:
+            self._clear_up()
+            steps = self.steps()
+            kept = {step, *steps[-self._keep_last :], *by_loss(self._shelf.now())[: self._keep_best]}
+            for old in steps:
+                if old not in kept:
+                    self._shelf.remove(old)
+        except OSError as error:
+            raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Clear up what a failed save left, and say what remains."""
+        left = ""
+        wait_for_writers()
+        self._shelf.check()
+        if self._keeps_folder():
+            try:
+                self._clear_up()
+            except OSError as problem:
+                left = f"; what was written cannot be removed ({problem})"
+        if isinstance(error, OSError) and "://" in str(error.filename):
+            cause, said = error, f"{error.filename}: {error.strerror}"
+        else:
+            cause = error_of_writing(error)
+            said = cause.strerror or str(cause)
+        why = f"({said}){remedy_for(cause)}{left}"
+        return CheckpointError(f"{self._shelf.place}: step {step} could not be saved {why}; {self._last_good()}")
+
+    def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
+        """What was written stays: somebody may be writing there yet."""
+        return StuckSaveError(f"{self._shelf.place}: step {pending.step} is not saved: {why}; {self._last_good()}")
+
+    @contextmanager
+    def _watched(self, step: int) -> Iterator[None]:
+        """Tell where what is inside does not end in the time of a save: a device, or a disk, that does not answer."""
+
+        def tell() -> None:
+            why = f"it could not be begun within {self._timeout:g} s (--save-timeout): a device or a disk does not answer"
+            # As it was last known, for to look would be to ask what does not answer.
+            error = StuckSaveError(f"{self._shelf.place}: step {step} is not saved: {why}; {self._last_known()}")
+            if self._tell_stuck is None:
+                _log.error("%s", error)
+            else:
+                self._tell_stuck(error)
+
+        timer = threading.Timer(self._timeout, tell)
+        timer.name, timer.daemon = f"watching step {step}", True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _last_good(self) -> str:
+        with suppress(OSError):  # a store that cannot be reached
+            self.latest()
+        return self._last_known()
+
+    def _last_known(self) -> str:
+        return (
+            "there is no good checkpoint yet" if self._latest is None else f"the last good checkpoint is step {self._latest}"
+        )
+
+    def _left(self, pending: _Save) -> float:
+        """Seconds until a save has taken too long."""
+        return pending.began + self._timeout - time.monotonic()
+
+    def _keeps_folder(self) -> bool:
+        return jax.process_index() == self._shelf.first
+
+    def _saving(self, step: int) -> Path:
+        return self.folder / f"{step}{SAVING}"
+
+    def _clear_up(self) -> None:
+        """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
+        clear_up(self.folder)
+        for path in sorted(self.folder.iterdir()):
+            if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
+                shutil.rmtree(path)
+
+
+class _Save(threading.Thread):
+    """A save that goes on beside the training. It may hang, in a disk or a network that does not answer, so that no end of
+    the process waits for it.
+
+    Attributes:
+      ended: set when it has, and `error` says how; never where the thread dies before it runs.
+      began: by the monotonic clock.
+    """
+
+    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+        super().__init__(name=f"saving step {step}", daemon=True)
+        self.step = step
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self.began = time.monotonic()
+        self._finish = finish
+
+    def run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # which `wait` raises
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a step's folder holds besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
+
+    note: str
+    config: LlamaConfig
+    tokenizer: Tokenizer | None
+
+    async def save(self, directory: Any) -> Any:
+        return self._write(directory)  # which orbax awaits in its thread
+
+    async def _write(self, directory: Any) -> None:
+        folder = Path(await directory.await_creation())
+        if _is_first():
+            write_config(folder, self.config)
+            (folder / NOTE).write_text(self.note + "\n", encoding="utf-8")
+            if self.tokenizer is not None:
+                self.tokenizer.save(folder)
+
+    async def load(self, directory: Any) -> Any:
+        raise NotImplementedError("read_note and load read it")
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """What orbax writes of a state, by the name of its folder; `rest` has None in the place of the others."""
+    average = {} if state.ema is None else {EMA: state.ema}
+    return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
+
+
+def _writing(shelf: Shelf) -> ocp.Context:
+    """How orbax is to write."""
+    context = ocp.Context()
+    if not shelf.shared:
+        # Each host makes its folder, and its index of what it has written there. What orbax notes of arrays beside them it
+        # would compare with that of all processes, in one folder.
+        context.multiprocessing_options.primary_host = shelf.first
+        context.array_options.saving.array_metadata_store = None
+    # Trained float32 numbers shrink by 7 %, and compressing them takes the processors from training for a second and more.
+    context.array_options.saving.use_compression = False
+    # In `save` and not in the thread: an error there would leave the writers waiting for the folders until their time is up.
+    context.async_options.create_directories_asynchronously = False
+    # The copies of an array within a process go to one disk; to cut them into shares would compile a program for each shape.
+    context.array_options.saving.use_replica_parallel = jax.process_count() > 1
+    return context
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _in_words(array: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if array is None else f"{array[1]}{list(array[0])}"
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _wait_for_all(what: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"snapshots {what}")

@@ -1,0 +1,384 @@
+"""Before the first step of a run: its kind of training, its tokenizer, its plan, and checks, the same in all processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.analysis.hardware import find_hardware
+from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note
+from llama_jax.checkpoints.sums import verify
+from llama_jax.config import LlamaConfig
+from llama_jax.data.documents import DocumentFormat, read_documents
+from llama_jax.data.errors import DataError
+from llama_jax.data.sources import Data, FoundData
+from llama_jax.data.vocabulary import examine
+from llama_jax.errors import TokenizerError, TrainingError, UserError, reading, shown
+from llama_jax.model.adapters import adapter_count
+from llama_jax.model.trees import parameter_count
+from llama_jax.ops import project
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.processes import Processes
+from llama_jax.runs.checkpoint_manager import CheckpointManager
+from llama_jax.runs.compiled_step import check_mesh
+from llama_jax.runs.lease import run_of
+from llama_jax.runs.log import Log, duration
+from llama_jax.runs.metrics import METRICS, read_lines
+from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
+from llama_jax.runs.run_folder import RunFolder
+from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
+from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
+from llama_jax.storage import Location, StoredPath
+from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
+from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.writing import appearing
+
+# Of a processor's time, at any depth, since the layers are a loop: 2.3 to 5.5 for models of 0.3M to 1.1B parameters.
+COMPILE_SECONDS = 5.0
+MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
+
+
+def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
+    """Whether two models differ at most in their context and rotary settings: the parameters of one fit the other."""
+    return original == replace(
+        model,
+        rope_scaling=original.rope_scaling,
+        rope_theta=original.rope_theta,
+        max_seq_len=original.max_seq_len,
+        attend=original.attend,
+    )
+
+
+def agree(
+    processes: Processes,
+    run: RunFolder,
+    recipe: Recipe,
+    mesh: MeshSizes,
+    backend: Backend,
+    task: Task,
+    note: dict[str, Any] | None,
+) -> None:
+    """Compare the arguments of all processes: those that compute different things would wait for each other forever."""
+    if processes.count == 1:
+        return
+    processes.agree(
+        "what is trained",
+        {
+            "--workdir": _mark_of(run, processes),
+            **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
+            "mesh": str(mesh),
+            "backend": backend,
+            **{f"{name} data": digest for name, digest in task.digests.items()},
+            "shares of the data": str(task.mixture),
+            "checkpoint to go on from": None if note is None else f"step {note['step']}",
+        },
+    )
+
+
+def _mark_of(run: RunFolder, processes: Processes) -> str:
+    """Check that every process can read what process 0 has just written into the folder of the run."""
+    if isinstance(run.place, StoredPath):
+        with reading(run.place, TrainingError):
+            return f"{run.place} with the lease of run {run_of(run.place)}"
+    folder = run.path
+    mark = folder / ".shared"
+    if processes.index == 0:
+        mark.write_text(f"{folder.resolve()} on {platform.node()}")
+    processes.wait("mark")
+    deadline = time.monotonic() + MARK_SECONDS
+    while processes.index and not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        found = mark.read_text()
+    except OSError:
+        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder"
+    processes.wait("mark read")
+    if processes.index == 0:
+        mark.unlink(missing_ok=True)
+    return found
+
+
+def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Sequence[FoundData]) -> None:
+    """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
+    kind = task_kind(recipe)
+    if len(training) > 1 and not kind.mixes:
+        raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
+    names, held = ([source.name for source in sources] for sources in (training, validation))
+    if held and held != [""] and sorted(held) != sorted(names):
+        raise TrainingError(
+            f"the validation data are of {', '.join(filter(None, held))}, and the data of"
+            f" {', '.join(filter(None, names)) or 'no named source'}; give files for each of the latter, or without names"
+        )
+
+
+def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
+    """Checks that need no data; raises TrainingError, MeshError."""
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+    check_trace(recipe, trace)
+    check_task(recipe, mesh, backend)
+
+
+def check_trace(recipe: Recipe, trace: range | None) -> None:
+    """Raise TrainingError for steps to trace that the run does not have, once its steps are known."""
+    if trace is not None and recipe.steps and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
+        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
+
+
+def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+    """The note of the checkpoint to resume from, or None for a new run."""
+    latest = checkpoints.latest()
+    if latest is None:
+        return None
+    if not resume:
+        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+    step = folder / CHECKPOINTS / str(latest)
+    try:
+        verify(step, {ABOUT})
+        note = read_note(folder / CHECKPOINTS, latest)
+    except DamagedError as error:
+        older = max((step for step in checkpoints.steps() if step < latest), default=None)
+        remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
+        raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
+    missing = [name for name in ("recipe", "data", "tokens") if name not in note]
+    if missing:
+        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
+    check_recipe(note, folder, recipe)
+    return note
+
+
+def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None:
+    """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
+    changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
+    if not recipe.steps:
+        changed = [one for one in changed if one.partition(":")[0] not in FROM_DATA]
+    if changed and not (recipe.steps and _prolongs(recipe, note["recipe"], note["step"], changed)):
+        longer = ""
+        if any(difference.startswith("steps:") for difference in changed):
+            longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
+        raise TrainingError(
+            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+            f"{longer}"
+        )
+
+
+def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
+    """Whether only the future of the learning rate differs, and not its values in the steps that are done."""
+    names = {difference.partition(":")[0] for difference in changed}
+    if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
+        return False
+    old = learning_rates(OptimizerSettings(**before["optimizer"]), before["steps"])
+    new = learning_rates(recipe.optimizer, recipe.steps)
+    updates = np.arange(done)
+    return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
+
+
+def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
+    """Print what is trained, before the compilation, which may take minutes."""
+    r = recipe
+    learned = ""
+    if r.lora is not None:
+        kept = "" if r.quantize == "none" else f" in {r.quantize}"
+        learned = f"{kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+    log.line(f"model: {parameter_count(r.model):,} parameters{learned}, computed in {r.dtype}, remat {r.remat}")
+    for fact in facts:
+        log.line(fact)
+
+
+def log_compiling(log: Log, folder: Path) -> None:
+    """Print that the step is compiled now, and how long that takes: as when this run last began, or as on CPUs."""
+    seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
+    if (folder / METRICS).exists():
+        for _, found in read_lines([(folder / METRICS).read_bytes()]):
+            if isinstance(found, dict):
+                seconds = found.get("compile_seconds") or seconds
+    log.progress("compiling the training step" + ("" if seconds is None else f", about {duration(seconds)}"))
+
+
+@contextmanager
+def explain_changed_data(note: dict[str, Any] | None) -> Iterator[None]:
+    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
+    try:
+        yield
+    except (DataError, TrainingError) as error:
+        if note is None:
+            raise
+        raise TrainingError(
+            f"the data (or the teacher) changed since this run began: {error}; resume with the same files"
+        ) from None
+
+
+def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
+    """Raise TrainingError if a resumed run is given other data than before, or other shares without `reweigh`."""
+    if note is None:
+        return
+    for name, digest in task.digests.items():
+        if note["data"].get(name) != digest:
+            what = f"{name} data" if name in ("train", "validation") else name
+            raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
+    before = note["data"].get("mixture", [[0, None]])[-1][1]
+    if before != task.mixture and not reweigh:
+        old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
+        raise TrainingError(
+            f"the shares of the data were {old}, and are {new} now; resume with the same weights, or add --reweigh"
+            " (reweigh=True) to go on with these, which the checkpoints then tell"
+        )
+
+
+def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts as tokens that leave room for an answer: checked now rather than hours later at the first evaluation."""
+    found = [tokenizer.encode(prompt, eos=False) for prompt in recipe.prompts]
+    context = recipe.model.max_seq_len
+    for prompt, ids in zip(recipe.prompts, found, strict=True):
+        if not 0 < len(ids) < context:
+            raise TrainingError(
+                f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
+                f" context of {context}"
+            )
+    return found
+
+
+def is_given(paths: Data) -> bool:
+    """Whether there are any."""
+    return isinstance(paths, str | os.PathLike) or len(paths) > 0
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
+    if jax.process_index() == 0:
+        with appearing(folder / RECIPE, raises=TrainingError) as target:
+            target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+
+
+def choose_tokenizer(
+    recipe: Recipe,
+    data: Sequence[Path],
+    *,
+    given: str | os.PathLike[str] | None,
+    of_weights: Tokenizer | None,
+    of_run: Location | None,
+) -> Tokenizer:
+    """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
+
+    Raises:
+      TrainingError: none of them, or two that differ.
+      TokenizerError, DataError: files that cannot be used.
+    """
+    if given is not None and recipe.vocabulary != "given":
+        raise TrainingError(
+            f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
+            f" {os.fspath(given)}"
+        )
+    if of_run is not None:
+        folder = of_run / CHECKPOINTS
+        found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
+        if found is None:
+            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has")
+        if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
+            raise TrainingError(
+                f"{os.fspath(given)} is not the tokenizer that the run in {of_run} began with; resume without --tokenizer"
+            )
+        return found
+    if given is not None:
+        return load_tokenizer(given)
+    if of_weights is not None:
+        return of_weights
+    match recipe.vocabulary:
+        case "byte":
+            return byte_tokenizer()
+        case "bpe":
+            return _learn(data, recipe)
+        case _:
+            raise TrainingError(
+                "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
+            )
+
+
+def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
+    """A vocabulary learned from the data. An error in a file passes through SentencePiece and comes back as it was."""
+    failed: list[UserError] = []
+
+    def texts() -> Iterator[str]:
+        try:
+            yield from _texts(data, recipe.reading)
+        except UserError as error:
+            failed.append(error)
+            raise
+
+    try:
+        return train_bpe(texts(), recipe.model.vocab_size)
+    except TokenizerError:
+        if failed:
+            raise failed[0] from None
+        raise
+
+
+def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
+    for path in data:
+        if path.suffix.lower() in (".bin", ".array_record"):
+            raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
+        for document in read_documents(path, reading):
+            yield document.text
+
+
+def task_kind(recipe: Recipe) -> TaskKind:
+    """The kind of training of a recipe, by its settings."""
+    if recipe.preference is not None:
+        return preferences.KIND
+    if recipe.distill is not None:
+        return distillation.KIND
+    if recipe.rewards is not None:
+        return grpo.KIND
+    return language_modeling.KIND
+
+
+def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
+    """Checks that need no data; raises TrainingError, MeshError."""
+    kind = task_kind(recipe)
+    check_mesh(recipe, mesh, backend)
+    if backend not in kind.backends:
+        raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
+    if recipe.neftune and kind is not language_modeling.KIND:
+        raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
+    kind.check(recipe, mesh)
+
+
+UTILIZATION = 0.5  # usual share of the FLOP/s of a datasheet, or of a large matrix product, that a step reaches
+
+
+def plan_of(recipe: Recipe, task: Task, devices: int) -> str:
+    """A line with the steps of a run, and a guess how long they will take: by the FLOPs of the task."""
+    steps = f"plan: {recipe.steps:,} steps of {task.tokens:,} tokens"
+    if recipe.rewards is not None:  # sampling takes most of the time, and its FLOPs say little about it
+        return steps
+    hardware = find_hardware(jax.devices()[0].device_kind)
+    peak = matmul_flops(recipe.dtype) if hardware is None else hardware.flops
+    seconds = recipe.steps * task.flops / (UTILIZATION * peak * devices)
+    return f"{steps}, about {duration(seconds)} at {UTILIZATION:.0%} of {peak / 1e9:,.0f} GFLOP/s, besides evaluations"
+
+
+def matmul_flops(dtype: str, repetitions: int = 5) -> float:
+    """FLOP/s of a large matrix product on the first device, for devices without a datasheet, such as CPUs: the fastest of
+    some repetitions."""
+    rows, size = 512, 1024
+    x, weight = jnp.ones((rows, size), dtype), jnp.ones((size, size), dtype)
+    multiply = jax.jit(project)
+    multiply(x, weight).block_until_ready()
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        multiply(x, weight).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * rows * size * size / min(seconds)

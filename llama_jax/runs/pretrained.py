@@ -1,0 +1,144 @@
+"""The model that a run starts from: one to continue training, or a frozen one under the adapters that it trains."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.checkpoints import load, open_checkpoint
+from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
+from llama_jax.checkpoints.tensors import Described
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import TrainingError
+from llama_jax.model.params import Llama
+from llama_jax.ops.weights import Kept, QuantizedWeight
+from llama_jax.ops.weights.planes import INT4, unpacked
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.serving import param_shardings
+from llama_jax.runs.recipe import Recipe
+
+_log = logging.getLogger("llama_jax.runs")
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """A frozen model, as the training step reads it.
+
+    Attributes:
+      params: on the devices of the run.
+      note: for checkpoints: the path it was read from, and its digest.
+    """
+
+    params: Llama
+    note: dict[str, str]
+
+
+def load_weights(
+    recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
+) -> tuple[Llama | None, FrozenBase | None]:
+    """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run needs too.
+
+    Each device gets its share as it is read: no device ever holds a whole array.
+
+    Args:
+      note: of the checkpoint to resume from.
+
+    Raises:
+      TrainingError: the base model of adapters differs from the one that the run began with.
+    """
+    if recipe.lora is None:
+        if weights is None or note is not None:
+            return None, None
+        places = param_shardings(recipe.model, mesh, fitted=False)
+        return load(weights, "float32", shardings=places).params, None
+    assert weights is not None
+    params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
+    before = {} if note is None else note.get("base", {})
+    if note is not None and before.get("digest") != found["digest"]:
+        raise TrainingError(
+            f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its weights"
+            " differ; resume with the same --weights"
+        )
+    return None, FrozenBase(params, found)
+
+
+def load_frozen(
+    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept | None
+) -> tuple[Llama, dict[str, str]]:
+    """A model that a run only reads, placed as `param_specs` says; and its path and digest.
+
+    Args:
+      quantize: the kind in which its matrices are kept; "none": what the files have in blocks stays in them; None: floats.
+    """
+    kind: Any = quantize
+    if quantize == "none":
+        kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
+    params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
+    return params, {"path": os.fspath(path), "digest": digest(params)}
+
+
+def describe_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
+    """A line that says what becomes of weights that are quantized."""
+    kinds = quantized_kinds(tensors)
+    if not kinds:
+        return []
+    if recipe.lora is None:
+        return [f"weights: {kinds}, dequantized to float32, in which they are trained"]
+    if recipe.quantize != "none":
+        return [f"weights: {kinds}, quantized anew as {recipe.quantize}"]
+    others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
+    dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
+    return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
+
+
+def digest(params: Any) -> str:
+    """A digest of a tree of arrays, in which every bit and its place count.
+
+    Sums of integers do not depend on their order, so the digest is the same however the arrays are sharded, and for 4-bit
+    integers whether they are `planes.packed` or not. It detects a wrong file, not a forged one.
+    """
+    sums = {}
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
+        kind = leaf.kind if isinstance(leaf, QuantizedWeight) else ""
+        dtypes = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
+        for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), dtypes, strict=True):
+            is_packed = dtype == INT4 and array.dtype != INT4
+            shape = (*array.shape[:-1], 2 * array.shape[-1]) if is_packed else array.shape
+            found = int(_hash_of_bits(array, is_packed))
+            sums[jax.tree_util.keystr((*path, *rest))] = f"{kind} {INT4 if is_packed else array.dtype}{list(shape)} {found}"
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
+
+
+@partial(jax.jit, static_argnums=1)
+def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
+    """uint32[]: along each axis, the last first, entries are mixed with their places, and what that gives is added up.
+
+    Mixing maps the 2^32 integers one to one, so one changed entry always changes the sum. A sum of entries that were not
+    mixed would miss changes that cancel: an even number of flipped signs, swapped rows of numbers whose low bits are zero.
+    """
+    if is_packed:
+        array = unpacked(array)
+    if array.dtype == INT4:
+        array = array.astype(jnp.int8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]
+    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # of 8 bytes two
+    while bits.ndim:
+        place = lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+        bits = jnp.sum(_mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), axis=-1, dtype=jnp.uint32)
+    return bits
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The finalizer of MurmurHash3 (Appleby): each bit of uint32 changes about half of the result's, one to one."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)

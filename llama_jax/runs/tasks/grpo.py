@@ -1,0 +1,456 @@
+"""Training by rewards: the model's own answers to prompts, judged by the user's functions (GRPO and its variants)."""
+
+from __future__ import annotations
+
+import base64
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
+from llama_jax.errors import GenerationError, TrainingError, shown
+from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.model.options import Compute, Layout
+from llama_jax.model.params import Llama
+from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.serving import layout_to_generate
+from llama_jax.parallel.specs import layout_over
+from llama_jax.runs.compiled_step import loss_options
+from llama_jax.runs.pretrained import load_frozen
+from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
+from llama_jax.runs.tasks.interface import (
+    EvalResult,
+    FrozenModels,
+    Objective,
+    Task,
+    TaskContext,
+    TaskInputs,
+    TaskKind,
+    compute_of,
+)
+from llama_jax.runs.tasks.language_modeling import check_vocabulary
+from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.tokenizers import TextStream, Tokenizer
+from llama_jax.training.answers import AnswerLoss, ScoredAnswers
+from llama_jax.training.batch import Batch
+from llama_jax.training.flops import step_flops
+from llama_jax.training.objective import LossOptions
+from llama_jax.training.rewards import PolicyOptions, group_advantages
+
+
+def check(recipe: Recipe, mesh: MeshSizes) -> None:
+    """Checks that need no data; raises TrainingError, MeshError."""
+    r = settings_of(recipe)
+    if recipe.chats is not None:
+        raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
+    if recipe.loss is not None or recipe.z_loss:
+        raise TrainingError("rewards have a loss of their own, rewards.loss; leave loss and z_loss out")
+    if mesh.context > 1:
+        raise TrainingError("answers are sampled by whole rows, which context divides; use data, fsdp and tensor")
+    if recipe.batch % r.group:
+        raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
+    prompts = recipe.batch // r.group
+    if prompts % mesh.rows:
+        raise TrainingError(
+            f"batch={recipe.batch} / rewards.group={r.group} = {prompts} prompts, which cannot be divided over"
+            f" data*fsdp={mesh.rows}; give a multiple"
+        )
+    if r.answer > recipe.length:
+        raise TrainingError(f"rewards.answer={r.answer} leaves no room for a prompt in length={recipe.length}")
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
+        raise TrainingError(
+            f"with rope scaling {scaling.kind!r} generation caches other keys than a pass over a row of"
+            f" over {scaling.original_max_seq_len} tokens at once; give a length below that"
+        )
+
+
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
+    """Prompts and functions as a task.
+
+    Raises:
+      TrainingError: functions with the wrong arguments; see also `find_rewards`.
+      DataError: invalid prompts.
+    """
+    r = settings_of(recipe)
+    rewards = find_rewards(r.functions, r.weights)
+    reading, longest = PromptReading(r.format, r.special), recipe.length + 1 - r.answer
+
+    def read(paths: Any) -> PromptSet:
+        try:
+            return open_prompts(paths, inputs.tokenizer, longest, reading)
+        except GenerationError as error:  # no format
+            raise TrainingError(f"{error}; in training as rewards.format=plain") from None
+
+    if inputs.validation_data:
+        whole, held = read(inputs.data), read(inputs.validation_data)
+        train = without(whole, held)
+        if len(train) < len(whole):
+            twice = len(whole) - len(train)
+            warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
+    else:
+        train, held = hold_apart(read(inputs.data), recipe.validation, recipe.seed)
+    for prompts in (train, held):
+        check_columns(rewards, tuple(prompts.columns))
+    check_vocabulary(recipe, inputs.tokenizer.vocab_size)
+    digests = {"train": train.digest, "validation": held.digest, "rewards": digest_of(rewards)}
+    reference = None
+    if r.beta and recipe.lora is None:
+        if inputs.weights is None:
+            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
+        reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
+        digests["reference"] = known["digest"]
+    if not recipe.steps:  # a prompt has `group` answers, and each answer is learned from in `updates` steps
+        recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
+        recipe = replace(recipe, steps=recipe.steps * r.updates)
+    batch, length = recipe.batch, length_of(recipe, train, held)
+    frozen = recipe.lora is not None
+    return Task(
+        recipe=recipe,
+        objective=replace(objective(recipe, length), frozen=reference),
+        digests=digests,
+        facts=(data_summary(recipe, train, held),),
+        tokens=batch * length,
+        # Sampling reads each token once: a forward pass, a third of a step of the whole model.
+        flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
+        shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
+    )
+
+
+KIND = TaskKind("rewards", open_task, check)
+
+
+def settings_of(recipe: Recipe) -> RewardSettings:
+    """The reward settings of a recipe that has them."""
+    assert recipe.rewards is not None
+    return recipe.rewards
+
+
+def loss_of(recipe: Recipe) -> AnswerLoss:
+    """The loss of the recipe."""
+    r = settings_of(recipe)
+    length = r.answer if r.loss == "dr_grpo" else None
+    return AnswerLoss(PolicyOptions(r.loss, r.clip, r.clip_high, r.beta, length), r.temperature)
+
+
+def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
+    """T: the part of the recipe's length that the longest prompt and an answer need."""
+    return max(train.longest, held.longest) + settings_of(recipe).answer - 1
+
+
+def objective(recipe: Recipe, length: int) -> Objective:
+    """The recipe's loss of judged answers in rows of T predicted tokens."""
+    r, loss = settings_of(recipe), loss_of(recipe)
+    rows = (recipe.batch, length)
+    numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
+    tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
+    judged = ScoredAnswers(
+        batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
+        advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
+        drawn=numbers,
+        sampled=numbers if r.updates > 1 else None,
+    )
+
+    def prepare(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
+        if frozen.base is not None:
+            return loss.with_reference(frozen.base, recipe.accumulate)
+
+        def measure(
+            config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, layout: Layout
+        ) -> ScoredAnswers:
+            of_reference = loss.with_reference(layout.fit(frozen.other), recipe.accumulate)
+            return of_reference(config, params, scored, options, layout)
+
+        return measure
+
+    return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
+
+
+def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
+    """A line about the amount of data."""
+    r = settings_of(recipe)
+    prompts = recipe.batch // r.group
+    epochs = recipe.steps / r.updates * prompts / len(train)
+    dropped = f", {train.dropped:,} left out as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
+    return (
+        f"data: {len(train):,} prompts to train on, of {train.longest} tokens at most{dropped}, {len(held):,} to evaluate"
+        f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
+    )
+
+
+@dataclass(frozen=True)
+class RewardEvaluation:
+    """How good answers to held-out prompts are.
+
+    Attributes:
+      loss: -`reward`, by which the best checkpoint is chosen.
+      reward: the mean of all answers.
+      standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
+      length: mean tokens of an answer.
+      stopped: share of the answers that a stop token ended.
+      answers: their number.
+    """
+
+    loss: float
+    reward: float
+    standard_error: float
+    length: float
+    stopped: float
+    answers: int
+
+
+class RewardBatchSource:
+    """Answers sampled from the current model and judged; see `interface.BatchSource`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rewards: Sequence[Reward],
+        prompts: tuple[PromptSet, PromptSet],
+        inputs: TaskInputs,
+        context: TaskContext,
+    ) -> None:
+        self._recipe, self._settings, self._rewards = recipe, settings_of(recipe), rewards
+        self._train, self._held = prompts
+        self._tokenizer, self._log, self._program = inputs.tokenizer, context.log, context.program
+        self._prompts = recipe.batch // self._settings.group
+        # Those of all data, so that one program is for all.
+        self._width = max(self._train.longest, self._held.longest)
+        self._length = length_of(recipe, *prompts)
+        place = context.data_state or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
+        self._number, self._update = place["next_batch"], place["update"]
+        self._rows = None if place["rows"] is None else unpack_arrays(place["rows"], self._shapes())
+        # Of the batches since the last report, or else of the one before.
+        self._found: list[dict[str, float]] = place["found"]
+        self._reported: bool = place["reported"]
+        model = self._program.model(context.state.params)
+        mesh = make_mesh(inputs.mesh)
+        self._sample = self._compiled_sampler(model, mesh)
+        self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
+
+    def _shapes(self) -> ScoredAnswers:
+        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).shapes
+
+    def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+        """One program for all batches, compiled before the first step."""
+        r = self._settings
+        options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
+        sample = make_sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
+        asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
+        jitted: Any = self._program.jit(sample)
+        return jitted.lower(model, asked).compile()
+
+    def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+        """The trainer's log-probabilities of the rows, computed part by part as in the step."""
+        config, layout = layout_over(self._recipe.model, mesh)
+        options, parts = loss_options(self._recipe), self._recipe.accumulate
+
+        def score(model: Llama, batch: Batch) -> jax.Array:
+            with layout.context():
+                loss = loss_of(self._recipe).with_reference(layout.fit(model), parts)
+                return loss(config, None, ScoredAnswers(batch, None, None), options, layout).reference
+
+        jitted: Any = self._program.jit(score)
+        return jitted.lower(model, self._shapes().batch).compile()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        rows = None if self._rows is None else pack_arrays(self._rows)
+        state = {"next_batch": self._number, "update": self._update, "rows": rows}
+        return {**state, "found": self._found, "reported": self._reported}
+
+    def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
+        if self._rows is None:
+            self._rows = self._judged(model())
+        rows = self._rows
+        self._update += 1
+        if self._update == self._settings.updates:  # all that is learned from these answers
+            self._number, self._update, self._rows = self._number + 1, 0, None
+        share, shares = self._program.share
+        size = self._recipe.batch // shares
+        return jax.tree.map(lambda part: part[share * size : (share + 1) * size], rows)
+
+    def report(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Means since the last report; the step's own metrics are those of the last step."""
+        means = {name: float(np.mean([one[name] for one in self._found])) for name in self._found[0]}
+        self._found = self._found[-1:]
+        self._reported = True
+        tokens = max(metrics["tokens"], 1)
+        divergence = {"kl": metrics["divergence"] / tokens} if self._settings.beta else {}
+        return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
+
+    def evaluate(self, model: Llama) -> EvalResult:
+        """Evaluate answers to held-out prompts, sampled as in training."""
+        r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
+        totals, lengths, stopped = [], [], []
+        for begin in range(0, count, self._prompts):
+            numbers = np.arange(begin, begin + self._prompts)
+            answers, texts, values, _ = self._answered(
+                model, self._held, asking_held(numbers % count, r.group, self._recipe.seed)
+            )
+            real = np.repeat(numbers < count, r.group)
+            totals.append(weighted(self._rewards, values)[real])
+            lengths.append(answers.valid.sum(axis=1)[real])
+            stopped.append(answers.stopped[real])
+            for i in range(begin, min(count, begin + self._prompts, r.samples)):
+                self._show(i, texts[(i - begin) * r.group], totals[-1][(i - begin) * r.group])
+        reward = np.concatenate(totals)
+        of_prompts = reward.reshape(-1, r.group).mean(axis=1)
+        error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
+        mean = float(reward.mean())
+        length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
+        found = RewardEvaluation(-mean, mean, error, length, ended, len(reward))
+        facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
+        spread = "" if np.isnan(error) else f" ± {error:.4f}"
+        text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
+        return EvalResult(-mean, facts, text, found)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _show(self, number: int, text: str, reward: float) -> None:
+        """Log a held-out prompt, its first answer and the reward."""
+        prompt = self._tokenizer.decode(list(self._held.ids[number]))
+        self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
+
+    def _judged(self, model: Llama) -> ScoredAnswers:
+        """Rows to learn from."""
+        r = self._settings
+        asked = asking(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
+        answers, texts, values, seconds = self._answered(model, self._train, asked)
+        rewards = weighted(self._rewards, values)
+        advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
+        learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
+        rows = answer_rows([self._train.ids[i] for i in asked.numbers], answers, learned, self._length)
+        judged = rows._replace(advantages=np.asarray(advantages.values))
+        if self._score is not None:
+            judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
+        lengths = answers.valid.sum(axis=1)
+        found = {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "length": lengths.mean(),
+            "stopped": answers.stopped.mean(),
+            "flat": float(advantages.flat) / self._prompts,
+            "rollout_seconds": seconds,
+        }
+        if len(self._rewards) > 1:
+            found |= {f"reward_{i}": value.mean() for i, value in enumerate(values)}
+        if self._reported:
+            self._found, self._reported = [], False
+        self._found.append({name: float(value) for name, value in found.items()})
+        return judged
+
+    def _answered(self, model: Llama, prompts: PromptSet, asked: Asking) -> tuple[Answers, list[str], np.ndarray, float]:
+        """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
+        began = time.perf_counter()
+        found = self._sample(model, self._asked(prompts, asked))
+        answers = Answers(*(np.asarray(part) for part in found))
+        seconds = time.perf_counter() - began
+        if np.isnan(answers.logprobs[answers.valid]).any():
+            raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
+        stops = set(prompts.stops)
+        ids = [row[valid].tolist() for row, valid in zip(answers.tokens, answers.valid, strict=True)]
+        texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
+        group = self._settings.group
+        columns = {
+            name: [values[i] for i in asked.numbers for _ in range(group)] for name, values in prompts.columns.items()
+        }
+        columns[STOPPED] = answers.stopped.tolist()
+        return answers, texts, self._agreed(texts, columns), seconds
+
+    def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
+        """The rewards; with several processes those of the first one, since a function may be random."""
+        if jax.process_count() == 1:
+            return judge(self._rewards, texts, columns)
+        values = np.full((len(self._rewards), len(texts)), np.nan)
+        problem: TrainingError | None = None
+        if jax.process_index() == 0:
+            try:
+                values = judge(self._rewards, texts, columns)
+            except TrainingError as error:
+                problem = error
+        # As bits: JAX would round them to float32, and several processes would learn from other numbers than one.
+        values = np.asarray(multihost_utils.broadcast_one_to_all(values.view(np.uint32))).view(np.float64)
+        if problem is not None:
+            raise problem
+        if np.isnan(values).any():
+            raise TrainingError("the rewards of process 0 failed; it says why")
+        return values
+
+    def _asked(self, prompts: PromptSet, asked: Asking) -> Prompts:
+        tokens = np.zeros((len(asked.numbers), self._width), np.int32)
+        lengths = np.array([len(prompts.ids[i]) for i in asked.numbers], np.int32)
+        for row, i in zip(tokens, asked.numbers, strict=True):
+            row[: len(prompts.ids[i])] = prompts.ids[i]
+        return Prompts(tokens, lengths, asked.seeds)
+
+
+def make_sampler(
+    config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
+) -> Callable[[Llama, Prompts], Answers]:
+    """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
+    held, layout = layout_to_generate(config, mesh)
+
+    def sample(model: Llama, prompts: Prompts) -> Answers:
+        with layout.context():
+            fitted = layout.fit(model)
+        return roll_out(held, fitted, prompts, options, compute, layout)
+
+    return sample
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text that an answer adds to its prompt, with a leading space if it begins with one."""
+    stream = TextStream(tokenizer)
+    return "".join([*map(stream.push, ids), stream.finish()])
+
+
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Answers, learned: np.ndarray, length: int) -> ScoredAnswers:
+    """Prompts and answers one after the other, [B, T + 1], without advantages.
+
+    Args:
+      learned: bool[B], whether the answer's tokens are in the mask.
+    """
+    batch = len(answers.tokens)
+    group = batch // len(prompts)
+    tokens, mask = np.zeros((batch, length + 1), np.int32), np.zeros((batch, length + 1), bool)
+    drawn = np.zeros((batch, length), np.float32)
+    for i in range(batch):
+        prompt, count = prompts[i // group], int(answers.valid[i].sum())
+        begin, end = len(prompt), len(prompt) + count
+        tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
+        mask[i, begin:end] = learned[i]
+        drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
+    return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
+
+
+def pack_arrays(judged: ScoredAnswers) -> str:
+    """Arrays as JSON can hold them, bit for bit."""
+    whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
+    return base64.b64encode(zlib.compress(whole, 1)).decode()
+
+
+def unpack_arrays(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
+    """Undoes `pack_arrays`."""
+    whole, at = zlib.decompress(base64.b64decode(text)), 0
+    leaves, form = jax.tree.flatten(shapes)
+    found = []
+    for leaf in leaves:
+        size = leaf.size * leaf.dtype.itemsize
+        found.append(np.frombuffer(whole[at : at + size], leaf.dtype).reshape(leaf.shape))
+        at += size
+    return jax.tree.unflatten(form, found)

@@ -1,0 +1,324 @@
+"""Training on text, or on the assistant's messages in chats, by the loss of the next token."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
+from llama_jax.data.batches import Rows
+from llama_jax.data.duplicates import without
+from llama_jax.data.mixture import Mixture
+from llama_jax.data.packing import row_count, whole_rows
+from llama_jax.data.sources import FoundData
+from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.evaluation.measure import default_batch, token_nats
+from llama_jax.evaluation.perplexity import evaluate
+from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.progress import progress_bar
+from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.tasks.interface import EvalResult, Objective, Task, TaskContext, TaskInputs, TaskKind, compute_of
+from llama_jax.training.flops import step_flops
+from llama_jax.training.objective import total_loss
+
+REPEATED = 4  # epochs up to which repeated text teaches almost as much as new text: Muennighoff et al. 2023
+
+
+class ValidationSource(NamedTuple):
+    """Held-out documents of a source, and the weight of their loss in the total."""
+
+    name: str
+    corpus: Corpus
+    share: Fraction
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The documents of a run, to train on and held out.
+
+    Attributes:
+      train: of each source, by name; a single source without a name has the empty one.
+      shares: of each source, in the rows of a batch.
+      held: of each source, or a single unnamed one if plain files were given for validation.
+      kept: share of the tokens that was held out for validation; None if validation has its own files.
+    """
+
+    train: dict[str, Corpus]
+    shares: dict[str, Fraction]
+    held: tuple[ValidationSource, ...]
+    kept: float | None = None
+
+    @property
+    def mixture(self) -> dict[str, str] | None:
+        """The shares as written in the note of a checkpoint; None for a single source."""
+        return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
+
+
+def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
+    """Text or chats as a task; see `read_data` for the errors."""
+    return task_of(recipe, inputs.mesh, read_data(recipe, inputs))
+
+
+def task_of(recipe: Recipe, mesh: MeshSizes, corpora: Corpora) -> Task:
+    """Documents as a task."""
+    held = {held.name: held.corpus for held in corpora.held}
+    train, whole = corpora.train.values(), recipe.chats is not None
+    if whole:
+        longest = max(int((each.stops - each.starts).max()) for each in (*train, *held.values())) - 1
+    else:
+        longest = max(each.token_count for each in train) - 1
+    recipe = fit_to_data(recipe, mesh, longest, lambda length: sum(rows_of(recipe, length, each) for each in train))
+    return Task(
+        recipe=recipe,
+        objective=objective(recipe),
+        digests={"train": _digest(corpora.train), "validation": _digest(held)},
+        facts=data_summary(recipe, corpora),
+        tokens=recipe.batch * recipe.length,
+        flops=step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None),
+        mixture=corpora.mixture,
+        begin=partial(TextBatchSource, recipe, limit_tokens(corpora, recipe.evaluate_tokens)),
+    )
+
+
+def _digest(corpora: dict[str, Corpus]) -> str:
+    if len(corpora) == 1:
+        return next(iter(corpora.values())).digest
+    return hashlib.sha256("\n".join(f"{name} {corpus.digest}" for name, corpus in corpora.items()).encode()).hexdigest()
+
+
+KIND = TaskKind("text", open_task, backends=("jit", "pmap"), mixes=True)
+
+
+def objective(recipe: Recipe) -> Objective:
+    """The recipe's loss of packed rows."""
+    rows = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32)
+    mask = None if recipe.chats is None else jax.ShapeDtypeStruct(rows.shape, jnp.bool_)
+    noise = jax.ShapeDtypeStruct(rows.shape, jnp.uint32) if recipe.neftune else None
+    return Objective(Batch(rows, rows, rows, mask, noise), lambda _: recipe.loss or total_loss)
+
+
+def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
+    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same on any number of hosts.
+
+    Args:
+      number: of the batch.
+      rows: the first, how many, and of how many of all hosts.
+    """
+    first, count, batch = rows
+    bits = np.random.Philox(key=[seed, number]).random_raw(batch * (length + 1)).astype(np.uint32)
+    return bits.reshape(batch, length + 1)[first : first + count]
+
+
+class TextBatchSource:
+    """Packed rows, epoch after epoch; see `interface.BatchSource`."""
+
+    def __init__(self, recipe: Recipe, corpora: Corpora, context: TaskContext) -> None:
+        share, shares = context.program.share
+        place: dict[str, Any] = {"next_batch": 0} if context.data_state is None else context.data_state
+        self._recipe, self._held = recipe, corpora.held
+        own = recipe.batch // shares
+        self._rows = own * share, own, recipe.batch
+        self._changes: list[Any] = place.get("mixture", [])
+        if corpora.mixture is not None and (not self._changes or self._changes[-1][1] != corpora.mixture):
+            self._changes = [*self._changes, [place["next_batch"] * recipe.batch, corpora.mixture]]
+        changes = [(row, {name: Fraction(part) for name, part in of.items()}) for row, of in self._changes]
+        mixture = Mixture(changes) if changes else None
+        sources = list(corpora.train.values())
+        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, share, shares, mixture)
+        self._batches = Batches(self._numbered, place["next_batch"])
+        self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
+        self._program = program = context.program
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), layout=program.layout)
+        self._measure = program.jit(nats)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._batches.state | ({"mixture": self._changes} if self._changes else {})
+
+    def next(self, model: Callable[[], Llama]) -> Batch:
+        number = self._batches.state["next_batch"]
+        batch = next(self._batches)
+        if not self._recipe.neftune:
+            return batch
+        return batch._replace(noise=noise_of(self._recipe.seed, number, self._rows, self._recipe.length))
+
+    def report(self, metrics: dict[str, float]) -> dict[str, float]:
+        return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
+
+    def evaluate(self, model: Llama) -> EvalResult:
+        fitted = self._program.fit(model)
+        return evaluate_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
+
+    def _evaluate(self, fitted: Llama, corpus: Corpus) -> EvalResult:
+        program, length = self._program, self._recipe.length
+        found = evaluate(
+            program.config,
+            fitted,
+            corpus,
+            length=length,
+            stride=length,
+            batch=program.layout.shares * default_batch(),
+            measure=self._measure,
+        )
+        numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}
+        text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
+        return EvalResult(found.loss, numbers, text, found)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+@dataclass(frozen=True)
+class MixtureEvaluation:
+    """The evaluation of the sources of a mixture.
+
+    Attributes:
+      loss: the mean of their losses, weighted by their shares, in nats per token.
+      sources: the evaluation of each.
+    """
+
+    loss: float
+    sources: dict[str, Any]
+
+
+def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], EvalResult]) -> EvalResult:
+    """Evaluate each source by a function, with the mean weighted by the shares; a single source by itself.
+
+    The numbers of a mixture are those of each source, `loss/NAME`, and the mean loss.
+    """
+    found = {source.name: find(source.corpus) for source in held}
+    if len(held) == 1:
+        return found[held[0].name]
+    loss = sum(float(source.share) * found[source.name].loss for source in held)
+    numbers = {f"{key}/{name}": value for name, one in found.items() for key, value in one.numbers.items()}
+    text = ", ".join(f"{name} {one.loss:.4f}" for name, one in found.items())
+    result = MixtureEvaluation(loss, {name: one.result for name, one in found.items()})
+    return EvalResult(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
+
+
+def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
+    """Rows of T predicted tokens in an epoch of a corpus."""
+    return row_count(corpus, length) if recipe.chats is None else len(whole_rows(corpus, length, recipe.seed))
+
+
+def data_summary(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
+    """Lines about the amount of data, and how often it is read."""
+    r, train = recipe, corpora.train.values()
+    sizes = f"{sum(each.token_count for each in train):,} tokens in {sum(each.document_count for each in train):,} documents"
+    held = sum(each.corpus.token_count for each in corpora.held)
+    documents = sum(each.corpus.document_count for each in corpora.held)
+    share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
+    epochs = {
+        name: float(corpora.shares[name]) * r.steps * r.batch / rows_of(r, r.length, each)
+        for name, each in corpora.train.items()
+    }
+    whole = f" are {epochs['']:.1f} epochs" if "" in epochs else f" of {len(epochs)} sources"
+    lines = [
+        f"data: {sizes} to train, {held:,} in {documents:,} to validate{share};"
+        f" {r.steps:,} steps of {r.batch} x {r.length}{whole}"
+    ]
+    if "" not in epochs:
+        lines += [
+            f"  {name}: {corpora.shares[name]} of the rows ({float(corpora.shares[name]):.1%}), {each.token_count:,} tokens,"
+            f" {epochs[name]:.1f} epochs"
+            for name, each in corpora.train.items()
+        ]
+        lines += [
+            f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text teaches less and less"
+            for name, count in epochs.items()
+            if count > REPEATED
+        ]
+    return tuple(lines)
+
+
+def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
+    """The files as documents of tokens, split for validation if no files are given for it.
+
+    Raises:
+      TrainingError: nothing to validate on, or a vocabulary larger than the model's.
+      DataError: invalid files.
+    """
+    shares = {source.name: source.share for source in inputs.sources}
+    if inputs.validation_sources:
+        whole = {source.name: _read(recipe, inputs, source.files) for source in inputs.sources}
+        held = tuple(
+            ValidationSource(source.name, _read(recipe, inputs, source.files), shares.get(source.name, Fraction(1)))
+            for source in inputs.validation_sources
+        )
+        kept = None
+    else:
+        parts = {source.name: _split_source(recipe, inputs, source) for source in inputs.sources}
+        whole = {name: part.train for name, part in parts.items()}
+        held = tuple(ValidationSource(name, part.validation, shares[name]) for name, part in parts.items())
+        tokens = sum(each.corpus.token_count for each in held)
+        kept = tokens / (tokens + sum(corpus.token_count for corpus in whole.values()))
+    train = dict(whole)
+    if inputs.validation_sources or len(whole) > 1:
+        for name in train:
+            for each in held:
+                train[name] = without(train[name], each.corpus)
+        twice = sum(whole[name].document_count - train[name].document_count for name in train)
+        if twice:
+            warnings.warn(f"{twice} documents of the data are also in the validation data: not trained on", stacklevel=2)
+    for corpus in train.values():
+        check_vocabulary(recipe, corpus.vocab_size)
+    return Corpora(train, shares, held, kept)
+
+
+def _read(recipe: Recipe, inputs: TaskInputs, paths: Sequence[Path]) -> Corpus:
+    if recipe.chats is not None:
+        try:
+            found = open_chats(paths, inputs.tokenizer, recipe.length, recipe.chats)
+        except GenerationError as error:  # no format
+            raise TrainingError(f"{error}; in training as chats.format=plain") from None
+        inputs.log.line(f"chats: {found.counts}")
+        return found.corpus
+
+    bar = progress_bar("tokenizing", "MB", quiet=inputs.log.quiet, delay=1.0)
+    return open_corpus(paths, inputs.tokenizer, reading=recipe.reading, progress=bar)
+
+
+def _split_source(recipe: Recipe, inputs: TaskInputs, source: FoundData) -> Split:
+    """A source's documents, some of them held out for validation."""
+    corpus, what = _read(recipe, inputs, source.files), source.name or "the data"
+    if corpus.document_count < 2 and recipe.chats is not None:
+        raise TrainingError(f"{what} is a single conversation; give more, or others with --validation-data")
+    if corpus.document_count < 2:
+        raise TrainingError(
+            f"{what} is a single document, of which nothing can be kept for validation; give other files with"
+            " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
+        )
+    divisible = None if recipe.chats is not None else inputs.tokenizer  # a conversation is read whole
+    return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
+
+
+def check_vocabulary(recipe: Recipe, size: int) -> None:
+    """Raise TrainingError for a vocabulary larger than the model's."""
+    if size > recipe.model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
+        )
+
+
+def limit_tokens(corpora: Corpora, limit: int) -> Corpora:
+    """Limit the held-out data to whole documents of about `limit` tokens of each source, unless that is 0."""
+    if not limit:
+        return corpora
+    return replace(corpora, held=tuple(each._replace(corpus=_first(each.corpus, limit)) for each in corpora.held))
+
+
+def _first(corpus: Corpus, limit: int) -> Corpus:
+    sizes = np.cumsum(corpus.stops - corpus.starts)
+    return corpus.select(np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpus.document_count])

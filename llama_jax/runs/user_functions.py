@@ -1,0 +1,225 @@
+"""Functions in the user's own Python files, ``FILE.py:FUNCTION``: recipes, and rewards, whose results are checked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.errors import TrainingError, UserError, reason_of, shown
+from llama_jax.storage import resolved
+
+
+def function_of(name: str, what: str) -> Callable[..., Any]:
+    """Run the file, which may import from its own folder, and return its function of that name.
+
+    Args:
+      what: what it is for, in messages.
+
+    Raises:
+      TrainingError: a name of another form, a file that does not exist or that fails, or no such function in it.
+    """
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py") or not function:
+        raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
+    path = resolved(Path(file))
+    if not path.is_file():
+        raise TrainingError(f"{what} {name!r}: {path} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbors, as a script may
+    try:
+        with _running(path, name, what):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = "is no function" if found is not None else "is not there"
+        raise TrainingError(f"{what} {name!r}: {path} has no function {function!r}: it {there}")
+    return found
+
+
+def result_of(name: str, what: str) -> Any:
+    """What the function of that name returns without arguments; TrainingError as `function_of`, or where it fails."""
+    make = function_of(name, what)
+    with _running(resolved(Path(name.rpartition(":")[0])), name, what):
+        return make()
+
+
+@contextmanager
+def _running(path: Path, name: str, what: str) -> Iterator[None]:
+    """Turn what the user's code raises, or that it exits, into an error that names the line; ours are as they are."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = own[-1].lineno if own else getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None
+
+
+Function = Callable[..., Sequence[float]]  # (completions, **columns)
+COMPLETIONS = "completions"
+STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function that gives each answer a number; higher is better.
+
+    Attributes:
+      name: FILE.py:FUNCTION.
+      function: called as ``function(completions, **columns)``, with the texts of the answers and, for each field in the
+        data, its values for their prompts; lists of equal length. If it accepts ``stopped`` it also gets whether each
+        answer ended by itself rather than at the limit.
+      weight: its factor in the sum of all rewards.
+      digest: SHA-256 of the file.
+    """
+
+    name: str
+    function: Function
+    weight: float
+    digest: str
+
+
+def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[Reward, ...]:
+    """The functions of ``FILE.py:FUNCTION``, whose files are run.
+
+    Args:
+      weights: one for each; empty for 1 each.
+
+    Raises:
+      TrainingError: no name, a missing file or function, a file that fails, or another number of weights.
+    """
+    if not names:
+        raise TrainingError("rewards need a function that gives them; give one with --reward FILE.py:FUNCTION")
+    if weights and len(weights) != len(names):
+        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; give one for each")
+    found = []
+    for i, name in enumerate(names):
+        function = function_of(name, "reward")
+        file = Path(name.rpartition(":")[0])
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        found.append(Reward(name, function, float(weights[i]) if weights else 1.0, digest))
+    return tuple(found)
+
+
+def digest_of(rewards: Sequence[Reward]) -> str:
+    """A digest by which a resumed run recognizes them: of their names and files, wherever these lie."""
+    found = hashlib.sha256()
+    for reward in rewards:
+        found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
+    return found.hexdigest()
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
+    """Raise TrainingError for a function that does not accept the columns of the data, before anything is sampled."""
+    for name, what in ((COMPLETIONS, "what the answers are called"), (STOPPED, "whether an answer ended by itself")):
+        if name in columns:
+            raise TrainingError(f"the data has a field {name!r}, which is {what}; rename it")
+    for reward in rewards:
+        try:
+            signature = inspect.signature(reward.function)
+        except (TypeError, ValueError):  # of what is written in C there is none
+            continue
+        try:
+            also = [STOPPED] if _takes(reward.function, STOPPED) else []
+            signature.bind([], **{name: [] for name in (*columns, *also)})
+        except TypeError as error:
+            given = ", ".join(f"{name}=..." for name in columns)
+            raise TrainingError(
+                f"reward {reward.name} cannot be called as ({COMPLETIONS}, {given}), with the fields of the data"
+                f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and give"
+                " the data the fields that it reads"
+            ) from None
+
+
+def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    """The rewards of each function for each answer: float64[functions, B].
+
+    Raises:
+      TrainingError: a function that raises, by its file and line; or that gives anything but a finite number for each.
+    """
+    return np.array([_judged(reward, completions, columns) for reward in rewards])
+
+
+def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
+    """The sum of all rewards, each times its weight: float64[B]."""
+    return np.array([reward.weight for reward in rewards]) @ found
+
+
+def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    taken = (name for name in columns if name != STOPPED or _takes(reward.function, STOPPED))
+    try:  # copies: what it changes in them does not change for others
+        given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
+        if inspect.isgenerator(given):  # which may never end
+            given = list(islice(given, len(completions) + 1))
+    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
+    if inspect.iscoroutine(given):
+        given.close()  # else Python warns of one that nobody waited for
+    need = f"a list of {len(completions)} numbers, one for each answer, is needed"
+    try:
+        values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
+    except TypeError:
+        values = None
+    if values is None:
+        raise TrainingError(f"reward {reward.name} gave {shown(given, 40)}; {need}")
+    if len(values) != len(completions):
+        raise TrainingError(f"reward {reward.name} gave {len(values)} values for {len(completions)} answers; {need}")
+    for value, completion in zip(values, completions, strict=True):
+        if not _is_number(value):
+            raise TrainingError(
+                f"reward {reward.name} gave {shown(value, 40)} for the answer {shown(completion, 60)}; a finite number is"
+                " needed"
+            )
+    return np.array([float(value) for value in values])
+
+
+def _takes(function: Function, name: str) -> bool:
+    """Whether a function can be called with an argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of what is written in C there is none
+        return False
+    kind = parameters[name].kind if name in parameters else None
+    return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) and math.isfinite(float(value))
+    except Exception:  # what converts itself may raise anything, as a tensor of two numbers a RuntimeError
+        return False
+
+
+def _where(error: BaseException, reward: Reward) -> str:
+    """The exception and the last line of the function's own file that led to it, on one line."""
+    what = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    file = str(Path(reward.name.rpartition(":")[0]).resolve())
+    own = [frame for frame in frames if frame.filename == file] or frames[1:]  # the first is the call here
+    if not own:
+        return f"{what}; call it as function(completions, **columns)"
+    line = f": {own[-1].line}" if own[-1].line else ""
+    return f"{what} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}{line})"

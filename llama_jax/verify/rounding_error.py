@@ -1,0 +1,212 @@
+"""What rounding does: the part of a difference of two models that it explains, and the error of each quantized matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.checkpoints.fill import ArrayParts, StackParts
+from llama_jax.checkpoints.tensors import Described
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+from llama_jax.model.mixtures import base_kind
+from llama_jax.model.params import Llama, row_at
+from llama_jax.model.trees import is_weight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight, layer_of, with_fallback
+from llama_jax.ops.weights.planes import bits_of
+from llama_jax.verify.activations import Origin
+
+# Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
+# measured with ggml's quantizers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
+# (ASYM) those between the least and the largest number of a group. Heavy tails add a third.
+ROUNDING = {
+    "F64": 0.0,
+    "F32": 0.0,
+    "F16": 2.1e-4,
+    "BF16": 1.7e-3,
+    "Q8_0": 5.4e-3,
+    "int8": 6.0e-3,
+    "INT8": 8.8e-3,
+    "Q6_K": 0.018,
+    **dict.fromkeys(("FP8", "FP8_128", "FP8_64", "FP8_32"), 0.027),
+    "Q5_K": 0.036,
+    "Q5_1": 0.038,
+    "Q5_0": 0.043,
+    "Q4_K": 0.072,
+    "IQ4_NL": 0.075,
+    "IQ4_XS": 0.076,
+    "Q4_1": 0.078,
+    "Q4_0": 0.086,
+    **dict.fromkeys(("NF4", "NF4_256", "NF4_SINGLE"), 0.092),
+    "INT4_ASYM_32": 0.081,
+    "INT4_ASYM_64": 0.091,
+    "INT4_32": 0.097,
+    "INT4_ASYM": 0.101,
+    "INT4_64": 0.108,
+    **dict.fromkeys(("INT4", "MXFP4"), 0.117),
+    "IQ3_S": 0.14,
+    "Q3_K": 0.15,
+    "IQ3_XXS": 0.18,
+    "IQ2_S": 0.25,
+    **dict.fromkeys(("Q2_K", "IQ2_XS"), 0.30),
+    "IQ2_XXS": 0.35,
+    "IQ1_M": 0.45,
+    "IQ1_S": 0.49,
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.81),  # three values: for models that were trained with them
+}
+KIND = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
+# What two float32 programs may differ by in a part, relative to its numbers: between XLA and torch 0.2e-6 to 1.5e-6 were
+# measured. The angles of rotary embedding are products with the position, so that theirs grows by a rounding per position.
+FLOAT32 = 1e-6
+FLOAT32_PER_POSITION = 2.0**-24
+# How much of KL divergence the square of the rounding explains: 5 to 80 were measured, for the stories model here and for
+# Llama 3 8B by llama.cpp (tools/perplexity/README.md: Q8_0 0.0014 nats, Q6_K 0.0057, Q4_K_M 0.031, Q4_0 0.072, Q3_K_M 0.10).
+# Never more than one nat: there rounding and error look alike.
+KL_TIMES = 300.0
+KL_LIMIT = 1.0
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A rounding by which two equal models may differ: its name, and its size relative to weights and activations."""
+
+    name: str
+    weights: float
+    activations: float
+
+    def explains(self, added: np.ndarray, left: np.ndarray) -> np.ndarray:
+        """Norm of the difference that it explains of a part: [T], from those of what the part adds and of what it leaves."""
+        floor = FLOAT32 + FLOAT32_PER_POSITION * np.arange(len(added))
+        weights, activations = np.maximum(self.weights, floor), np.maximum(self.activations, floor)
+        return (weights + activations) * added + activations * left
+
+    @property
+    def kl(self) -> float:
+        """Mean KL divergence that it explains, in nats."""
+        return min(KL_LIMIT, KL_TIMES * (self.weights**2 + self.activations**2))
+
+
+EXACT = Rounding("float32", 0.0, 0.0)
+
+
+def origin_of(name: str, config: LlamaConfig, tensors: Sequence[Described], dtype: str, versions: dict[str, str]) -> Origin:
+    """The origin of a checkpoint's numbers.
+
+    Raises:
+      CheckpointError: a tensor is of a kind whose rounding is not known.
+    """
+    kinds = tuple(sorted({tensor.kind for tensor in tensors}))
+    unknown = sorted(set(kinds) - ROUNDING.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{name} holds {unknown[0]} tensors, whose rounding is not known; known are {', '.join(ROUNDING)}"
+        )
+    return Origin(name, config, kinds, dtype, versions)
+
+
+def rounding_between(a: Origin, b: Origin) -> Rounding:
+    """The rounding by which two models made from the same weights may differ; `EXACT` if their numbers should be equal."""
+    stored = [[kind for kind in origin.kinds if ROUNDING[kind]] for origin in (a, b)]
+    kinds = stored[0] + stored[1] if stored[0] != stored[1] else []
+    computed = [KIND[origin.dtype] for origin in (a, b)]
+    if computed[0] != computed[1]:
+        kinds += computed
+    of_weights = {kind: ROUNDING[kind] for kind in kinds}
+    if a.quantized != b.quantized:
+        of_weights |= dict(origin.quantized for origin in (a, b) if origin.quantized)
+    of_activations = {kind: ROUNDING[kind] for kind in computed}
+    weights, activations = max(of_weights.values(), default=0.0), max(of_activations.values())
+    if not weights and not activations:
+        return EXACT
+    everything = of_weights | of_activations
+    return Rounding(max(everything, key=lambda kind: everything[kind]), weights, activations)
+
+
+def rounding_of(kind: str, columns: int) -> float:
+    """What quantizing while reading does to normally distributed weights, as `ROUNDING` has it for what is stored.
+
+    Args:
+      kind: of `ops.weights`, or "keep": the weights are then as they are stored, and a CPU's kernel rounds tokens to 8 bits,
+        32 to a factor, as Q8_0 rounds weights.
+      columns: of the longest rows, a multiple of the kind's block.
+    """
+    if kind == "keep":
+        return ROUNDING["Q8_0"]
+    form = with_fallback(base_kind(kind), columns)
+    assert form.encode is not None  # `checkpoints.quantising.check_quantize` refuses the others
+    weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
+    error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights
+    return max(float(np.sqrt(np.mean(error**2) / np.mean(weights**2))), ROUNDING["Q8_0"])
+
+
+RUN = 1 << 22  # numbers that are compared at a time
+
+
+class MatrixError(NamedTuple):
+    """How a quantized matrix differs from the original.
+
+    Attributes:
+      name: "embedding", "attention.qkv".
+      layer: None for what stands outside of the layers.
+      kind: "int8"; of parts in several kinds "q4_k and q6_k".
+      bits: in memory for each number, factors included.
+      relative: root mean square of the differences over that of the numbers.
+    """
+
+    name: str
+    layer: int | None
+    kind: str
+    bits: float
+    relative: float
+
+
+def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
+    """The error of every quantized matrix: of those outside of the layers, and then layer by layer.
+
+    Args:
+      params: adapted matrices are compared without their adapters.
+      reference: the same in floats; or, so that it need not be in memory, the plan of a checkpoint's parameters from
+        `checkpoints.assemble.plan`, which is then read in runs of rows.
+    """
+    found = []
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, AdaptedWeight)
+    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
+    for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
+        weights, row = leaf.base if isinstance(leaf, AdaptedWeight) else leaf, row_at(path)
+        for layer in range(weights.shape[0]) if row.in_blocks else [None]:
+            weight = weights if layer is None else layer_of(weights, layer)
+            if isinstance(weight, QuantizedWeight | JoinedWeight):
+                exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackParts) else dense[layer]
+                name = row.path.removeprefix("blocks.")
+                found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, exact)))
+    return tuple(sorted(found, key=lambda error: -1 if error.layer is None else error.layer))
+
+
+def _relative(weight: Any, dense: Any) -> float:
+    step = max(1, RUN // math.prod(weight.shape[1:]))
+    wrong = whole = 0.0
+    for start in range(0, weight.shape[0], step):
+        stop = min(start + step, weight.shape[0])
+        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArrayParts) else dense[start:stop]
+        exact = np.asarray(exact, np.float64)
+        kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
+        wrong += float(np.square(np.asarray(kept.decoded(), np.float64) - exact).sum())
+        whole += float(np.square(exact).sum())
+    return math.sqrt(wrong / whole) if whole else 0.0
+
+
+def _kind(weight: Any) -> str:
+    if isinstance(weight, QuantizedWeight):
+        return weight.kind
+    parts = [part.kind if isinstance(part, QuantizedWeight) else str(part.dtype) for part in weight.parts]
+    return " and ".join(dict.fromkeys(parts))
+
+
+def _bits(weight: Any) -> float:
+    total = sum(math.prod(plane.shape) * bits_of(plane.dtype) for plane in jax.tree.leaves(weight))
+    return total / math.prod(weight.shape)

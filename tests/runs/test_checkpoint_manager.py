@@ -1,0 +1,594 @@
+"""Checkpoints of a run: restored to the bit, kept as asked, and whole however the process ends."""
+
+import errno
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vocabularies
+from commands import run_here
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from small_run import CASES, CONFIG, save, shapes_of, state_of
+
+import llama_jax
+from llama_jax.checkpoints.steps import steps_in
+from llama_jax.cli import main
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.specs import param_specs, shardings
+from llama_jax.runs import checkpoint_manager
+from llama_jax.runs.checkpoint_manager import CheckpointManager, read_note
+from llama_jax.tokenizers import load_tokenizer
+
+NOTE = {"recipe": {"steps": 60}, "data": {"next_batch": 7, "digest": "ab12"}, "seed": 3}
+
+
+def over(devices: int, axis: int):
+    """Places arrays over so many devices, cut along an axis where that can be."""
+    mesh = Mesh(jax.devices()[:devices], ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def place(shape):
+        cut = len(shape) > 1 and shape[axis] % devices == 0
+        return NamedSharding(
+            mesh, P(*["fsdp" if i == axis % len(shape) else None for i in range(len(shape))]) if cut else P()
+        )
+
+    return place
+
+
+def placed(shapes, place):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a.shape)), shapes)
+
+
+def same(tree, other) -> bool:
+    """Whether two trees hold the same bits."""
+    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves_with_path(other), strict=True)
+    return all(
+        p == q and a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for (p, a), (q, b) in pairs
+    )
+
+
+@pytest.fixture
+def kept(tmp_path):
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as kept:
+        yield kept
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(vocabularies.write(tmp_path_factory.mktemp("vocabulary"), "sentencepiece"))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory, tokenizer):
+    """The folder of a run with the steps 10 and 20; read only."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    with CheckpointManager(folder / "checkpoints") as kept:
+        for step in (10, 20):
+            kept.save(step, state_of(step), NOTE, CONFIG, tokenizer, validation_loss=step / 10)
+    return folder
+
+
+@pytest.fixture
+def run(saved_run, tmp_path):
+    """The same, to be spoiled."""
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_is_saved_comes_back_to_the_bit(kept, ema):
+    state = state_of(1, ema=ema)
+    kept.save(40, state, NOTE, CONFIG, None, validation_loss=2.5)
+    restored, note = kept.restore(shapes_of(ema=ema))
+    assert same(restored, state)
+    assert type(restored) is type(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert {"float32", "bfloat16", "int32"} == {str(a.dtype) for a in jax.tree.leaves(restored)}
+    assert note == read_note(kept.folder) == NOTE | {"step": 40, "validation_loss": 2.5, "versions": note["versions"]}
+    assert note["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((8, -1), (8, -1), marks=pytest.mark.slow),
+        ((8, -1), (1, 0)),
+        pytest.param((1, 0), (8, 1), marks=pytest.mark.slow),
+        pytest.param((8, 0), (4, -1), marks=pytest.mark.slow),
+    ],
+)
+def test_any_number_of_devices_restores_what_another_saved(kept, before, after):
+    state = state_of(2, over(*before), ema=True)
+    kept.save(1, state, NOTE, CONFIG, None)
+    shapes = placed(shapes_of(ema=True), over(*after))
+    restored, _ = kept.restore(shapes)
+    assert same(restored, state)
+    for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(shapes), strict=True):
+        assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_a_state_may_be_donated_at_once(kept, monkeypatch, devices):
+    import tensorstore
+
+    done, real_open = threading.Event(), tensorstore.open
+
+    def open_later(*arguments, **options):  # which is how the writing of every array begins
+        assert done.wait(60)
+        return real_open(*arguments, **options)
+
+    step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
+    state, copy, note = state_of(3, over(devices, -1)), state_of(3), dict(NOTE)
+    monkeypatch.setattr(tensorstore, "open", open_later)
+    kept.save(1, state, note, CONFIG, None)
+    for _ in range(3):
+        state = step(state)
+    jax.block_until_ready(state)
+    note["seed"] = 4
+    done.set()
+    kept.wait()
+    monkeypatch.undo()
+    restored, noted = kept.restore(shapes_of())
+    assert same(restored, copy)
+    assert noted["seed"] == NOTE["seed"]
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: None}
+    with CheckpointManager(tmp_path, keep_last=2, keep_best=2) as kept:
+        assert (kept.latest(), kept.best(), kept.steps()) == (None, None, [])
+        for step, loss in losses.items():
+            save(kept, step, step, validation_loss=loss)
+        kept.wait()
+        assert (kept.steps(), kept.latest(), kept.best()) == ([20, 50, 60], 60, 20)
+        assert {path.name for path in tmp_path.iterdir()} == {"20", "50", "60"}
+        save(kept, 5, 5)  # resumed from before all of them
+        kept.wait()
+        assert kept.steps() == [5, 20, 50, 60]
+        assert same(kept.restore(shapes_of(), step=5)[0], state_of(5))
+
+
+def test_a_step_saved_again_is_replaced(kept):
+    save(kept, 10, 1, validation_loss=1.0)
+    save(kept, 10, 2)
+    state, note = kept.restore(shapes_of())
+    assert same(state, state_of(2))
+    assert (note["seed"], kept.best()) == (2, None)
+    assert [path.name for path in kept.folder.iterdir()] == ["10"]
+
+
+@pytest.fixture(scope="module")
+def died(saved_run, tmp_path_factory):
+    """A folder of checkpoints for every case of a process that died, or filled the disk."""
+    folder = tmp_path_factory.mktemp("died")
+    for case in [*CASES, "full disk"]:
+        shutil.copytree(saved_run / "checkpoints", folder / case)
+    program = [sys.executable, Path(__file__).with_name("small_run.py"), folder]
+    subprocess.run(program, check=True, timeout=120, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "steps", "newest"),
+    [
+        ("making the folder", [10, 20], 20),
+        ("writing", [10, 20], 20),
+        ("renaming", [10, 20], 20),
+        ("renamed", [10, 20, 30], 30),
+        ("removing the oldest", [20, 30], 30),
+        ("making one to replace another", [10, 20], 20),
+        ("removing the replaced", [10, 20], 21),
+    ],
+)
+def test_a_killed_save_leaves_whole_checkpoints(died, case, steps, newest):
+    before = [path.name for path in (died / case).iterdir()]
+    with CheckpointManager(died / case) as kept:
+        assert len(before) > 1
+        assert kept.steps() == steps
+        assert {path.name for path in kept.folder.iterdir()} == set(map(str, steps)), "the rest is cleared up"
+        assert same(kept.restore(shapes_of())[0], state_of(newest))
+        save(kept, 40, 40)
+        assert same(kept.restore(shapes_of(), 40)[0], state_of(40))
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_good_checkpoint(died):
+    message = (died / "full disk.message").read_text()
+    assert re.search(
+        r"full disk: step 30 could not be saved \(.*File too large.*; the last good checkpoint is step 20$", message
+    )
+    with CheckpointManager(died / "full disk") as kept:
+        assert same(kept.restore(shapes_of(), 20)[0], state_of(20))
+        assert same(kept.restore(shapes_of(), 30)[0], state_of(31)), "saved when there was room again"
+
+
+def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
+    class Broken:
+        def save(self, folder):
+            raise OSError("no room for the vocabulary")
+
+    save(kept, 10, 10)
+    kept.save(10, state_of(11), NOTE, CONFIG, Broken())
+    with pytest.raises(CheckpointError, match=r"step 10 could not .*no room for the vocabulary.*last good .* is step 10$"):
+        save(kept, 20, 20)
+    assert same(kept.restore(shapes_of())[0], state_of(10)), "the old one is put back"
+    threads = threading.active_count()
+    save(kept, 20, 20)
+    assert same(kept.restore(shapes_of())[0], state_of(20))
+    assert threading.active_count() <= threads
+
+    monkeypatch.setattr("llama_jax.runs.shelf.put", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    save(kept, 20, 21)
+    with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
+        kept.wait()
+    assert same(kept.restore(shapes_of())[0], state_of(20))
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
+def test_a_time_that_no_save_can_have(seconds, tmp_path):
+    """A timer that waits for ever raises in its thread."""
+    with pytest.raises(ConfigError, match=f"save_timeout={seconds:g} must be above 0 and at most 1e7 seconds"):
+        CheckpointManager(tmp_path, timeout=seconds)
+
+
+def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
+    save(kept, 10, 10)
+    kept.wait()
+    hanging, on = threading.Event(), threading.Event()
+
+    def hang(*_):
+        hanging.set()
+        on.wait()
+
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_sums", hang)
+    with CheckpointManager(kept.folder, timeout=0.2) as other:
+        save(other, 20, 20)
+        hanging.wait()
+        with pytest.raises(
+            StuckSaveError,
+            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
+            r" give more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+        ):
+            other.wait()
+        other.check()  # it was told
+    monkeypatch.undo()
+    assert same(kept.restore(shapes_of())[0], state_of(10))
+    thread = next(thread for thread in threading.enumerate() if thread.name == "saving step 20")
+    assert thread.daemon, "no end of the process waits for it"
+    on.set()
+    thread.join()
+
+
+def test_a_save_that_hangs_before_it_has_a_thread_is_told(kept, monkeypatch):
+    save(kept, 10, 10)
+    kept.wait()
+    told, on = [], threading.Event()
+
+    def hang(*_):
+        on.wait()
+        raise OSError("it woke up")
+
+    def stuck(error):
+        told.append(error)
+        on.set()
+
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.ocp.save_checkpointables_async", hang)
+    with (
+        CheckpointManager(kept.folder, timeout=0.05, stuck=stuck) as other,
+        pytest.raises(CheckpointError, match="it woke up"),
+    ):
+        save(other, 20, 20)
+    (error,) = told
+    assert isinstance(error, StuckSaveError)
+    assert re.search(
+        r"checkpoints: step 20 is not saved: it could not be begun within 0.05 s \(--save-timeout\): a device or a disk does"
+        r" not answer; the last good checkpoint is step 10$",
+        str(error),
+    )
+    assert not [thread for thread in threading.enumerate() if thread.name == "watching step 10"]
+    assert same(kept.restore(shapes_of())[0], state_of(10))
+
+
+def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
+    """As one does whose first call meets a profiler's hook."""
+    save(kept, 10, 10)
+    kept.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_manager._Save, "run", lambda self: None)
+        save(kept, 20, 20)
+    with pytest.raises(StuckSaveError, match=r"step 20 is not saved: the thread that writes it has died; .* step 10$"):
+        kept.wait()
+    assert same(kept.restore(shapes_of())[0], state_of(10))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        pytest.param(
+            lambda step: os.truncate(largest(step / "rest"), 1000),
+            r"checkpoints/20/rest/.* is not what was saved",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda step: largest(step / "params").unlink(), r"checkpoints/20/params/.* is missing", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda step: (step / "params/_METADATA").write_text("{"),
+            "checkpoints/20/params/_METADATA is not what was saved",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest/.* is missing", marks=pytest.mark.slow),
+        pytest.param(
+            lambda step: (step / "about/note.json").write_text("{"),
+            "checkpoints/20/about/note.json is not what was saved",
+            marks=pytest.mark.slow,
+        ),
+        (lambda step: flip(largest(step / "rest")), r"checkpoints/20/rest/.* is not what was saved"),
+        pytest.param(lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20", marks=pytest.mark.slow),
+    ],
+    ids=["truncated", "array gone", "metadata", "part gone", "note", "one bit", "checkpoint metadata"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops what it was reading besides
+def test_a_damaged_step_is_named_and_a_whole_one_found(run, spoil, named):
+    spoil(run / "checkpoints/20")
+    with CheckpointManager(run / "checkpoints") as kept:
+        with pytest.raises(CheckpointError, match=rf"step 20 is damaged: .*{named}.*last good checkpoint is step 10"):
+            kept.restore(shapes_of())
+        assert same(kept.restore(shapes_of(), 10)[0], state_of(10))
+        spoil(run / "checkpoints/10")
+        with pytest.raises(CheckpointError, match="no older step is whole"):
+            kept.restore(shapes_of())
+    gc.collect()  # so that what was dropped is told of here
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_bit_of_an_array_is_noticed_by_all_that_read_it(run):
+    """orbax reads other numbers, and says nothing."""
+    file = largest(run / "checkpoints/20/params")
+    flip(file)
+    with pytest.raises(CheckpointError, match=rf"{file} is not what was saved .*try another step: 10$"):
+        llama_jax.load(run)
+    found = run_here("inspect", run, "--json")
+    assert found.returncode == 2
+    assert f"{file} is not what was saved" in found.stderr
+    assert f"{file} is not what was saved" in json.loads(found.stdout)["problems"][0]
+    check, step = ["sha256sum", "--quiet", "-c", "about/SHA256SUMS"], run / "checkpoints/20"
+    done = subprocess.run(check, cwd=step, capture_output=True)
+    assert done.stdout.decode().splitlines() == [f"{file.relative_to(step)}: FAILED"]
+    flip(file)
+    assert run_here("inspect", run).returncode == 0
+    done = subprocess.run(check, cwd=step, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory left"),
+        ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        ValueError("DATA_LOSS: Error reading [Input/output error]"),
+    ],
+    ids=["memory", "device's memory", "disk", "mount", "disk, in words"],
+)
+@pytest.mark.parametrize("sums", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sums", "none"])
+def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    if not sums:
+        for file in run.rglob("SHA256SUMS"):
+            file.unlink()
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp, "load", fail)
+    reason = re.escape((error.strerror if isinstance(error, OSError) else None) or str(error))
+    said = rf"20/params cannot be read \(.*{reason}\), which proves nothing"
+    with CheckpointManager(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
+        kept.restore(shapes_of())
+    with pytest.raises(CheckpointError, match=said) as loading:
+        llama_jax.load(run)
+    for raised in (restoring, loading):
+        assert not re.search("remove|damaged|copy it again|not a whole", str(raised.value))
+    monkeypatch.undo()
+    llama_jax.load(run)
+
+
+def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with CheckpointManager(run / "checkpoints") as kept:
+        for read in (lambda: kept.restore(shapes_of()), lambda: llama_jax.load(run)):
+            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which proves nothing"):
+                read()
+
+
+@pytest.mark.slow
+def test_a_step_without_checksums_is_never_called_damaged(run):
+    """As versions before these saved it, or whose checksums are not what they were themselves."""
+    for spoil in (lambda path: flip(path), lambda path: path.unlink()):
+        spoil(run / "checkpoints/20/about/SHA256SUMS")
+        with CheckpointManager(run / "checkpoints") as kept:
+            assert same(kept.restore(shapes_of())[0], state_of(20))
+    os.truncate(largest(run / "checkpoints/20/rest"), 1000)
+    with (
+        CheckpointManager(run / "checkpoints") as kept,
+        pytest.raises(CheckpointError, match="and has no checksums") as raised,
+    ):
+        kept.restore(shapes_of())
+    assert "remove" not in str(raised.value)
+    gc.collect()
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_state_of_another_run_is_refused(run):
+    with CheckpointManager(run / "checkpoints") as kept:
+        with pytest.raises(CheckpointError, match=r"'ema.blocks.attention.out' is absent in .* and float32\[2, 64, 64\]"):
+            kept.restore(shapes_of(ema=True))
+        half = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), shapes_of())
+        with pytest.raises(CheckpointError, match=r"is float32\[2, 64, 64\] in the .* and bfloat16\[2, 64, 64\] in this"):
+            kept.restore(half)
+        with pytest.raises(CheckpointError, match=r"'rest.opt_state.0.count' is int32\[\] in .* and absent in this run"):
+            kept.restore(shapes_of().replace(opt_state=()))
+        with pytest.raises(CheckpointError, match="no step 15; give one of 10, 20"):
+            kept.restore(shapes_of(), 15)
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    for options in ({"keep_last": 0}, {"keep_best": -1}):
+        with pytest.raises(ConfigError, match="must be at least"):
+            CheckpointManager(tmp_path / "run", **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
+        CheckpointManager(tmp_path / "file")
+    with CheckpointManager(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
+        kept.restore(shapes_of())
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/20"])
+def test_a_run_is_a_model(saved_run, tokenizer, path):
+    loaded = llama_jax.load(saved_run / path)
+    assert loaded.config == CONFIG
+    assert same(loaded.params, state_of(20).params)
+    assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
+
+
+@pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
+def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
+    """As a run does that goes on saving: then the newest is taken again, so often and no more."""
+    from llama_jax.checkpoints import store
+
+    name, removed, endless = where.partition(".")[2], [], False
+    real = getattr(store, name)
+
+    def remove_first(*arguments):
+        if endless or not removed:
+            removed.append(max(kept for kept in steps_in(run / "checkpoints")))
+            newer = run / f"checkpoints/{removed[-1] + 10}"
+            shutil.copytree(run / f"checkpoints/{removed[-1]}", newer)
+            shutil.rmtree(run / f"checkpoints/{removed[-1]}")
+        return real(*arguments)
+
+    monkeypatch.setattr(store, name, remove_first)
+    assert same(llama_jax.load(run).params, state_of(20).params)
+    assert removed == [20]
+    endless = True
+    with pytest.raises(UserError):
+        llama_jax.load(run)
+    assert len(removed) <= 1 + 5 * 5
+    steps = len(removed)
+    with pytest.raises(UserError):
+        llama_jax.load(run / f"checkpoints/{removed[-1] + 10}")
+    assert len(removed) == steps + 1, "a step that was named is no other"
+
+
+@pytest.mark.slow
+def test_a_run_is_read_while_it_saves(tmp_path):
+    """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole.
+
+    While one is read there are at most three more: of a run that saves without end, reading gives up at some time.
+    """
+    turn = threading.Condition()
+    step, last = 0, 1  # written, and to be written; 0 ends
+
+    def go_on():
+        nonlocal step
+        with CheckpointManager(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
+            while True:
+                with turn:
+                    turn.wait_for(lambda: step < last or not last)  # noqa: B023 - it is called here and now
+                    if not last:
+                        return
+                    step += 1
+                save(kept, step, step % 3)
+
+    states = [state_of(seed).params for seed in range(3)]
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        while not steps_in(tmp_path / "checkpoints"):
+            assert thread.is_alive()
+        for _ in range(6):
+            with turn:
+                last = step + 3
+                turn.notify()
+            found = llama_jax.load(tmp_path).params
+            assert any(same(found, state) for state in states)
+    finally:
+        with turn:
+            last = 0
+            turn.notify()
+        thread.join()
+
+
+def test_an_older_step_a_dtype_and_shardings(saved_run):
+    sizes = MeshSizes(data=1, fsdp=8, tensor=1)
+    mesh = Mesh(np.reshape(jax.devices(), (1, 8, 1)), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    places = shardings(mesh, param_specs(CONFIG, sizes))
+    params = llama_jax.load(saved_run / "checkpoints/10", "bfloat16", shardings=places).params
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state_of(10).params)
+    assert same(params, expected)
+    assert params.embedding.sharding == places.embedding
+    assert params.blocks.attention.qkv.sharding == places.blocks.attention.qkv
+
+
+def test_the_moving_average_is_the_model(tmp_path):
+    state = state_of(5, ema=True)
+    with CheckpointManager(tmp_path / "checkpoints") as kept:
+        kept.save(1, state, NOTE, CONFIG, None)
+    loaded = llama_jax.load(tmp_path)
+    assert same(loaded.params, state.ema)
+    assert loaded.tokenizer is None
+
+
+def test_other_commands_know_a_run(saved_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(saved_run), "--json"])
+    main()
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["format"] == "orbax, step 20 of a run"
+    assert facts["problems"] == []
+
+    llama_jax.convert(saved_run, tmp_path / "converted")
+    assert same(llama_jax.load(tmp_path / "converted").params, state_of(20).params)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_or_empty_run_is_no_model(run, tmp_path):
+    largest(run / "checkpoints/20/params").unlink()
+    with pytest.raises(CheckpointError, match=r"20/params is not a whole orbax checkpoint .*try another step: 10$"):
+        llama_jax.load(run)
+    gc.collect()
+    (run / "checkpoints/20/about/config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"20/about/config\.json is "):
+        llama_jax.load(run)
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="new/checkpoints holds no checkpoint; train until"):
+        llama_jax.load(tmp_path / "new")

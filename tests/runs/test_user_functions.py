@@ -1,0 +1,179 @@
+"""Functions that judge answers: how they are called, and what is said of those that cannot be."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from llama_jax.errors import TrainingError
+from llama_jax.runs.user_functions import check_columns, find_rewards, judge, weighted
+
+FILE = """
+import math
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+def exact(completions, answer, **_):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def inner(text):
+    return 1 / len(text)
+
+def fails(completions, **columns):
+    return [inner(text) for text in completions]
+
+def short(completions, **columns):
+    return [1.0]
+
+def not_a_number(completions, **columns):
+    return [math.nan for _ in completions]
+
+def nothing(completions, **columns):
+    return None
+
+def texts(completions, **columns):
+    return ["1" for _ in completions]
+
+def vandal(completions, **columns):
+    completions.clear()
+    return [0.0, 0.0]
+
+def leaves(completions, **columns):
+    raise SystemExit(0)
+
+async def later(completions, **columns):
+    return [1.0, 1.0]
+
+def interrupted(completions, **columns):
+    raise KeyboardInterrupt
+
+def endless(completions, **columns):
+    while True:
+        yield 1.0
+
+def late(completions, **columns):
+    yield 1.0
+    raise KeyError("late")
+
+def unordered(completions, **columns):
+    return {0.0, 1.0}
+
+class Two:
+    def __float__(self):
+        raise RuntimeError("two numbers")
+
+def tensors(completions, **columns):
+    return [Two() for _ in completions]
+
+def only(completions):
+    return [0.0 for _ in completions]
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_several_are_added_by_their_weights(file):
+    rewards = find_rewards([f"{file}:length", f"{file}:exact"], [0.5, 2])
+    columns = {"prompt": ["?", "?"], "answer": ["ab", "no"]}
+    check_columns(rewards, tuple(columns))
+    found = judge(rewards, ["ab", "abc"], columns)
+    np.testing.assert_array_equal(found, [[2, 3], [1, 0]])
+    np.testing.assert_array_equal(weighted(rewards, found), [3, 1.5])
+    assert rewards[0].digest == rewards[1].digest
+    assert len(rewards[0].digest) == 64
+
+
+def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
+    rewards = find_rewards([f"{file}:vandal", f"{file}:length"])
+    np.testing.assert_array_equal(judge(rewards, ["a", "bc"], {"x": [1, 2]}), [[0, 0], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "fails",
+            r"failed with ZeroDivisionError: division by zero \(.*mine.py, line 11, in inner: return 1 / len\(text\)\)$",
+        ),
+        ("short", "short gave 1 values for 2 answers; a list of 2 numbers, one for each answer, is needed"),
+        ("not_a_number", "not_a_number gave nan for the answer 'ab'; a finite number is needed"),
+        ("nothing", "nothing gave None; a list of 2 numbers"),
+        ("texts", "texts gave '1' for the answer 'ab'; a finite number"),
+        ("leaves", r"leaves failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
+        ("later", "later gave <coroutine object later .*; a list of 2 numbers"),
+        ("interrupted", r"interrupted failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
+        ("endless", "endless gave 3 values for 2 answers"),
+        ("late", r"late failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
+        ("unordered", r"unordered gave \{0.0, 1.0\}; a list of 2 numbers"),
+        ("tensors", "tensors gave <.*Two object .* for the answer 'ab'; a finite number"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_an_error_of_one_line(file, name, message):
+    with pytest.raises(TrainingError, match=message) as found:
+        judge(find_rewards([f"{file}:{name}"]), ["ab", ""], {"prompt": ["?", "?"]})
+    assert "\n" not in str(found.value)
+
+
+def test_functions_that_are_not_there(file, tmp_path):
+    with pytest.raises(TrainingError, match=r"reward 'mine' is not FILE.py:FUNCTION"):
+        find_rewards(["mine"])
+    with pytest.raises(TrainingError, match=r"absent.py does not exist"):
+        find_rewards([f"{tmp_path}/absent.py:f"])
+    with pytest.raises(TrainingError, match=r"has no function 'f': it is not there"):
+        find_rewards([f"{file}:f"])
+    with pytest.raises(TrainingError, match=r"has no function 'number': it is no function"):
+        find_rewards([f"{file}:number"])
+    with pytest.raises(TrainingError, match=r"give one with --reward FILE.py:FUNCTION"):
+        find_rewards([])
+    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; give one for each"):
+        find_rewards([f"{file}:length", f"{file}:exact"], [1.0])
+    for text, message in (
+        ("import absent_module\n", "line 1 fails with ModuleNotFoundError"),
+        ("def f(:\n", "SyntaxError"),
+        ("import sys\nsys.exit(0)\n", "line 2 fails with SystemExit: 0"),
+    ):
+        broken = tmp_path / "broken.py"
+        broken.write_text(text)
+        with pytest.raises(TrainingError, match=message):
+            find_rewards([f"{broken}:f"])
+
+
+def test_the_columns_are_what_the_function_takes(file):
+    with pytest.raises(TrainingError, match=r"exact cannot be called as .*missing a required argument: 'answer'"):
+        check_columns(find_rewards([f"{file}:exact"]), ("prompt",))
+    with pytest.raises(TrainingError, match=r"only cannot be called .*; write it as def f\(completions, \*\*columns\), and"):
+        check_columns(find_rewards([f"{file}:only"]), ("prompt",))
+    with pytest.raises(TrainingError, match="a field 'completions', which is what the answers are called; rename it"):
+        check_columns(find_rewards([f"{file}:length"]), ("prompt", "completions"))
+
+
+def test_who_asks_is_told_which_answers_ended(tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text(
+        "def named(completions, stopped):\n    return list(map(float, stopped))\n"
+        "def any_name(completions, **columns):\n    return list(map(float, columns['stopped']))\n"
+        "def not_asking(completions):\n    return [0.5 for _ in completions]\n"
+    )
+    rewards = find_rewards([f"{path}:{name}" for name in ("named", "any_name", "not_asking")])
+    check_columns(rewards, ())
+    found = judge(rewards, ["a", "b"], {"stopped": [True, False]})
+    np.testing.assert_array_equal(found, [[1, 0], [1, 0], [0.5, 0.5]])
+    with pytest.raises(TrainingError, match="a field 'stopped', which is whether an answer ended by itself; rename it"):
+        check_columns(rewards, ("stopped",))
+
+
+def test_a_file_may_import_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_judge.py").write_text("N = 7.0\n")
+    (tmp_path / "judge.py").write_text("from beside_judge import N\n\ndef seven(c, **_):\n    return [N for _ in c]\n")
+    before = list(sys.path)
+    [reward] = find_rewards([f"{tmp_path / 'judge.py'}:seven"])
+    assert sys.path == before
+    assert judge([reward], ["a"], {}).tolist() == [[7]]

@@ -1,0 +1,174 @@
+"""What rounding explains is what quantizers do, and no more; and what quantizing did to each matrix."""
+
+from pathlib import Path
+
+import make_goldens
+import numpy as np
+import pytest
+import quantised_folders
+from adapters import LORA, random_adapters
+
+import llama_jax
+from llama_jax.checkpoints.assemble import plan
+from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.gguf_file import TYPES
+from llama_jax.checkpoints.loading import open_checkpoint
+from llama_jax.checkpoints.tensors import Dense
+from llama_jax.errors import CheckpointError
+from llama_jax.model.adapters import adapted
+from llama_jax.model.trees import layers_of, quantize, stack
+from llama_jax.ops.weights import KINDS, JoinedWeight
+from llama_jax.verify import rounding_error
+from llama_jax.verify.activations import Origin
+from llama_jax.verify.rounding_error import (
+    EXACT,
+    ROUNDING,
+    Rounding,
+    matrix_errors,
+    origin_of,
+    rounding_between,
+    rounding_of,
+)
+
+CONFIG = make_goldens.KINDS["gqa"]
+
+
+def origin(kinds=("F32",), dtype="float32"):
+    return Origin("test", CONFIG, kinds, dtype, {})
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+def test_the_rounding_of_a_kind_is_what_its_quantiser_does(kind):
+    from gguf import GGMLQuantizationType, quants
+
+    weights = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+    stored = GGMLQuantizationType[kind]
+    error = quants.dequantize(quants.quantize(weights, stored), stored) - weights
+    assert np.sqrt((error**2).mean()) == pytest.approx(ROUNDING[kind], rel=0.1)
+
+
+def test_the_rounding_of_every_kind_that_is_read_is_known():
+    assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
+    assert {"F64", "int8"} <= ROUNDING.keys()
+    assert {name.upper() for name in KINDS} <= ROUNDING.keys()
+    with pytest.raises(CheckpointError, match="x holds I8 tensors, whose rounding is not known"):
+        origin_of("x", CONFIG, [Dense(Path("x"), 0, (2, 2), "I8")], "float32", {})
+
+
+@pytest.mark.parametrize("kind", ["gptq, reordered", "fp8", "nf4 twice"])
+def test_the_kinds_of_a_quantised_folder_are_named(kind, tmp_path):
+    quantised_folders.write_folder(tmp_path, kind)
+    opened = open_checkpoint(tmp_path)
+    found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
+    assert set(found.kinds) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}
+    assert len(found.kinds) > 1
+
+
+def test_int4_of_rows_that_128_do_not_divide():
+    assert 0.08 < rounding_of("int4", 192) < 0.11
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "name", "weights", "activations"),
+    [
+        ({}, {}, "float32", 0, 0),
+        (dict(kinds=("F64",)), {}, "float32", 0, 0),
+        (dict(kinds=("BF16",)), dict(kinds=("BF16", "F32")), "float32", 0, 0),
+        (dict(kinds=("BF16",)), {}, "BF16", ROUNDING["BF16"], 0),
+        (dict(kinds=("F32", "Q4_K", "Q6_K")), dict(kinds=("BF16",)), "Q4_K", ROUNDING["Q4_K"], 0),
+        (dict(kinds=("Q4_K",)), dict(kinds=("Q4_K",)), "float32", 0, 0),
+        (dict(dtype="bfloat16"), dict(dtype="bfloat16"), "BF16", 0, ROUNDING["BF16"]),
+        (dict(dtype="float16"), {}, "F16", ROUNDING["F16"], ROUNDING["F16"]),
+        (dict(kinds=("Q4_0",), dtype="bfloat16"), dict(kinds=("Q4_0",)), "BF16", ROUNDING["BF16"], ROUNDING["BF16"]),
+    ],
+)
+def test_what_may_lie_between_two_models(here, there, name, weights, activations):
+    for a, b in ((here, there), (there, here)):
+        assert rounding_between(origin(**a), origin(**b)) == Rounding(name, weights, activations)
+
+
+def test_explained_divergence_grows_with_the_rounding_and_ends_at_a_nat():
+    explained = [Rounding(kind, rounding, 0).kl for kind, rounding in ROUNDING.items()]
+    assert explained == sorted(explained)
+    assert (EXACT.kl, explained[-1]) == (0, rounding_error.KL_LIMIT)
+
+
+def test_float32_explains_a_rounding_per_position_of_what_is_added_and_left():
+    norms = np.array([1.0, 2.0, 4.0])
+    explained = EXACT.explains(norms, np.zeros(3)) / norms
+    assert (np.diff(explained) > 0).all()
+    np.testing.assert_allclose(EXACT.explains(norms, norms), 1.5 * EXACT.explains(norms, 0 * norms))
+    coarse = Rounding("x", 0.1, 0.0)
+    np.testing.assert_allclose(coarse.explains(norms, 0 * norms), 0.1 * norms, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def stories_model():
+    return llama_jax.load(dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("q4_0", marks=pytest.mark.slow)])
+def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
+    monkeypatch.setattr(rounding_error, "RUN", 1 << 14)  # several runs
+    config, params, _ = stories_model
+    found = quantize(params, f"{kind}-pure" if kind == "q4_0" else kind)
+    errors = matrix_errors(found, params)
+    assert [error.name for error in errors if error.layer is None] == ["embedding"]
+    assert [error.layer for error in errors if error.name == "feed_forward.down"] == list(range(config.n_layers))
+    assert {error.kind for error in errors} == {kind}
+    exact, kept = (np.asarray(one, np.float64) for one in (params.embedding, found.embedding.decoded()))
+    (of_embedding,) = (error for error in errors if error.name == "embedding")
+    np.testing.assert_allclose(of_embedding.relative, np.linalg.norm(kept - exact) / np.linalg.norm(exact), rtol=1e-5)
+    assert of_embedding.bits == pytest.approx({"int8": 8 + 32 / config.dim, "q4_0": 4.5}[kind])
+    # The numbers of a trained model are not normally distributed; most of their rounding is foretold all the same.
+    for error in errors:
+        assert 0.5 < error.relative / rounding_of(kind, config.hidden_dim) < 1.7
+
+
+def test_read_from_the_file_as_from_memory(stories_model):
+    _, params, _ = stories_model
+    found = quantize(params, "q8_0")
+    from_file = matrix_errors(found, plan(open_checkpoint(bundled())))
+    for one, other in zip(from_file, matrix_errors(found, params), strict=True):
+        assert one[:4] == other[:4]
+        assert one.relative == pytest.approx(other.relative)
+
+
+def test_adapters_are_left_out(stories_model):
+    config, params, _ = stories_model
+    found = quantize(params, "q8_0")
+    beside = adapted(found, random_adapters(config), LORA)
+    assert matrix_errors(beside, params) == matrix_errors(found, params)
+
+
+def test_floats_and_parts_of_several_kinds(stories_model):
+    config, params, _ = stories_model
+    assert matrix_errors(params, params) == ()
+    attention = params.blocks.attention
+    parts = (quantize(params, "q8_0").blocks.attention.qkv, attention.qkv)
+    with_qkv = lambda qkv: params.replace(blocks=params.blocks.replace(attention=attention.replace(qkv=qkv)))
+    errors = matrix_errors(with_qkv(JoinedWeight(parts)), with_qkv(np.concatenate([attention.qkv] * 2, axis=-3)))
+    assert [error.layer for error in errors] == list(range(config.n_layers))
+    assert {(error.name, error.kind) for error in errors} == {("attention.qkv", "q8_0 and float32")}
+    assert errors[0].bits == pytest.approx((8.5 + 32) / 2)
+
+
+def test_layers_of_several_kinds(stories_model):
+    """Of which one is floats, and has no error."""
+    _, params, _ = stories_model
+    first, *rest = layers_of(quantize(params, "q8_0"))
+    wide = first.feed_forward.replace(up=layers_of(params)[0].feed_forward.up)
+    errors = matrix_errors(params.replace(blocks=stack([first.replace(feed_forward=wide), *rest])), params)
+    of_up = [error for error in errors if error.name == "feed_forward.up"]
+    assert [error.layer for error in of_up] == list(range(1, 1 + len(rest)))
+    (expected,) = (one for one in matrix_errors(quantize(params, "q8_0"), params) if one[:2] == of_up[0][:2])
+    assert of_up[0] == expected
+
+
+@pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
+def test_what_quantising_explains_falls_with_the_bits(kind):
+    found = rounding_of(kind, 1024)
+    assert ROUNDING["Q8_0"] <= found < 0.2
+    if kind.upper() in ROUNDING:
+        # Files that are not GGUF round otherwise: int4 to integers of -7 to 7, int8 in rows of several thousand numbers.
+        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if KINDS[kind].of_gguf else 0.2)
