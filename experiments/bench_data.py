@@ -1,11 +1,11 @@
-"""Speed of making shards from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
+"""Speed of making a corpus from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
 A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
-vocabulary it is then tokenised in turns: by the library's own `encode_batch`, from memory and without writing anything,
-with 1, 2 ... threads; and by `data build`, from the file to the finished manifest, in as many processes. The clock of the
+vocabulary it is then tokenized in turns: by the library's own `encode_batch`, from memory and without writing anything,
+with 1, 2 ... threads; and by `data build`, from the file to the finished corpus, in as many processes. The clock of the
 library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
 is that of all its processes from their very beginning. A turn takes as much of the text as the library encodes in some
 seconds with one thread.
@@ -37,7 +37,7 @@ import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data.workers import cores
+from llama_jax.data.process_pool import cores
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"
@@ -63,8 +63,6 @@ class Arguments:
     """Turns of each case."""
     turn_seconds: float = 15
     """What the library takes for the text of a turn, with one thread."""
-    near_duplicates: bool = False
-    """Measure the search for near duplicates, too."""
     out: Path = RESULTS / "bench_data_cpu.json"
     """The report."""
 
@@ -154,12 +152,12 @@ def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
 BUILDING = """
 import json, os, resource, sys, time
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-from llama_jax.data.building import BuildOptions, build
+from llama_jax.data.build_corpus import build
 
 if __name__ == "__main__":
-    path, out, tokenizer, processes, near = sys.argv[1:]
+    path, out, tokenizer, processes = sys.argv[1:]
     start = time.perf_counter()
-    build(path, out, tokenizer, options=BuildOptions(near_duplicates=float(near) or None), processes=int(processes))
+    build(path, out, tokenizer, processes=int(processes))
     seconds = time.perf_counter() - start
     # Linux counts into ru_maxrss of a process what its parent had when it was started; not into this line.
     first = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -169,11 +167,11 @@ if __name__ == "__main__":
 """
 
 
-def by_build(tokenizer: Path, path: Path, processes: int, folder: Path, near: float = 0.0) -> dict[str, float]:
+def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[str, float]:
     """Megabytes a second of `data build`, and peak memory in megabytes."""
     (folder / "building.py").write_text(BUILDING)
     out = folder / "out"
-    command = [sys.executable, folder / "building.py", path, out, tokenizer, processes, near]
+    command = [sys.executable, folder / "building.py", path, out, tokenizer, processes]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     shutil.rmtree(out)
     found = json.loads(done.stdout)
@@ -229,9 +227,6 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 for processes in arguments.processes:
                     measured.setdefault(("library", processes), []).append(by_library(kind, tokenizer, turn, processes))
                     measured.setdefault(("build", processes), []).append(by_build(tokenizer, turn, processes, folder))
-                    if arguments.near_duplicates:
-                        found = by_build(tokenizer, turn, processes, folder, near=0.8)
-                        measured.setdefault(("build, near duplicates", processes), []).append(found)
             about = {"vocabulary": kind, "megabytes": round(turn.stat().st_size / 1e6, 1)}
             rows += [about | row for row in compared(measured)]
             most = max(arguments.processes)
@@ -249,7 +244,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     report = {
         "settings": settings(arguments) | {"data": [one.name for one in given], "out": arguments.out.name},
         "machine": machine(),
-        "versions": versions("sentencepiece", "tokenizers", "array-record", "numpy", "rensa"),
+        "versions": versions("sentencepiece", "tokenizers", "numpy"),
         "rows": rows,
     }
     write_report(arguments.out, report)

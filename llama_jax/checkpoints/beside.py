@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.data.vocabulary import examine
+from llama_jax.data.token_stream import examine
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import read_object, read_text
 from llama_jax.storage import Location, StoredPath, resolved

@@ -12,8 +12,8 @@ from llama_jax.cli.page import columns, printable
 
 if TYPE_CHECKING:
     from llama_jax.data import Corpus
-    from llama_jax.data.conversations import ExampleCounts
-    from llama_jax.data.pairs import Pairs
+    from llama_jax.data.chat_tokens import ExampleCounts
+    from llama_jax.data.preference_batches import Pairs
     from llama_jax.runs.preferring import Preferring
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
@@ -23,8 +23,8 @@ CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instructio
 
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
     """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
+    from llama_jax.data.data_files import find_files
     from llama_jax.data.documents import jsonl_objects
-    from llama_jax.data.sources import find_files
 
     files = [file for file in find_files(data) if file.suffix.lower() == ".jsonl"]
     first = next((set(found) for file in files for found, _, _ in islice(jsonl_objects(file), 1)), set())
@@ -47,7 +47,7 @@ class ExampleOptions:
         """Conversations whose targets are the assistant's messages."""
         import numpy as np
 
-        from llama_jax.data.conversations import ChatReading, open_chats
+        from llama_jax.data.chat_tokens import ChatReading, open_chats
 
         corpus, counts = open_chats(data, tokenizer, length, ChatReading(self.format, self.too_long))
         return corpus.select(np.arange(corpus.document_count)[: self.most]), counts
@@ -56,8 +56,8 @@ class ExampleOptions:
         """Pairs of answers."""
         import numpy as np
 
-        from llama_jax.data.conversations import ChatReading, open_preferences
-        from llama_jax.data.pairs import Pairs
+        from llama_jax.data.chat_tokens import ChatReading, open_preferences
+        from llama_jax.data.preference_batches import Pairs
 
         chosen, rejected, counts = open_preferences(data, tokenizer, length, ChatReading(self.format, self.too_long))
         pairs = Pairs(chosen, rejected)

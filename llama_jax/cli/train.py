@@ -21,7 +21,7 @@ from llama_jax.errors import StuckSaveError, UserError, shown
 from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
-    from llama_jax.data.sources import Data
+    from llama_jax.data.data_files import Data
     from llama_jax.parallel.processes import Processes
     from llama_jax.runs.recipe import Recipe
 
@@ -168,7 +168,7 @@ def _end(joined: Processes, error: StuckSaveError) -> None:
 
 def _sources(given: Sequence[str], *, weighted: bool) -> Data:
     """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, or NAME=PATH if they have no weights."""
-    from llama_jax.data.sources import WeightedData
+    from llama_jax.data.data_files import WeightedData
 
     found: list[Any] = []
     for one in given:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.data.conversations import ChatReading, Chats, Preferences, open_chats, open_preferences
+from llama_jax.data.chat_tokens import ChatReading, Chats, Preferences, open_chats, open_preferences
 from llama_jax.data.corpus import Corpus, Split, split
+from llama_jax.data.data_files import WeightedData
 from llama_jax.data.documents import DocumentFormat
-from llama_jax.data.errors import DataError
-from llama_jax.data.opening import open_corpus
-from llama_jax.data.sources import WeightedData
+from llama_jax.data.load_corpus import open_corpus
+from llama_jax.errors import DataError
 
-# Making batches needs JAX, which the processes of `building` do not: it is imported on first use.
+# Making batches needs JAX, which the processes of `build_corpus` do not: it is imported on first use.
 _HOME = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",

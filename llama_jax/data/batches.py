@@ -8,11 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus
-from llama_jax.data.errors import DataError
+from llama_jax.data.corpus import Corpus, check_seed, shuffled
 from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import empty_batch, fill_row, fill_whole, lay_out, row_count, whole_rows
-from llama_jax.data.shuffle import check_seed, shuffled
+from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
@@ -55,6 +54,38 @@ class Batches(Iterator[Made], Generic[Made]):
         self._batches.close()
 
 
+class HostRows:
+    """Which of all rows, numbered on through all batches, a host has in each batch.
+
+    Args:
+      batch: B, rows of a step on all hosts together.
+      seed: None for a single pass.
+      host, hosts: this host's number and how many there are.
+
+    Raises:
+      DataError: invalid sizes, or an invalid seed.
+    """
+
+    def __init__(self, batch: int, seed: int | None, host: int, hosts: int) -> None:
+        if hosts < 1 or not 0 <= host < hosts:
+            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        if batch < 1 or batch % hosts:
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+        if seed is not None:
+            check_seed(seed)
+        self.batch, self._seed = batch, seed
+        self._share, self._first = batch // hosts, batch // hosts * host
+
+    def batch_count(self, rows: int) -> int:
+        """Batches of a corpus with so many rows in an epoch."""
+        return -(-rows // self.batch) if self._seed is None else ENDLESS
+
+    def rows(self, number: int) -> range:
+        """This host's rows of a batch."""
+        begin = number * self.batch + self._first
+        return range(begin, begin + self._share)
+
+
 class _Source:
     """The endless rows of one corpus by number, epoch after epoch."""
 
@@ -75,7 +106,7 @@ class _Source:
         if epoch and self._seed is None:
             return  # after the end of a single pass the last batch is padding
         if self._whole is not None:
-            fill_whole(batch, at, self._corpus, self._whole[self._order(epoch)[row]])
+            fill_whole(batch, (at,), self._corpus, self._whole[self._order(epoch)[row]])
         else:
             laid_out = self._lay_out(epoch)
             fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
@@ -105,12 +136,7 @@ class Rows:
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
-        if hosts < 1 or not 0 <= host < hosts:
-            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
-        if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
-        if seed is not None:
-            check_seed(seed)
+        self._host = HostRows(batch, seed, host, hosts)
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
             raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
@@ -118,26 +144,24 @@ class Rows:
         if len({source.masked for source in self._sources}) > 1:
             raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
         self._mixture = mixture
-        self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
         self._length = length
-        self._count = -(-self._sources[0].rows // batch) if seed is None else ENDLESS
 
     def __len__(self) -> int:
-        return self._count
+        return self._host.batch_count(self._sources[0].rows)
 
     def epochs(self, number: int) -> list[float]:
         """How many times the first `number` batches of all hosts have read each corpus."""
-        rows = number * self._batch
+        rows = number * self._host.batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
 
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        batch = empty_batch(self._share, self._length, masked=self._sources[0].masked)
-        begin = number * self._batch + self._first
-        for at in range(self._share):
-            source, row = (0, begin + at) if self._mixture is None else self._mixture.place(begin + at)
-            self._sources[source].fill(batch, at, row)
+        rows = self._host.rows(number)
+        batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
+        for at, row in enumerate(rows):
+            source, own = (0, row) if self._mixture is None else self._mixture.place(row)
+            self._sources[source].fill(batch, at, own)
         return batch
 
 

@@ -1,4 +1,5 @@
-"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file."""
+"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file. Files are
+cut into spans with whole documents, to be read by several processes."""
 
 from __future__ import annotations
 
@@ -7,25 +8,26 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
-from llama_jax.data.errors import DataError
-from llama_jax.errors import reason_of, shown
+from llama_jax.errors import DataError, reason_of, shown
 
 CHUNK = 1 << 20  # bytes of a text file that are read at once
 ROWS = 1024  # of a table that are read at once
+SEARCHED = 1 << 20  # bytes that are read at once to find where a document ends
 COMPRESSED = (".gz", ".zst")
+TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
 ARROW = b"ARROW1"  # begins Arrow's form with an index
 END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow``, ``.bin`` or
-    ``.array_record``; ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
+    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`;
+    ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around a document is not part of it.
@@ -230,8 +232,10 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
     """The documents of a file: of JSONL, Parquet and Arrow by its name, else of a text file.
 
     Raises:
-      DataError: a file that is damaged or of another kind.
+      DataError: a file that is damaged, or of another kind, such as token ids.
     """
+    if kind_of(path) in TOKENS:
+        raise DataError(f"{path} holds token ids already; give text, JSONL, Parquet or Arrow")
     kinds = {".jsonl": jsonl_documents, ".parquet": parquet_documents, ".arrow": arrow_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
@@ -240,6 +244,53 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
         if not is_compressed(path) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise DataError(f"{path} is not whole ({reason_of(error)}); copy it again") from None
+
+
+def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None]:
+    """Where a file is cut, into parts of about `size` bytes; None stands for a file that is read as a whole."""
+    return list(_spans_of(path, reading, size))
+
+
+def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span | None]:
+    if is_compressed(path):
+        yield None
+    elif kind_of(path) == ".parquet":
+        description = open_parquet(path).metadata
+        groups = range(description.num_row_groups)
+        yield from _joined((description.row_group(group).total_byte_size for group in groups), size)
+    elif kind_of(path) == ".arrow":
+        yield from _joined((batch.nbytes for _, batch, _ in arrow_batches(path)), size)
+    else:
+        mark = b"\n" if kind_of(path) == ".jsonl" else reading.separator.encode()
+        start, end = 0, path.stat().st_size
+        while start < end:
+            stop = _end_after(path, mark, start + size, end)
+            yield Span(start, stop)
+            start = stop
+
+
+def _joined(sizes: Iterable[int], least: int) -> Iterator[Span]:
+    """Runs of parts that together have at least so many bytes; the last may have fewer."""
+    start = stop = total = 0
+    for stop, size in enumerate(sizes, 1):
+        total += size
+        if total >= least:
+            yield Span(start, stop)
+            start, total = stop, 0
+    if stop > start:
+        yield Span(start, stop)
+
+
+def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
+    """The end of the first mark from `start` on, or of the file."""
+    with path.open("rb") as opened:
+        while start < size:
+            opened.seek(start)
+            found = opened.read(SEARCHED + len(mark)).find(mark)
+            if found >= 0:
+                return start + found + len(mark)
+            start += SEARCHED
+    return size
 
 
 def kind_of(path: Path) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from llama_jax.data.errors import DataError
+from llama_jax.errors import DataError
 
 LONGEST = 100_000  # rows of a pattern; weights of five digits have one
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus
-from llama_jax.data.errors import DataError
-from llama_jax.data.shuffle import shuffled
+from llama_jax.data.corpus import Corpus, shuffled
+from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
@@ -129,16 +128,17 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
     return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
 
 
-def fill_whole(batch: Batch, at: int, corpus: Corpus, members: Sequence[int]) -> None:
+def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:
     """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, whose targets are the
     mask."""
     assert corpus.targets is not None
     begin = 0
     for segment, document in enumerate(members, 1):
         where = slice(int(corpus.starts[document]), int(corpus.stops[document]))
-        row = at, slice(begin, begin + where.stop - where.start)
+        size = where.stop - where.start
+        row = *at, slice(begin, begin + size)
         batch.tokens[row] = corpus.tokens[where]
         batch.segment_ids[row] = segment
-        batch.positions[row] = np.arange(where.stop - where.start)
+        batch.positions[row] = np.arange(size)
         batch.mask[row] = corpus.targets[where]
-        begin = row[1].stop
+        begin += size

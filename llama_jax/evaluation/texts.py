@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
+from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import GenerationError, shown
 from llama_jax.evaluation.scoring import Continuation, Score, measure_with, score_pairs
 from llama_jax.inference.sampling import Sampling

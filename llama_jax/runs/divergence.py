@@ -11,7 +11,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.opening import Progress
+from llama_jax.data.load_corpus import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama

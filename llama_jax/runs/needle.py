@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
+from llama_jax.data.load_corpus import Progress
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places

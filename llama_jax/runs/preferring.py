@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
-from llama_jax.data.pairs import Pairs
+from llama_jax.data.load_corpus import Progress
+from llama_jax.data.preference_batches import Pairs
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import tracing_for

@@ -18,9 +18,8 @@ import numpy as np
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
-from llama_jax.data.errors import DataError
-from llama_jax.data.sources import Data, FoundData
-from llama_jax.errors import reading, shown
+from llama_jax.data.data_files import Data, FoundData
+from llama_jax.errors import DataError, reading, shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.data.documents import DocumentFormat, read_documents
-from llama_jax.data.vocabulary import examine
+from llama_jax.data.token_stream import examine
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe

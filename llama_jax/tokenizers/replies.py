@@ -15,6 +15,7 @@ from llama_jax.tokenizers.chat import (
     Message,
     chat_parts,
     check_messages,
+    encode_chat,
     reply_ends,
     resolve_format,
     takes_tools,
@@ -121,6 +122,26 @@ class ReplyEncoder:
         # The two are no parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
         found = self._encoded(said)
         return self._checked(Taught([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)]))
+
+    def prompt(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, special: bool = False
+    ) -> list[int]:
+        """Ids of what an answer follows: a chat up to where the assistant's reply begins, or BOS and a text; BOS where the
+        vocabulary's own rule says so.
+
+        Args:
+          special: whether "<|eot_id|>" and the like in a text are special tokens. A BOS that is there already is then not
+            put there again.
+
+        Raises:
+          GenerationError, TokenizerError: as `encode_chat` and `Tokenizer.encode` raise them.
+        """
+        if not isinstance(prompt, str):
+            return encode_chat(self.tokenizer, prompt, self.format, self._renderer, tools)
+        named = self.tokenizer.special_tokens if special else {}
+        bos = [self.tokenizer.bos_id] * self.tokenizer.add_bos
+        found = self.tokenizer.encode_parts(split_special(prompt, named)) if prompt else []
+        return found if bos and found[:1] == bos else [*bos, *found]
 
     def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[Part]:
         return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)

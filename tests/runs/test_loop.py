@@ -20,7 +20,7 @@ from mortal_run import recipe, write_words
 
 import llama_jax
 from llama_jax.data import DocumentFormat
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError

@@ -13,7 +13,7 @@ from mortal_run import preferring, recipe
 from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.history import read_run

@@ -9,7 +9,7 @@ from mortal_run import preferring, recipe, rewarding, write_words
 from test_loop import StopAt
 
 from llama_jax.data import ChatReading
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log

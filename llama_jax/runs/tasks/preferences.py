@@ -16,10 +16,10 @@ import numpy as np
 from tqdm import tqdm
 
 from llama_jax.data.batches import Batches
-from llama_jax.data.conversations import open_judged, open_preferences
+from llama_jax.data.chat_tokens import open_judged, open_preferences
 from llama_jax.data.documents import jsonl_objects
-from llama_jax.data.opening import Progress
-from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
+from llama_jax.data.load_corpus import Progress
+from llama_jax.data.preference_batches import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
 from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes

@@ -15,7 +15,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
+from llama_jax.data.rl_prompts import (
+    Asking,
+    PromptReading,
+    PromptSet,
+    asking,
+    asking_held,
+    hold_apart,
+    open_prompts,
+    without,
+)
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions
 from llama_jax.model.options import Layout

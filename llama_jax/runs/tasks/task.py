@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from llama_jax.data.sources import FoundData
+from llama_jax.data.data_files import FoundData
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from llama_jax.data.errors import DataError
+from llama_jax.errors import DataError
 
 Call = tuple[Any, ...]
 """A function of a module, and its arguments: whatever can be pickled."""
 Progress = Callable[[int, int], None]
-"""Is told after each call how many are done, of how many."""
+"""Called after each call with how many are done, of how many."""
 Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
-"""Gives what calls give, in their order, wherever they run; the first that fails ends it."""
+"""Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
 
 
 def cores() -> int:

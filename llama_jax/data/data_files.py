@@ -1,8 +1,10 @@
-"""The files that a corpus is made from, and whether they are still the same."""
+"""The files that a corpus is made from, also in the layouts of the Hugging Face hub and its datasets library, and whether
+they are still the same."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections import Counter
@@ -12,17 +14,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.data.errors import DataError
-from llama_jax.data.fetched import on_this_machine
-from llama_jax.data.hub import data_files
+from llama_jax.data.data_cache import SPLITS, STATE, UNFINISHED, on_this_machine
 from llama_jax.data.mixture import shares
-from llama_jax.errors import shown
+from llama_jax.errors import DataError, shown
 from llama_jax.storage import resolved
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record")
+KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
 SUFFIXES = (*KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
+SPLIT = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
+NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
+# On the hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
+NUMBERED = re.compile(rf"{SPLIT}{NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
+CACHED = re.compile(rf"\w+-{SPLIT}(?:{NUMBERS})?\.arrow")
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,6 @@ def find_data(data: Data) -> list[FoundData]:
     return found
 
 
-def given_paths(paths: Paths) -> list[Path]:
-    """The paths as they are on this machine; what a URL names is fetched."""
-    return [on_this_machine(path, SUFFIXES) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-
-
 class Source(NamedTuple):
     """A file as it was when it was read."""
 
@@ -97,7 +97,7 @@ def find_files(paths: Paths) -> list[Path]:
 
     Raises:
       DataError: nothing at a path, nothing to read in a folder, an empty file, a file twice, or a folder with several
-        splits of a dataset.
+        splits of a dataset or with a build that is not finished.
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
@@ -105,6 +105,7 @@ def find_files(paths: Paths) -> list[Path]:
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():
+            check_finished(given)
             inside = sorted(
                 file
                 for file in given.rglob("[!.]*")
@@ -114,7 +115,7 @@ def find_files(paths: Paths) -> list[Path]:
             )
             if not inside:
                 raise DataError(f"{path} holds no file that ends in {', '.join(KINDS)}; give the files by name")
-            found += data_files(given, inside)
+            found += _one_split(given, inside)
         elif given.is_file():
             found.append(given)
         else:
@@ -126,6 +127,59 @@ def find_files(paths: Paths) -> list[Path]:
         if not file.stat().st_size:
             raise DataError(f"{file} is empty; is it the right file?")
     return found
+
+
+def check_finished(folder: Path) -> None:
+    """Raise DataError for a build in a folder, or below it, that is not finished."""
+    for found in folder.rglob(UNFINISHED):
+        if not any(part.startswith(".") for part in found.parent.relative_to(folder).parts):
+            raise DataError(
+                f"{found.parent} holds a build that is not finished; the same `llama-jax data build` continues it"
+            )
+
+
+def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """The files below a folder that are the one split of a dataset; all of them if the folder is no dataset.
+
+    Raises:
+      DataError: it holds several splits, which would all be trained on.
+    """
+    for file in files:
+        for above in (file.parent, *file.parent.parents):
+            if (above / SPLITS).is_file():
+                names = sorted(entry.name for entry in above.iterdir() if (entry / STATE).is_file())
+                raise _several(folder, names, f"{above}/{names[0] if names else 'NAME'}")
+            if above == folder:
+                break
+    found = [file for file in files if file.suffix != ".arrow" or _is_saved(file)]
+    splits: dict[str, Path] = {}
+    for file in found:
+        if (match := NUMBERED.fullmatch(file.name) or CACHED.fullmatch(file.name)) is not None:
+            splits.setdefault(match["split"], file)
+    if len(splits) > 1:
+        name, file = next((pair for pair in splits.items() if pair[0] == "train"), next(iter(splits.items())))
+        raise _several(folder, sorted(splits), f"{file.parent}/*{name}*")
+    return found
+
+
+def _is_saved(file: Path) -> bool:
+    """Whether an Arrow file belongs to the dataset saved in its folder, which may also hold cached results of computations.
+
+    Raises:
+      DataError: the list of its files is damaged.
+    """
+    state = file.parent / STATE
+    if not state.is_file():
+        return True
+    try:
+        names = {entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{state} does not list the files of a dataset ({type(error).__name__}); save it again") from None
+    return file.name in names
+
+
+def _several(folder: Path, names: list[str], example: str) -> DataError:
+    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; give one of them, as {example}")
 
 
 def _check_once(files: Sequence[Path]) -> None:

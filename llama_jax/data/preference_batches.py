@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.batches import ENDLESS
-from llama_jax.data.corpus import Corpus
-from llama_jax.data.duplicates import fingerprints, keep_together
-from llama_jax.data.errors import DataError
-from llama_jax.data.packing import pack
-from llama_jax.data.shuffle import check_seed, shuffled
+from llama_jax.data.batches import HostRows
+from llama_jax.data.corpus import Corpus, fingerprints, keep_together, shuffled
+from llama_jax.data.packing import fill_whole, pack
+from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
 
 
@@ -196,24 +194,21 @@ class PairRows:
         Raises:
           DataError: a seed or a batch that cannot be.
         """
-        if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
-        if seed is not None:
-            check_seed(seed)
+        self._host = HostRows(batch, seed, host, hosts)
         order = np.arange(pairs.count) if seed is None else shuffled(pairs.count, seed, 0)
         packed = pack(pairs.sizes[order].tolist(), length + 1)
         self.members = [order[row].tolist() for row in packed]
         self.most = max(map(len, self.members))
         self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
-        self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
         self._order = lru_cache(maxsize=1)(self._shuffled)
 
     def __len__(self) -> int:
-        return -(-len(self.members) // self._batch) if self._seed is None else ENDLESS
+        return self._host.batch_count(len(self.members))
 
     def __getitem__(self, number: int) -> PairBatch:
         """This host's rows of a global batch."""
-        share, most = self._share, self.most
+        rows = self._host.rows(number)
+        share, most, pairs = len(rows), self.most, self._pairs
         tokens, segment_ids, positions = (np.zeros((share, 2, self._length + 1), np.int32) for _ in range(3))
         there = np.zeros((share, most), bool)
         made = PairBatch(
@@ -222,35 +217,25 @@ class PairRows:
             positions,
             np.zeros(tokens.shape, bool),
             there,
-            None if self._pairs.desirable is None else np.zeros_like(there),
+            None if pairs.desirable is None else np.zeros_like(there),
             None if self._reference is None else np.zeros((share, 2, most), np.float32),
         )
         for at in range(share):
-            self._fill(made, at, self.row(number, at))
+            members = self.row(number, at)
+            for side, corpus in enumerate((pairs.first, pairs.second)):
+                fill_whole(made, (at, side), corpus, members)
+            there[at, : len(members)] = True
+            if made.desirable is not None and pairs.desirable is not None:
+                made.desirable[at, : len(members)] = pairs.desirable[members]
+            if made.reference is not None and self._reference is not None:
+                made.reference[at, :, : len(members)] = self._reference[members].T
         return made
 
     def row(self, number: int, at: int) -> list[int]:
         """The pairs of row `at` of this host's share of a batch."""
-        epoch, row = divmod(number * self._batch + self._first + at, len(self.members))
+        epoch, row = divmod(self._host.rows(number)[at], len(self.members))
         return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         count = len(self.members)
         return np.arange(count) if self._seed is None else shuffled(count, self._seed, 2 * epoch + 2)
-
-    def _fill(self, batch: PairBatch, at: int, members: list[int]) -> None:
-        for which, corpus in enumerate((self._pairs.first, self._pairs.second)):
-            assert corpus.targets is not None
-            begin = 0
-            for segment, pair in enumerate(members):
-                where = slice(int(corpus.starts[pair]), int(corpus.stops[pair]))
-                size = where.stop - where.start
-                place = at, which, slice(begin, begin + size)
-                batch.tokens[place], batch.mask[place] = corpus.tokens[where], corpus.targets[where]
-                batch.segment_ids[place], batch.positions[place] = segment + 1, np.arange(size)
-                begin += size
-        batch.there[at, : len(members)] = True
-        if batch.desirable is not None and self._pairs.desirable is not None:
-            batch.desirable[at, : len(members)] = self._pairs.desirable[members]
-        if batch.reference is not None and self._reference is not None:
-            batch.reference[at, :, : len(members)] = self._reference[members].T

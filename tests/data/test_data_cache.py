@@ -8,9 +8,9 @@ import vocabularies
 
 from llama_jax.cli.train import _sources
 from llama_jax.data import open_corpus
-from llama_jax.data.building import build
-from llama_jax.data.errors import DataError
-from llama_jax.data.sources import SUFFIXES, WeightedData, find_data, find_files
+from llama_jax.data.build_corpus import build
+from llama_jax.data.data_files import SUFFIXES, WeightedData, find_data, find_files
+from llama_jax.errors import DataError
 from llama_jax.storage import locate
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.making import byte_tokenizer
@@ -61,7 +61,7 @@ def test_a_file_that_was_touched_is_fetched_again(store, texts):
 
 
 def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_jax.data.fetched.RECENT", -1)
+    monkeypatch.setattr("llama_jax.data.data_cache.RECENT", -1)
     monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "0")
     url = store.upload(texts, "texts")
     first = find_files(f"{url}/a.txt")
@@ -75,11 +75,10 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     tokenizer = load_tokenizer(vocabularies.write(tmp_path / "vocabulary", "sentencepiece"))
     build(store.upload(texts, "texts"), tmp_path / "built", tmp_path / "vocabulary", processes=1)
     url = store.upload(tmp_path / "built", "built")
-    assert open_corpus(url, tokenizer).digest == open_corpus(tmp_path / "built", tokenizer).digest
-    shard = next(key for key in store.objects if key.endswith(".array_record"))
-    assert find_files(f"s3://bucket/{shard}")[0].with_name("manifest.json").is_file()
-    del store.objects[shard]
-    with pytest.raises(DataError, match="manifest"):
+    expected = open_corpus(tmp_path / "built", tokenizer).digest
+    assert open_corpus(url, tokenizer).digest == open_corpus(f"{url}/tokens.corpus", tokenizer).digest == expected
+    store.objects["built/unfinished-build.json"] = b"{}"
+    with pytest.raises(DataError, match="holds a build that is not finished"):
         open_corpus(url, tokenizer)
 
 

@@ -6,7 +6,7 @@ from byte_tokenizer import BOS, EOS
 from test_conversations import Tokenizer, llama3, written  # noqa: F401  # a fixture
 
 from llama_jax.data import DataError
-from llama_jax.data.prompts import PromptReading, asking, asking_held, hold_apart, open_prompts
+from llama_jax.data.rl_prompts import PromptReading, asking, asking_held, hold_apart, open_prompts
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat
 

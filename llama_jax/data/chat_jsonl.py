@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.data.documents import jsonl_objects
-from llama_jax.data.errors import DataError
-from llama_jax.errors import shown
+from llama_jax.errors import DataError, shown
 from llama_jax.tokenizers import Message
 
 # What stands for the roles in ShareGPT and its descendants.
@@ -29,18 +28,18 @@ class Example(NamedTuple):
 
     Attributes:
       prompt: a text, or messages.
-      answers: of the same kind as the prompt: one, or two, the first of which is preferred.
+      answers: of the same kind as the prompt: one, or two, the first of which is preferred; none of a prompt alone.
       tools: functions that the model may call.
+      columns: all fields of the line, as they are there.
       line: the number of the line.
-      read: bytes of the file that have been read so far.
       desirable: whether a single answer is good, if the line says so.
     """
 
     prompt: Said
     answers: tuple[Said, ...]
     tools: tuple[dict[str, Any], ...]
+    columns: dict[str, Any]
     line: int
-    read: int
     desirable: bool | None = None
 
 
@@ -59,44 +58,24 @@ def read_chats(path: Path) -> Iterator[Example]:
     Raises:
       DataError: a line with something else, by its file, line and field.
     """
-    for found, line, read in jsonl_objects(path):
-        at = _Line(f"{path}, line {line}", found)
-        answer: Said
+    for line in _lines(path):
         prompt: Said = ()
-        if "messages" in found or "conversations" in found:
-            answer = at.chat("messages" if "messages" in found else "conversations")
-            if answer and answer[0]["role"] != "system":
-                answer = (*at.system(), *answer)
-        elif "prompt" in found and "completion" in found:
-            prompt, answer = at.completed()
-        elif "instruction" in found and "output" in found:
-            given = "\n\n".join(filter(None, (at.text("instruction"), at.text("input", optional=True))))
-            prompt = (*at.system(), {"role": "user", "content": given})
-            answer = ({"role": "assistant", "content": at.text("output")},)
+        answer: Said
+        if "messages" in line.found or "conversations" in line.found:
+            answer = line.with_system(line.chat("messages" if "messages" in line.found else "conversations"))
+        elif "prompt" in line.found and "completion" in line.found:
+            prompt, answer = line.completed()
+        elif "instruction" in line.found and "output" in line.found:
+            given = "\n\n".join(filter(None, (line.text("instruction"), line.text("input", optional=True))))
+            prompt = line.with_system(({"role": "user", "content": given},))
+            answer = ({"role": "assistant", "content": line.text("output")},)
         else:
-            raise at.wrong(f"the fields are {at.fields()}; name them so: {CHATS}")
-        if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
-            raise at.wrong("no message has the role 'assistant', so there is nothing to learn; leave the line out")
-        yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read)
+            raise line.wrong(f"the fields are {line.fields()}; name them so: {CHATS}")
+        line.check_answer(answer, "no message has the role 'assistant', so there is nothing to learn; leave the line out")
+        yield line.example(prompt, answer)
 
 
-class AskedLine(NamedTuple):
-    """A line of a file of prompts.
-
-    Attributes:
-      prompt: a text, or messages.
-      tools: functions that the model may call.
-      columns: all fields of the line, as they are there.
-      line: the number of the line.
-    """
-
-    prompt: Said
-    tools: tuple[dict[str, Any], ...]
-    columns: dict[str, Any]
-    line: int
-
-
-def read_prompts(path: Path) -> Iterator[AskedLine]:
+def read_prompts(path: Path) -> Iterator[Example]:
     """Prompts: `prompt`, a text or messages, with an optional `system` text as the first message. A line may have any other
     fields, the same in all lines: they are for judging the answers.
 
@@ -104,18 +83,16 @@ def read_prompts(path: Path) -> Iterator[AskedLine]:
       DataError: a line with something else, by its file, line and field.
     """
     columns: list[str] | None = None
-    for found, line, _ in jsonl_objects(path):
-        at = _Line(f"{path}, line {line}", found)
-        if "prompt" not in found:
-            raise at.wrong(f"prompt is missing, a text or messages; the fields are {at.fields()}")
-        columns = list(found) if columns is None else columns
-        for name in sorted(set(columns) ^ set(found)):
+    for line in _lines(path):
+        if "prompt" not in line.found:
+            raise line.wrong(f"prompt is missing, a text or messages; the fields are {line.fields()}")
+        columns = list(line.found) if columns is None else columns
+        for name in sorted(set(columns) ^ set(line.found)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
-            raise at.wrong(f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some")
-        prompt = at.said("prompt")
-        if not isinstance(prompt, str) and prompt[0]["role"] != "system":
-            prompt = (*at.system(), *prompt)
-        yield AskedLine(prompt, () if isinstance(prompt, str) else at.tools(), found, line)
+            raise line.wrong(
+                f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some"
+            )
+        yield line.example(line.with_system(line.said("prompt")))
 
 
 def read_preferences(path: Path) -> Iterator[Example]:
@@ -127,24 +104,24 @@ def read_preferences(path: Path) -> Iterator[Example]:
     Raises:
       DataError: a line with something else, by its file, line and field.
     """
-    for found, line, read in jsonl_objects(path):
-        at = _Line(f"{path}, line {line}", found)
-        missing = [name for name in ("chosen", "rejected") if name not in found]
+    for line in _lines(path):
+        missing = [name for name in ("chosen", "rejected") if name not in line.found]
         if missing:
-            raise at.wrong(f"{missing[0]} is missing; give prompt, chosen and rejected; the fields are {at.fields()}")
-        chosen, rejected = at.said("chosen"), at.said("rejected")
-        at.same_kind("chosen", chosen, "rejected", rejected)
+            raise line.wrong(f"{missing[0]} is missing; give prompt, chosen and rejected; the fields are {line.fields()}")
+        chosen, rejected = line.said("chosen"), line.said("rejected")
+        line.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
-            raise at.wrong("chosen and rejected are the same, so neither is preferred; leave the line out")
+            raise line.wrong("chosen and rejected are the same, so neither is preferred; leave the line out")
         prompt: Said
         if isinstance(chosen, str) or isinstance(rejected, str):
-            prompt = at.text("prompt")
+            prompt = line.text("prompt")
         else:
-            prompt, chosen, rejected = at.answers(chosen, rejected)
+            prompt, chosen, rejected = line.answers(chosen, rejected)
             for name, answer in (("chosen", chosen), ("rejected", rejected)):
-                if not any(message["role"] == "assistant" for message in answer):
-                    raise at.wrong(f"{name} has no message of the role 'assistant' after the prompt; leave the line out")
-        yield Example(prompt, (chosen, rejected), () if isinstance(chosen, str) else at.tools(), line, read)
+                line.check_answer(
+                    answer, f"{name} has no message of the role 'assistant' after the prompt; leave the line out"
+                )
+        yield line.example(prompt, chosen, rejected)
 
 
 def read_judged(path: Path) -> Iterator[Example]:
@@ -154,43 +131,56 @@ def read_judged(path: Path) -> Iterator[Example]:
     Raises:
       DataError: a line with something else, by its file, line and field.
     """
-    for found, line, read in jsonl_objects(path):
-        at = _Line(f"{path}, line {line}", found)
+    for line in _lines(path):
         for name in ("prompt", "completion", "label"):
-            if name not in found:
-                raise at.wrong(f"{name} is missing; give prompt, completion and label; the fields are {at.fields()}")
-        prompt, answer = at.completed()
-        if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
-            raise at.wrong("completion has no message of the role 'assistant'; leave the line out")
-        if not isinstance(found["label"], bool):
-            raise at.wrong(f"label={shown(found['label'], 60)} must be true, for a good answer, or false")
-        yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read, found["label"])
+            if name not in line.found:
+                raise line.wrong(f"{name} is missing; give prompt, completion and label; the fields are {line.fields()}")
+        prompt, answer = line.completed()
+        line.check_answer(answer, "completion has no message of the role 'assistant'; leave the line out")
+        label = line.found["label"]
+        if not isinstance(label, bool):
+            raise line.wrong(f"label={shown(label, 60)} must be true, for a good answer, or false")
+        yield line.example(prompt, answer)._replace(desirable=label)
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    return (_Line(path, number, found) for found, number, _ in jsonl_objects(path))
 
 
 class _Line:
     """The object of a line, whose fields are looked at one by one."""
 
-    def __init__(self, where: str, found: dict[str, Any]) -> None:
-        self._where = where
-        self._found = found
+    def __init__(self, path: Path, number: int, found: dict[str, Any]) -> None:
+        self._where, self._number = f"{path}, line {number}", number
+        self.found = found
+
+    def example(self, prompt: Said, *answers: Said) -> Example:
+        """The line as it is understood; texts have no tools."""
+        is_text = isinstance(answers[0] if answers else prompt, str)
+        return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
+
+    def check_answer(self, answer: Said, what: str) -> None:
+        """Raise an error that says `what` for messages of which none is the assistant's."""
+        if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
+            raise self.wrong(what)
 
     def wrong(self, what: str) -> DataError:
         return DataError(f"{self._where}: {what}")
 
     def fields(self) -> str:
-        return shown(list(self._found), 200) if self._found else "no fields"
+        return shown(list(self.found), 200) if self.found else "no fields"
 
     def text(self, name: str, *, optional: bool = False) -> str:
-        value = self._found.get(name)
+        value = self.found.get(name)
         if isinstance(value, str) or (optional and value is None):
             return value or ""
-        if name not in self._found:
+        if name not in self.found:
             raise self.wrong(f"{name} is missing, which must be a text; the fields are {self.fields()}")
         raise self.wrong(f"{name}={shown(value, 60)} must be a text")
 
     def said(self, name: str) -> Said:
         """A text, or messages."""
-        value = self._found[name]
+        value = self.found[name]
         if not isinstance(value, str | list):
             raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
         return value if isinstance(value, str) else self.chat(name)
@@ -199,22 +189,22 @@ class _Line:
         """`prompt` and `completion`, both texts or both messages."""
         prompt, answer = self.said("prompt"), self.said("completion")
         self.same_kind("prompt", prompt, "completion", answer)
-        if not isinstance(prompt, str) and prompt and prompt[0]["role"] != "system":
-            prompt = (*self.system(), *prompt)
-        return prompt, answer
+        return self.with_system(prompt), answer
 
     def same_kind(self, name: str, value: Said, other: str, also: Said) -> None:
         if isinstance(value, str) != isinstance(also, str):
             kinds = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
             raise self.wrong(f"{kinds[0]}, but {kinds[1]}; give both as texts, or both as messages")
 
-    def system(self) -> tuple[Message, ...]:
-        """The message that the field `system` stands for, where it has a text."""
+    def with_system(self, said: Said) -> Any:
+        """Messages, after the one that the field `system` stands for, where it has a text and they have no such message."""
+        if isinstance(said, str) or not said or said[0]["role"] == "system":
+            return said
         text = self.text("system", optional=True)
-        return ({"role": "system", "content": text},) if text else ()
+        return ({"role": "system", "content": text}, *said) if text else said
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        value = self._found.get("tools")
+        value = self.found.get("tools")
         if isinstance(value, str):
             try:
                 value = json.loads(value) if value.strip() else None
@@ -227,7 +217,7 @@ class _Line:
         return tuple(value)
 
     def chat(self, name: str) -> tuple[Message, ...]:
-        value = self._found[name]
+        value = self.found[name]
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{name}={shown(value, 60)} must be a list with at least one message")
         return tuple(self._message(f"{name}[{i}]", each) for i, each in enumerate(value))
@@ -265,12 +255,10 @@ class _Line:
     ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
         """The prompt, and both answers to it."""
         prompt: Sequence[Message] = ()
-        given = self._found.get("prompt")
+        given = self.found.get("prompt")
         if given is not None:
             said = self.said("prompt")
-            prompt = ({"role": "user", "content": said},) if isinstance(said, str) else said
-            if prompt and prompt[0]["role"] != "system":
-                prompt = (*self.system(), *prompt)
+            prompt = self.with_system(({"role": "user", "content": said},) if isinstance(said, str) else said)
             if chosen[0]["role"] not in ("system", "user"):
                 return tuple(prompt), chosen, rejected
         common = 0

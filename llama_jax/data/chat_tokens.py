@@ -12,11 +12,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chats import Example, read_chats, read_judged, read_preferences
+from llama_jax.data.chat_jsonl import Example, read_chats, read_judged, read_preferences
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.errors import DataError
-from llama_jax.data.sources import Paths, describe, find_files, untouched
-from llama_jax.errors import GenerationError, TokenizerError, shown
+from llama_jax.data.data_files import Paths, describe, find_files, untouched
+from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.base import special_pattern
 from llama_jax.tokenizers.replies import ReplyEncoder, Taught
@@ -140,6 +139,23 @@ def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRe
     return Judged(found[0], np.array(desirable, bool), counts)
 
 
+def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:
+    """The examples in JSONL files, each with its file.
+
+    Raises:
+      DataError: another file, or one that changes meanwhile.
+    """
+    files = find_files(paths)
+    for file in files:
+        if file.suffix.lower() != ".jsonl":
+            raise DataError(f"{file} is no .jsonl, whose lines are objects; give files of that name")
+    for file in files:
+        source = describe(file)
+        yield from ((file, example) for example in read(file))
+        if not untouched(file, source):
+            raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+
+
 def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[Taught, ...]:
     """The tokens of an example, once for each of its answers.
 
@@ -182,30 +198,27 @@ def _read(
     special = special_pattern(tokenizer.special_tokens)
     spelt = ""  # where a text spells a special token
     with ReplyEncoder(tokenizer, reading.format) as encoder:
-        for file in _files(paths):
-            source = describe(file)
-            for example in read(file):
-                where = f"{file}, line {example.line}"
-                if not isinstance(example.answers[0], str):
-                    _ = encoder.format  # that there is none is no fault of the line
-                try:
-                    found = encode_example(encoder, example, special=reading.special)
-                except (GenerationError, TokenizerError) as error:
-                    raise DataError(f"{where}: {error}") from None
-                counts.read += 1
-                counts.longest = max(counts.longest, *(len(taught.ids) for taught in found))
-                if not spelt and not reading.special:
-                    texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
-                    spelt = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
-                sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
-                if _take(sides, found, length, reading.too_long, counts):
-                    desirable.append(example.desirable)
-            if not untouched(file, source):
-                raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+        for file, example in examples_of(paths, read):
+            where = f"{file}, line {example.line}"
+            if not isinstance(example.answers[0], str):
+                _ = encoder.format  # that there is none is no fault of the line
+            try:
+                found = encode_example(encoder, example, special=reading.special)
+            except (GenerationError, TokenizerError) as error:
+                raise DataError(f"{where}: {error}") from None
+            counts.read += 1
+            counts.longest = max(counts.longest, *(len(taught.ids) for taught in found))
+            if not spelt and not reading.special:
+                texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
+                spelt = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
+            sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
+            if _take(sides, found, length, reading.too_long, counts):
+                desirable.append(example.desirable)
         if not counts.targets:
+            named = ", ".join(map(str, find_files(paths)))
             raise DataError(
-                f"{_named(paths)}: no example has a target ({counts}); is `messages` of the assistant, is `length` long"
-                " enough, and does {% generation %} in the chat template enclose what the assistant says?"
+                f"{named}: no example has a target ({counts}); is `messages` of the assistant, is `length` long enough, and"
+                " does {% generation %} in the chat template enclose what the assistant says?"
             )
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
         corpora = [side.corpus(lengths) for side in sides]
@@ -287,15 +300,3 @@ class _Growing:
             digest=digest.hexdigest(),
             targets=targets,
         )
-
-
-def _files(paths: Paths) -> list[Path]:
-    found = find_files(paths)
-    for file in found:
-        if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is no .jsonl; chats and preferences are objects, one a line of a file of that name")
-    return found
-
-
-def _named(paths: Paths) -> str:
-    return ", ".join(map(str, find_files(paths)))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_conversations import written
 
 from llama_jax.data import ChatReading, DataError
-from llama_jax.data.conversations import open_judged, open_preferences
-from llama_jax.data.pairs import (
+from llama_jax.data.chat_tokens import open_judged, open_preferences
+from llama_jax.data.preference_batches import (
     PairRows,
     Pairs,
     joined,

@@ -15,9 +15,9 @@ from byte_tokenizer import BOS, EOS, ByteTokenizer
 from conftest import shared_data
 
 import llama_jax
-from llama_jax.data import DataError, DocumentFormat, open_corpus, pieces
-from llama_jax.data import opening as module
-from llama_jax.data.cache import read_corpus
+from llama_jax.data import DataError, DocumentFormat, open_corpus, token_stream
+from llama_jax.data import load_corpus as module
+from llama_jax.data.corpus_file import read_corpus
 
 STORIES = ["Once upon a time,\nthere was a llama.", "é🦙", "The end."]
 
@@ -52,12 +52,12 @@ def no_reading(monkeypatch):
         raise AssertionError("a source was read")
 
     monkeypatch.setattr(module, "describe", fail)
-    monkeypatch.setattr(module, "read_pieces", fail)
-    monkeypatch.setattr("llama_jax.data.sources.describe", fail)
+    monkeypatch.setattr(module, "read_tokens", fail)
+    monkeypatch.setattr("llama_jax.data.data_files.describe", fail)
 
 
 def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
-    monkeypatch.setattr(pieces, "BLOCK", 2)  # so that documents come in parts
+    monkeypatch.setattr(token_stream, "BLOCK", 2)  # so that documents come in parts
     (data / "b.jsonl").write_text('{"text": "from a line"}\n')
     np.array([BOS, 104, 105, EOS, BOS, 33, EOS], np.uint16).tofile(data / "c.bin")
     writer = ArrayRecordWriter(str(data / "d.array_record"), "group_size:1")
@@ -135,14 +135,16 @@ def test_two_processes_on_one_cache(data, cache):
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from byte_tokenizer import ByteTokenizer
-from llama_jax.data import open_corpus
+from llama_jax.data import open_corpus, token_stream
 
 class Waiting(ByteTokenizer):
-    def encode(self, text, **ends):
-        if text.startswith("The end"):
+    def encode_batch(self, texts):
+        if texts[-1].startswith("The end"):
             print("half", flush=True)
             sys.stdin.readline()
-        return super().encode(text, **ends)
+        return super().encode_batch(texts)
+
+token_stream.MOST = 1
 
 print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
 """
@@ -161,7 +163,7 @@ print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
 def test_a_source_that_was_only_touched_is_not_tokenised_again(data, cache, monkeypatch):
     open_corpus(data, ByteTokenizer(), cache=cache)
     os.utime(data / "a.txt", ns=(1, 1))
-    monkeypatch.setattr(module, "read_pieces", None)
+    monkeypatch.setattr(module, "read_tokens", None)
     assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
 
 
@@ -217,7 +219,7 @@ def test_a_damaged_file_is_made_again_with_a_warning(data, cache):
     open_corpus(data, ByteTokenizer(), cache=cache)
     path = only_file(cache)
     path.write_bytes(b"something else")
-    with pytest.warns(UserWarning, match=re.escape(f"{path} is not a whole corpus of tokens; tokenising again")):
+    with pytest.warns(UserWarning, match=re.escape(f"{path} is not a whole corpus of tokens; tokenizing again")):
         corpus = open_corpus(data, ByteTokenizer(), cache=cache)
     assert texts(corpus) == texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
 
@@ -242,13 +244,15 @@ def test_a_kill_leaves_no_corpus_and_what_it_leaves_goes(data, cache):
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from byte_tokenizer import ByteTokenizer
-from llama_jax.data import open_corpus
+from llama_jax.data import open_corpus, token_stream
 
 class Deadly(ByteTokenizer):
-    def encode(self, text, **ends):
-        if text.startswith("The end"):
+    def encode_batch(self, texts):
+        if texts[-1].startswith("The end"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(text, **ends)
+        return super().encode_batch(texts)
+
+token_stream.MOST = 1
 
 open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
 """
@@ -260,11 +264,10 @@ open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
 
 def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
     class Writing(ByteTokenizer):
-        def encode(self, text, **ends):
-            if text == STORIES[0]:
-                with (data / "a.txt").open("a") as file:
-                    file.write("more")
-            return super().encode(text, **ends)
+        def encode_batch(self, texts):
+            with (data / "a.txt").open("a") as file:
+                file.write("more")
+            return super().encode_batch(texts)
 
     with pytest.raises(DataError, match="changed while it was read"):
         open_corpus(data, Writing(), cache=cache)
@@ -274,6 +277,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
 @pytest.mark.parametrize("documents", [1, 7])
 def test_progress_sees_every_megabyte_as_it_is_read(documents, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(module, "MEGABYTE", 100)
+    monkeypatch.setattr(token_stream, "MOST", 1)
     tokenizer = ByteTokenizer()
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{"x" * 200}"}}\n' * documents)
@@ -315,7 +319,10 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
     os.mkfifo(tmp_path / "pipe")
     for paths, message in [
         (tmp_path / "none", "none does not exist"),
-        (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record"),
+        (
+            tmp_path / "model",
+            "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record, .corpus",
+        ),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
         ([], "no files of data were given"),
         ([data, str(data / "a.txt")], "a.txt is given twice"),

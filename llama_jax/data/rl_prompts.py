@@ -7,19 +7,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chats import AskedLine, read_prompts
-from llama_jax.data.errors import DataError
-from llama_jax.data.shuffle import check_seed, shuffled
-from llama_jax.data.sources import Paths, describe, find_files, untouched
-from llama_jax.errors import GenerationError, TokenizerError
-from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, resolve_format, takes_tools
-from llama_jax.tokenizers.base import split_special
-from llama_jax.tokenizers.template import Renderer
+from llama_jax.data.chat_jsonl import read_prompts
+from llama_jax.data.chat_tokens import examples_of
+from llama_jax.data.corpus import check_seed, shuffled
+from llama_jax.data.data_files import Paths, find_files
+from llama_jax.errors import DataError, GenerationError, TokenizerError
+from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 
 ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside those by which data are shuffled
 
@@ -99,75 +96,31 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     ids: list[tuple[int, ...]] = []
     columns: dict[str, list[Any]] = {}
     sizes: list[int] = []
-    encoder = _Encoder(tokenizer, reading)
-    try:
-        files = find_files(paths)
-        for file in files:
-            if file.suffix.lower() != ".jsonl":
-                raise DataError(f"{file} is no .jsonl; prompts are objects, one a line of a file of that name")
-            source = describe(file)
-            for asked in read_prompts(file):
-                found = encoder.encode(file, asked)
-                columns = columns or {name: [] for name in asked.columns}
-                if set(columns) != set(asked.columns):
-                    others = ", ".join(sorted(set(columns) ^ set(asked.columns)))
-                    raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
-                sizes.append(len(found))
-                if len(found) > longest:
-                    continue
-                ids.append(found)
-                for name, value in asked.columns.items():
+    with ReplyEncoder(tokenizer, reading.format) as encoder:
+        for file, example in examples_of(paths, read_prompts):
+            if not isinstance(example.prompt, str):
+                _ = encoder.format  # that there is none is no fault of the line
+            try:
+                found = encoder.prompt(example.prompt, example.tools, special=reading.special)
+            except (GenerationError, TokenizerError) as error:
+                raise DataError(f"{file}, line {example.line}: {error}") from None
+            if not found:
+                raise DataError(f"{file}, line {example.line}: prompt='' has no token; give at least one")
+            columns = columns or {name: [] for name in example.columns}
+            if set(columns) != set(example.columns):
+                others = ", ".join(sorted(set(columns) ^ set(example.columns)))
+                raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
+            sizes.append(len(found))
+            if len(found) <= longest:
+                ids.append(tuple(found))
+                for name, value in example.columns.items():
                     columns[name].append(value)
-            if not untouched(file, source):
-                raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
-        stops = encoder.stops()
-    finally:
-        encoder.close()
+        stops = encoder.ends
     if not ids:
-        named = ", ".join(map(str, files))
+        named = ", ".join(map(str, find_files(paths)))
         short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
         raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; give longer rows, or shorter answers")
     return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
-
-
-class _Encoder:
-    """Encodes prompt after prompt, with one process for the checkpoint's template."""
-
-    def __init__(self, tokenizer: Tokenizer, reading: PromptReading) -> None:
-        self._tokenizer, self._reading = tokenizer, reading
-        self._format: Format | None = None  # which is looked at when the first chat comes
-        self._renderer = Renderer()
-
-    def close(self) -> None:
-        self._renderer.close()
-
-    def encode(self, file: Path, asked: AskedLine) -> tuple[int, ...]:
-        prompt, tokenizer = asked.prompt, self._tokenizer
-        if not isinstance(prompt, str) and self._format is None:
-            self._format = resolve_format(tokenizer, self._reading.format)
-        try:
-            if isinstance(prompt, str):
-                found = self._text(prompt)
-            elif asked.tools and not takes_tools(tokenizer, self._format or "plain"):
-                raise GenerationError("the chat format takes no tools; leave them out")
-            else:
-                found = encode_chat(tokenizer, prompt, self._format or "auto", self._renderer, asked.tools)
-        except (GenerationError, TokenizerError) as error:
-            raise DataError(f"{file}, line {asked.line}: {error}") from None
-        if not found:
-            raise DataError(f"{file}, line {asked.line}: prompt='' has no token; give at least one")
-        return tuple(found)
-
-    def _text(self, text: str) -> list[int]:
-        """BOS, where the vocabulary's own rule says so, and the text; where `special` tokens are read, no second BOS."""
-        bos = self._tokenizer.bos_id if self._tokenizer.add_bos else -1
-        named = self._tokenizer.special_tokens if self._reading.special else {}
-        found = self._tokenizer.encode_parts(split_special(text, named)) if text else []
-        return found if bos < 0 or found[:1] == [bos] else [bos, *found]
-
-    def stops(self) -> tuple[int, ...]:
-        """The tokens that end an answer: for chats also the end of a turn."""
-        return self._tokenizer.stop_ids if self._format is None else reply_ends(self._tokenizer, self._format)
 
 
 def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:

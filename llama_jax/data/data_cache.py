@@ -1,38 +1,101 @@
-"""Texts and corpora in a store: fetched once, into a folder of the cache, from which they are read like any others."""
+"""The cache of data: texts and corpora of a store, fetched once, and tokenized corpora, all below a limit in bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import platformdirs
 from tqdm import tqdm
 
-from llama_jax.data.cache import RECENT, cache_folder, cache_limit, elsewhere, note_use
-from llama_jax.data.errors import DataError
-from llama_jax.data.hub import SPLITS, STATE
-from llama_jax.data.manifest import MANIFEST
-from llama_jax.errors import reading
+from llama_jax.errors import DataError, reading
 from llama_jax.storage import StoredPath, locate
 from llama_jax.storage.view import MOST_OPEN, Listed
 from llama_jax.writing import appearing, remove
 
-OBJECTS = "objects"  # in the cache
-BESIDE = (MANIFEST, SPLITS, STATE)  # what tells of the data in a folder
+ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
+RECENT = 600  # seconds
+LIMIT = 100  # gigabytes of a cache
+CORPORA, OBJECTS = "corpora", "objects"  # in the cache
+SPLITS = "dataset_dict.json"  # beside a folder for each split, by DatasetDict.save_to_disk
+STATE = "state.json"  # beside the files of one, by Dataset.save_to_disk
+UNFINISHED = "unfinished-build.json"  # in a folder in which `build` works
+BESIDE = (SPLITS, STATE, UNFINISHED)  # what describes the data in a folder
 THREADS = 8  # files at a time
+
+
+def cache_folder() -> Path:
+    """The folder named by LLAMA_JAX_CACHE, or the user's cache folder."""
+    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax"))
+
+
+def cache_limit() -> int:
+    """LLAMA_JAX_CACHE_LIMIT in bytes, or LIMIT.
+
+    Raises:
+      DataError: it is not a number of gigabytes.
+    """
+    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
+    try:
+        limit = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        limit = -1
+    if limit < 0:
+        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; set it so, or not at all")
+    return limit
+
+
+def cannot_cache(text: str) -> DataError:
+    """The message that a cache cannot be written to, with the remedy."""
+    return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
+
+
+def note_use(path: Path) -> None:
+    """Record that an entry of a cache was used just now, for `make_room`."""
+    with suppress(OSError):  # a cache that is only read
+        os.utime(path)
+
+
+def make_room(folder: Path, limit: int, kept: Path) -> None:
+    """Remove the least recently used entries of a cache until no more than `limit` bytes are left.
+
+    What was used in the last minutes stays, since another process may be about to read it, and so does `kept`. A mapped
+    corpus stays readable in the processes that have it open. Only what has the name of an entry is touched.
+    """
+    found: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if ENTRY.fullmatch(path.name):
+                with suppress(OSError):
+                    files = path.rglob("*") if path.is_dir() else [path]
+                    size = sum(file.stat().st_size for file in files if file.is_file())
+                    found.append((path.stat().st_mtime, size, path))
+    total = sum(size for _, size, _ in found)
+    for used, size, path in sorted(found):
+        if total <= limit or used > time.time() - RECENT:
+            break
+        if path != kept:
+            remove(path)
+            if not path.exists():  # else it is somebody else's
+                total -= size
+
+
+# --- data in a store -----------------------------------------------------------------------------------------------------
 
 
 def on_this_machine(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
     """A path as it is; for a URL the file, or the folder, that holds what is stored there now.
 
-    Of a folder what is not hidden and has one of the suffixes is fetched, and what tells of it: into a folder of the cache
+    Of a folder what is not hidden and has one of the suffixes is fetched, and what describes it: into a folder of the cache
     that appears whole, and is taken again for as long as the store lists the same names, sizes and versions. All of these
-    are at most LLAMA_JAX_CACHE_LIMIT gigabytes; those go first that were not used for longest.
+    are at most LLAMA_JAX_CACHE_LIMIT gigabytes; the least recently used ones are removed first.
 
     Raises:
       DataError: nothing there, the store gives no answer, or no room for it.
@@ -56,9 +119,6 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
             raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; give the files by name")
     elif (alone := place.view.look(place.key)) is not None:
         base, single, found = place.parent, place.name, {place.name: alone}
-        manifest = (base / MANIFEST).view.look((base / MANIFEST).key) if place.name.endswith(".array_record") else None
-        if manifest is not None:
-            found[MANIFEST] = manifest
     else:
         raise DataError(f"{place}: nothing is stored there; give files of text, or a folder of them")
     told = json.dumps([str(place), sorted((name, *listed) for name, listed in found.items())])
@@ -66,9 +126,9 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
     folder = objects / hashlib.sha256(told.encode()).hexdigest()[:32]
     sizes = {name: int(listed.size or 0) for name, listed in found.items()}
     if not _is_whole(folder, sizes):
-        with appearing(folder, folder=True, raises=elsewhere) as target:
+        with appearing(folder, folder=True, raises=cannot_cache) as target:
             _fetch(base, sizes, target)
-        _make_room(objects, cache_limit(), folder)
+        make_room(objects, cache_limit(), folder)
     note_use(folder)
     return folder / single
 
@@ -105,19 +165,3 @@ def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(fetch, sizes))
-
-
-def _make_room(objects: Path, limit: int, kept: Path) -> None:
-    """Remove folders, those first that were not used for longest; what was used in the last minutes stays, and `kept`."""
-    found: list[tuple[float, int, Path]] = []
-    for folder in objects.iterdir():
-        with suppress(OSError):
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            found.append((folder.stat().st_mtime, size, folder))
-    total = sum(size for _, size, _ in found)
-    for used, size, folder in sorted(found):
-        if total <= limit or used > time.time() - RECENT:
-            break
-        if folder != kept and len(folder.name) == 32:
-            remove(folder)
-            total -= size

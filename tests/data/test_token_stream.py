@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
-from llama_jax.data import pieces as module
-from llama_jax.data.pieces import read_pieces
-from llama_jax.data.vocabulary import examine
+from llama_jax.data import token_stream as module
+from llama_jax.data.token_stream import examine, read_tokens
 
 
 def documents(path, tokenizer=None, **reading):
-    """[(ids, bytes of text)], the pieces of each document put together again."""
+    """[(ids, bytes of text)], the parts of each document put together again."""
     tokenizer = tokenizer or ByteTokenizer()
     found, reads = [], []
-    for piece in read_pieces(path, tokenizer, examine(tokenizer), DocumentFormat(**reading)):
-        reads.append(piece.read)
-        if piece.begins:
-            found.append(([], 0))
-        found[-1] = found[-1][0] + piece.tokens.tolist(), found[-1][1] + piece.text_bytes
+    for block in read_tokens(path, tokenizer, examine(tokenizer), DocumentFormat(**reading)):
+        reads.append(block.read)
+        counts = block.byte_counts.tolist()
+        if len(counts) > len(block.starts):
+            found[-1] = found[-1][0] + block.tokens[: [*block.starts, None][0]].tolist(), found[-1][1] + counts.pop(0)
+        ends = [*block.starts[1:], None]
+        found += [(block.tokens[s:e].tolist(), n) for s, e, n in zip(block.starts, ends, counts, strict=True)]
     assert reads == sorted(set(reads))
     assert reads[-1] == path.stat().st_size
     return found

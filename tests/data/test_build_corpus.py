@@ -1,4 +1,4 @@
-"""Shards: the same bytes by however many processes and interruptions, and the same documents as the files themselves."""
+"""A build: the same bytes by however many processes and interruptions, and the same documents as the files themselves."""
 
 import gzip
 import hashlib
@@ -17,12 +17,14 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data import DataError, DocumentFormat, building, open_corpus, shards, units, workers
-from llama_jax.data.building import LOCK, BuildOptions, build
-from llama_jax.data.manifest import MANIFEST, read_manifest
-from llama_jax.data.sources import describe
+from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus, process_pool
+from llama_jax.data.build_corpus import CORPUS, LOCK, PART, BuildOptions, build, make_part
+from llama_jax.data.corpus_file import read_info
+from llama_jax.data.data_cache import UNFINISHED
+from llama_jax.data.data_files import describe
 from llama_jax.errors import UserError
 from llama_jax.tokenizers import load_tokenizer
+from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.writing import hold, sign
 
 SMALL = BuildOptions(unit=2000)
@@ -72,19 +74,25 @@ def texts_of(corpus, tokenizer):
     return [tokenizer.decode(corpus.document(number).tolist()).strip() for number in range(corpus.document_count)]
 
 
-def test_shards_hold_the_documents_of_the_files_in_order(files, built, tokenizer, tmp_path):
-    folder, manifest = built
-    corpus = open_corpus(folder, tokenizer, cache=tmp_path)
+def test_it_holds_the_documents_of_the_files_in_order(files, built, tokenizer, tmp_path):
+    folder, info = built
+    corpus = open_corpus(folder, tokenizer, cache=tmp_path / "none")
+    assert not (tmp_path / "none").exists(), "it is mapped as it is"
     assert texts_of(corpus, tokenizer) == files[1]
     direct = open_corpus(files[0], tokenizer, cache=tmp_path)
     np.testing.assert_array_equal(corpus.tokens, direct.tokens)
     np.testing.assert_array_equal(corpus.byte_counts, direct.byte_counts)
-    assert (manifest.total("documents"), manifest.total("tokens")) == (corpus.document_count, corpus.token_count)
-    assert manifest.total("text_bytes") == sum(map(len, files[1]))
-    assert len(manifest.shards) > 10
-    assert read_manifest(folder) == manifest
-    found = contents(folder)
-    assert found == {shard.name: shard.sha256 for shard in manifest.shards} | {MANIFEST: found[MANIFEST]}
+    assert corpus.digest == direct.digest
+    assert (info.documents, info.tokens) == (corpus.document_count, corpus.token_count)
+    assert info.text_bytes == sum(map(len, files[1]))
+    assert info.origin["duplicates"] == 0
+    assert read_info(folder / CORPUS) == info
+    assert list(contents(folder)) == [CORPUS]
+
+
+def test_it_is_read_beside_other_files(files, built, tokenizer, tmp_path):
+    together = open_corpus([built[0], files[0] / "a.txt"], tokenizer, cache=tmp_path)
+    assert texts_of(together, tokenizer) == [*files[1], *files[1][:40]]
 
 
 @pytest.mark.slow
@@ -97,7 +105,7 @@ def test_two_processes_write_the_same_bytes(files, built, tmp_path):
 
 DYING = """
 import os, signal, sys
-from llama_jax.data.building import BuildOptions, build
+from llama_jax.data.build_corpus import BuildOptions, build
 
 def die(done, of):
     if done == 4:
@@ -116,54 +124,48 @@ def test_killed_with_its_processes_it_goes_on_to_the_same_bytes(files, built, tm
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert "Traceback" not in done.stderr  # Python's own tracker of semaphores says that it cleans up
-    assert len(list((tmp_path / "out").glob("shard-*.json"))) >= 4
+    assert len(list((tmp_path / "out").glob("part-*"))) >= 4
     build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, monkeypatch):
-    made, real = [], shards.write_shard
+    made, real = [], build_corpus.write_corpus
 
-    def dying(work, unit, *rest):
+    def dying(path, *rest, **named):
         if len(made) in (3, 9):
             made.append(None)
             raise KeyboardInterrupt
-        made.append(unit.number)
-        return real(work, unit, *rest)
+        made.append(path.name)
+        return real(path, *rest, **named)
 
-    monkeypatch.setattr(shards, "write_shard", dying)
+    monkeypatch.setattr(build_corpus, "write_corpus", dying)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-        assert not read_manifest(tmp_path / "out").finished
-    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+        assert (tmp_path / "out" / UNFINISHED).is_file()
+    info = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
-    assert [number for number in made if number is not None] == list(range(len(manifest.shards)))  # each once
-    monkeypatch.setattr(shards, "write_shard", None)
-    assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == manifest  # nothing is made again
+    found = [name for name in made if name is not None]
+    assert found == [*(PART.format(number) for number in range(len(found) - 1)), CORPUS]  # each once
+    assert len(found) > 10
+    monkeypatch.setattr(build_corpus, "write_corpus", None)
+    assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
 
 
 def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
     dropping = BuildOptions(unit=2000, drop_duplicates=True)
-    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
+    info = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
     kept = list(dict.fromkeys(files[1]))
-    assert texts_of(open_corpus(tmp_path / "out", tokenizer, cache=tmp_path), tokenizer) == kept
-    assert manifest.total("duplicates") == len(files[1]) - len(kept) >= 7
-
-
-def test_a_shard_of_which_nothing_is_left_is_no_file(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("The same.")
-    dropping = BuildOptions(drop_duplicates=True)
-    manifest = build([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
-    assert [shard.name for shard in manifest.shards] == ["shard-00000.array_record", None]
-    assert set(contents(tmp_path / "out")) == {"shard-00000.array_record", MANIFEST}
+    assert texts_of(open_corpus(tmp_path / "out", tokenizer), tokenizer) == kept
+    assert info.origin["duplicates"] == len(files[1]) - len(kept) >= 7
+    assert info.text_bytes == sum(map(len, kept))
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "aa"])
 @pytest.mark.parametrize("searched", [1, 7, 1 << 20])
 def test_documents_are_the_same_however_small_the_units_are(separator, searched, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(units, "SEARCHED", searched)
+    monkeypatch.setattr(documents, "SEARCHED", searched)
     path, reading = tmp_path / "a.txt", DocumentFormat(separator=separator)
     path.write_bytes("\ufeff".encode() + separator.join(["One.", "", "Zwei Grüße.", " \n ", "Three.", "Four"]).encode())
     whole = open_corpus(path, tokenizer, cache=tmp_path / "cache", reading=reading)
@@ -188,7 +190,7 @@ def test_what_cannot_be_built(files, built, tmp_path):
         (tmp_path / "cut.parquet", "out3", SMALL, "cut.parquet is not a whole Parquet file"),
         (files[0] / "d.parquet", "out4", column, r"d.parquet has no column 'body'; it has \['text'\]"),
         (files[0] / "a.txt", "other", SMALL, "other holds 'thing', and no build"),
-        (files[0] / "a.txt", built[0], SMALL, "was built with other sources; give another folder"),
+        (files[0] / "a.txt", built[0], SMALL, "was built with other files, sources; give another folder"),
     ):
         with pytest.raises(DataError, match=message):
             build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
@@ -219,16 +221,15 @@ class Pool:
 def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_path, monkeypatch):
     monkeypatch.setattr(Pool, "made", 0)
     monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Pool)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    dropping = BuildOptions(unit=2000, drop_duplicates=True)
     progress = []
-    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, progress=lambda *of: progress.append(of))
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, progress=lambda *of: progress.append(of))
     assert Pool.made == 1
-    assert progress == [(done, 2 * len(manifest.shards)) for done in range(1, 2 * len(manifest.shards) + 1)]
-    told, count = [call[0] for call in Pool.calls], len(manifest.shards)
-    assert told == [describe] * 6 + [units.spans_of] * 6 + [shards.look] * count + [shards.make] * count
+    count = len(progress)
+    assert progress == [(done, count) for done in range(1, count + 1)]
+    assert [call[0] for call in Pool.calls] == [describe] * 6 + [documents.spans_of] * 6 + [make_part] * count
 
 
 def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
@@ -238,42 +239,22 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
             future.set_exception(BrokenProcessPool("died"))
             return future
 
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", Dying)
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Dying)
     with pytest.raises(DataError, match=r"a process ended early.*the same command continues"):
         build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
 
-def test_shards_are_not_built_into_what_is_read(tmp_path):
+def test_it_is_not_built_into_what_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
-    with pytest.raises(DataError, match=r"texts/out is inside .*texts, and its shards would be read as data next time"):
+    with pytest.raises(DataError, match=r"texts/out is inside .*texts, and would be read as data next time"):
         build(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
 
 
-def test_a_full_disk_under_a_shard_is_one_line(files, tmp_path, monkeypatch):
-    """array_record says it by a RuntimeError."""
-
-    class Full:
-        def __init__(self, *_):
-            pass
-
-        def write(self, _):
-            raise RuntimeError("write() failed: No space left on device; at byte 20000")
-
-        def close(self):
-            raise RuntimeError("Failed to close: No space left on device")
-
-    monkeypatch.setattr("array_record.python.array_record_module.ArrayRecordWriter", Full)
-    said = r"shard-00000.array_record cannot be written \(.*No space left on device.*\); the disk is full"
-    with pytest.raises(DataError, match=said):
-        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-    assert not list((tmp_path / "out").glob("*shard*"))
-
-
 def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Pool)
     empty = tmp_path / "a.parquet"
     with pyarrow.parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})):
         pass
@@ -287,48 +268,78 @@ def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monke
             assert not (tmp_path / "out").exists()
 
 
-def stopped(files, folder, monkeypatch, shard=3):
-    """A build in a folder that ended before a shard."""
-    real = shards.make
+def stopped(files, folder, monkeypatch, part=3, options=SMALL):
+    """A build in a folder that ended before a part."""
 
-    def ending(work, unit, fates):
-        if unit.number == shard:
+    def ending(job, number, *unit):
+        if number == part:
             raise KeyboardInterrupt
-        return real(work, unit, fates)
+        make_part(job, number, *unit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "make", ending)
+        patch.setattr(build_corpus, "make_part", ending)
         with pytest.raises(KeyboardInterrupt):
-            build(files, folder, TOKENIZER, options=SMALL, processes=1)
+            build(files, folder, TOKENIZER, options=options, processes=1)
 
 
-@pytest.mark.parametrize("content", ["", "[1", "[1]", '{"name": 1}', '{"name": "a"}'])
-def test_broken_descriptions_are_named_with_a_remedy(content, files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", ["", "[1", "[1]"])
+def test_a_broken_plan_is_named_with_a_remedy(content, files, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
-    facts, manifest = tmp_path / "out" / "shard-00001.json", tmp_path / "out" / MANIFEST
-    for path, message in (
-        (facts, r"shard-00001.json is no description of a shard.*; remove it, and build again: its shard alone"),
-        (manifest, rf"manifest.json is no manifest of a build.*; remove {tmp_path}/out, and build again"),
-    ):
-        path.write_text(content)
-        with pytest.raises(DataError, match=message):
-            build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    (tmp_path / "out" / UNFINISHED).write_text(content)
+    with pytest.raises(DataError, match=rf"{UNFINISHED} is damaged; remove {tmp_path}/out, and build again"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
 
 
-def test_a_shard_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
+def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
-    (tmp_path / "out" / "shard-00000.array_record").unlink()
-    (tmp_path / "out" / "shard-00001.array_record").write_bytes(b"something else")
+    (tmp_path / "out" / PART.format(0)).unlink()
+    (tmp_path / "out" / PART.format(1)).write_bytes(b"something else")
     build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-    found, first = contents(tmp_path / "out"), contents(built[0])
-    assert {**found, MANIFEST: ""} == {**first, MANIFEST: ""}
+    assert contents(tmp_path / "out") == contents(built[0])
+
+
+def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    other = BuildOptions(unit=3000, drop_duplicates=True)
+    with pytest.raises(DataError, match="out was built with other drop_duplicates, unit; give another folder"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monkeypatch):
+    folder = tmp_path / "all" / "out"
+    stopped(files[0], folder, monkeypatch, part)
+    (tmp_path / "all" / "more.txt").write_text("More.")
+    message = f"{folder} holds a build that is not finished; the same `llama-jax data build` continues it"
+    for given in (folder, [files[0], folder], tmp_path / "all"):
+        with pytest.raises(DataError, match=message):
+            open_corpus(given, tokenizer, cache=tmp_path / "cache")
+    build(files[0], folder, TOKENIZER, options=SMALL, processes=1)
+    assert open_corpus(folder, tokenizer).document_count == len(files[1])
+
+
+def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path):
+    own = built[1].origin["fingerprint"][:12]
+    message = rf"was built with the tokenizer {bundled()} \(fingerprint {own}\), and is read with another one"
+    for given in (built[0], [built[0] / CORPUS, files[0] / "a.txt"]):
+        with pytest.raises(DataError, match=message + rf".* use --tokenizer {bundled()}"):
+            open_corpus(given, byte_tokenizer(), cache=tmp_path)
+
+
+def test_a_damaged_corpus_is_named(built, tokenizer, tmp_path):
+    content = (built[0] / CORPUS).read_bytes()
+    path = tmp_path / CORPUS
+    for damaged in (content[:-1], content[:1000] + b"?" + content[1001:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens"):
+            open_corpus(path, tokenizer, cache=tmp_path / "cache")
 
 
 def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
     wrong = BuildOptions(DocumentFormat(field="body"))
     with pytest.raises(DataError, match="no column 'body'"):
         build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
-    assert build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).total("documents") == 40
+    assert build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).documents == 40
 
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
@@ -343,31 +354,31 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
 
 
 def test_the_processes_of_a_build_do_without_jax():
-    code = (
-        "import sys, llama_jax.data.shards, llama_jax.data.building; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
-    )
+    code = "import sys, llama_jax.data.build_corpus; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_file_that_grows_between_the_looks_is_refused(tmp_path, monkeypatch):
-    path, real = tmp_path / "a.jsonl.gz", shards.look
+def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.gz"
 
-    def look(job, unit):
-        real(job, unit)
+    def growing(*arguments):
+        make_part(*arguments)
         with gzip.open(path, "at") as file:
             file.write('{"text": "More."}\n')
 
     with gzip.open(path, "wt") as file:
         file.write('{"text": "One."}\n')
-    monkeypatch.setattr(shards, "look", look)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; build when nothing writes"):
-        build(path, tmp_path / "out", TOKENIZER, options=BuildOptions(drop_duplicates=True), processes=1)
+    monkeypatch.setattr(build_corpus, "make_part", growing)
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; remove .*, and build when nothing writes"):
+        build(path, tmp_path / "out", TOKENIZER, processes=1)
 
 
 def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
-    monkeypatch.setattr(building, "MANY", 5)
+    monkeypatch.setattr(build_corpus, "MANY", 5)
     for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
-        monkeypatch.setattr(building, "UNITS", bounds)
-        assert len(build(path, tmp_path / str(count), TOKENIZER, processes=1).shards) == count
+        monkeypatch.setattr(build_corpus, "UNITS", bounds)
+        parts = []
+        build(path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of))
+        assert parts[-1] == (count, count)
