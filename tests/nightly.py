@@ -115,11 +115,11 @@ class Case:
     def read(self) -> None:
         import llama_jax
         from llama_jax.tokenizers import load_tokenizer
-        from llama_jax.tokenizers.template import render
+        from llama_jax.tokenizers.chat_template import shared_renderer
 
         if self.kind == "template":
             chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-            render(self.template, chat, bos_token="<s>", eos_token="</s>", reply=True)
+            shared_renderer(os.getpid()).render(self.template, chat, bos_token="<s>", eos_token="</s>", reply=True)
             return
         if self.kind in VOCABULARIES:
             tokenizer = load_tokenizer(self.folder)

@@ -22,7 +22,7 @@ from llama_jax.files import read_object, read_text
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import SWALLOWING
-from llama_jax.tokenizers.settings import OF_A_FILE, Settings, pad_id_of
+from llama_jax.tokenizers.tokenizer_config import OF_A_FILE, Settings, pad_id_of
 from llama_jax.writing import appearing
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")

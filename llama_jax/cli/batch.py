@@ -118,7 +118,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     ) -> Iterator[Job]:
         from llama_jax.serving.offline import Job, run_jobs
         from llama_jax.serving.requests import GenerationRequest
-        from llama_jax.tokenizers.text import Text
+        from llama_jax.tokenizers.interface import Text
 
         numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
 

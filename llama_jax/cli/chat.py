@@ -164,7 +164,7 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     Args:
       at_start: whether the reply is a text of its own; otherwise it continues one, and keeps its leading space.
     """
-    from llama_jax.tokenizers.text import Text
+    from llama_jax.tokenizers.interface import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     from llama_jax.inference.drafting import DraftedPiece

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llama_jax.inference.drafting import Counts
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
-    from llama_jax.tokenizers.text import Text
+    from llama_jax.tokenizers.interface import Text
 
 BATCH = 8  # prompts that are continued at once
 
@@ -61,7 +61,7 @@ class Generate(ModelOptions):
         from llama_jax.inference.requests import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
-        from llama_jax.tokenizers.text import Text
+        from llama_jax.tokenizers.interface import Text
 
         use_compilation_cache(self.no_cache)
         compiling = CompileClock()

@@ -17,8 +17,8 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.tokenizers import Format, Tokenizer
-from llama_jax.tokenizers.base import special_pattern
-from llama_jax.tokenizers.replies import ReplyEncoder, Taught
+from llama_jax.tokenizers.chat_targets import ReplyEncoder, Taught
+from llama_jax.tokenizers.interface import special_pattern
 
 TooLong = Literal["cut", "drop"]
 

@@ -11,7 +11,7 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.functions import result_of
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.reward_settings import RewardSettings
-from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions

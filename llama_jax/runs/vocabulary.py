@@ -14,7 +14,7 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
-from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 
 
 def choose_tokenizer(

@@ -11,10 +11,10 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, get_args
 
 from llama_jax.errors import GenerationError, shown
-from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
+from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
 
 if TYPE_CHECKING:
-    from llama_jax.tokenizers.template import Renderer
+    from llama_jax.tokenizers.chat_template import Renderer
 
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
@@ -205,7 +205,7 @@ def template_parts(
     Raises:
       GenerationError: as `render` raises it; or messages with every character that has no meaning, or nested too deeply.
     """
-    from llama_jax.tokenizers.template import shared_renderer
+    from llama_jax.tokenizers.chat_template import shared_renderer
 
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.interface import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
-from llama_jax.tokenizers.settings import Settings, pad_id_of
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
+from llama_jax.tokenizers.tokenizer_config import Settings, pad_id_of
 
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers.base import (
-    EncodesParts,
+from llama_jax.tokenizers.interface import (
     Part,
+    PartsTokenizer,
     check_ids,
     check_text,
-    decode_bytes,
     ending_ids,
     library_errors,
     order_matters,
     special_pattern,
     split_longest,
 )
-from llama_jax.tokenizers.settings import Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 if TYPE_CHECKING:
     import tokenizers
@@ -84,7 +83,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
     return HuggingFaceTokenizer(library, where, size, settings)
 
 
-class HuggingFaceTokenizer(EncodesParts):
+class HuggingFaceTokenizer(PartsTokenizer):
     """A vocabulary that the tokenizers library runs."""
 
     metadata: Mapping[str, Any] | None = None
@@ -167,10 +166,6 @@ class HuggingFaceTokenizer(EncodesParts):
         with library_errors(f"{self._where} cannot encode a text"):
             found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
         return [self._within(encoding.ids) for encoding in found]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
-        return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""

@@ -12,8 +12,8 @@ from llama_jax.files import read_whole
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
-from llama_jax.tokenizers.base import Tokenizer
-from llama_jax.tokenizers.settings import Settings, read_settings
+from llama_jax.tokenizers.interface import Tokenizer
+from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
 LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
 LARGEST_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices

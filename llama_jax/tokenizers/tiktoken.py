@@ -10,16 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import (
-    EncodesParts,
+from llama_jax.tokenizers.interface import (
     Part,
+    PartsTokenizer,
     check_ids,
     check_text,
-    decode_bytes,
     ending_ids,
     library_errors,
 )
-from llama_jax.tokenizers.settings import Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 # How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
 SPLIT = (
@@ -56,7 +55,7 @@ def recognises(start: bytes) -> bool:
     return LINE.match(start) is not None
 
 
-class TiktokenTokenizer(EncodesParts):
+class TiktokenTokenizer(PartsTokenizer):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
@@ -97,10 +96,6 @@ class TiktokenTokenizer(EncodesParts):
             else:
                 ids.append(part)
         return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
-        return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""

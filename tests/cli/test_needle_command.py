@@ -13,7 +13,7 @@ from llama_jax.checkpoints.saving import save
 from llama_jax.cli.needle import Needle
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
-from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer
 
 CONFIG = replace(KINDS["gqa"], vocab_size=BYTE_VOCABULARY, max_seq_len=40)
 TEXT = "The park was big. She loved to play outside.<|endoftext|>Once upon a time, there was a girl named Lily."

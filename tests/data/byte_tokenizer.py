@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llama_jax.data import Corpus
-from llama_jax.tokenizers.base import check_text
+from llama_jax.tokenizers.interface import check_text
 
 BOS, EOS = 256, 257
 

@@ -24,7 +24,7 @@ from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import describe
 from llama_jax.errors import UserError
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.writing import hold, sign
 
 SMALL = BuildOptions(unit=2000)

@@ -13,7 +13,7 @@ from llama_jax.data.data_files import SUFFIXES, WeightedData, find_data, find_fi
 from llama_jax.errors import DataError
 from llama_jax.storage import locate
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 
 @pytest.fixture

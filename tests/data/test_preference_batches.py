@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_conversations import written
+from test_chat_tokens import written
 
 from llama_jax.data import ChatReading, DataError
 from llama_jax.data.chat_tokens import open_judged, open_preferences
@@ -20,7 +20,7 @@ from llama_jax.data.preference_batches import (
     split_pairs,
     without_pairs,
 )
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 PLAIN = ChatReading(format="plain")
 TOKENIZER = byte_tokenizer()

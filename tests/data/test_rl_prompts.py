@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from byte_tokenizer import BOS, EOS
-from test_conversations import Tokenizer, llama3, written  # noqa: F401  # a fixture
+from test_chat_tokens import Tokenizer, llama3, written  # noqa: F401  # a fixture
 
 from llama_jax.data import DataError
 from llama_jax.data.rl_prompts import PromptReading, asking, asking_held, hold_apart, open_prompts
@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, lines, message):
 
 def test_other_files(tmp_path, file):
     (tmp_path / "text.txt").write_text("Once")
-    with pytest.raises(DataError, match=r"text.txt is no .jsonl; prompts are objects"):
+    with pytest.raises(DataError, match=r"text.txt is no .jsonl, whose lines are objects"):
         open_prompts(tmp_path / "text.txt", Tokenizer(), 8)
     other = written(tmp_path / "zother.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"zother.jsonl has other fields than the files before it \(answer\)"):

@@ -21,10 +21,10 @@ def documents(path, tokenizer=None, **reading):
     for block in read_tokens(path, tokenizer, examine(tokenizer), DocumentFormat(**reading)):
         reads.append(block.read)
         counts = block.byte_counts.tolist()
-        if len(counts) > len(block.starts):
-            found[-1] = found[-1][0] + block.tokens[: [*block.starts, None][0]].tolist(), found[-1][1] + counts.pop(0)
-        ends = [*block.starts[1:], None]
-        found += [(block.tokens[s:e].tolist(), n) for s, e, n in zip(block.starts, ends, counts, strict=True)]
+        goes_on, *texts = [text.tolist() for text in np.split(block.tokens, block.starts)]
+        if goes_on:
+            found[-1] = found[-1][0] + goes_on, found[-1][1] + counts.pop(0)
+        found += zip(texts, counts, strict=True)
     assert reads == sorted(set(reads))
     assert reads[-1] == path.stat().st_size
     return found

@@ -30,7 +30,7 @@ from llama_jax.runs.loop import train
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.task import Given
 from llama_jax.runs.tasks.text import about, read_data
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
 RECIPE = replace(recipe(), steps=12, evaluate_every=6, save_every=6, log_every=4)

@@ -22,7 +22,7 @@ from llama_jax.runs.loop import train
 from llama_jax.runs.plot import draw
 from llama_jax.runs.tasks.task import Given
 from llama_jax.runs.tasks.text import about, read_data
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), steps=6, evaluate_every=3, save_every=3, log_every=2, ema_decay=0.0)
 

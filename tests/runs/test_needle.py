@@ -19,7 +19,7 @@ from llama_jax.runs import lengths
 from llama_jax.runs import needle as room
 from llama_jax.runs.haystack import FARTHEST, QUESTION, STATEMENT, Trial, draw_keys, encode_keys, lay_prompt
 from llama_jax.runs.needle import needle
-from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer
 
 CONFIG = replace(make_goldens.KINDS["gqa"], vocab_size=BYTE_VOCABULARY)
 DYNAMIC = replace(CONFIG, max_seq_len=16, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=16))

@@ -20,7 +20,7 @@ from llama_jax.runs.program import make_program
 from llama_jax.runs.samples import continued
 from llama_jax.runs.tasks.text import objective
 from llama_jax.runs.windows import WindowRows
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
 # Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.

@@ -18,7 +18,7 @@ from llama_jax.runs.plan import fit_to_data, plan_of
 from llama_jax.runs.recipes import find
 from llama_jax.runs.tasks.choose import kind_of
 from llama_jax.runs.tasks.task import Given
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 CHATS = replace(recipe(), steps=0, batch=16, length=60, chats=ChatReading(), evaluate_every=0, save_every=0, ema_decay=0.0)
 

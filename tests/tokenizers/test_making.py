@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer, train_bpe
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer, train_bpe
 
 
 @pytest.fixture(scope="module")

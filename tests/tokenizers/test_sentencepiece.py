@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import SentencePieceTokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import EntryKind, write_model
-from llama_jax.tokenizers.settings import AddedToken, Settings
+from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
 

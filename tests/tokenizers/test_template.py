@@ -1,3 +1,6 @@
+"""A checkpoint's own template: what it is given, what it may not do, and what ends one that takes too much."""
+
+import os
 import resource
 import subprocess
 import sys
@@ -8,9 +11,9 @@ import pytest
 from test_chat_formats import TEMPLATES
 
 from llama_jax.errors import GenerationError
-from llama_jax.tokenizers import sandbox
-from llama_jax.tokenizers.sandbox import BUDGET, rendered
-from llama_jax.tokenizers.template import USUAL, Renderer, render
+from llama_jax.tokenizers import template_worker
+from llama_jax.tokenizers.chat_template import Renderer, shared_renderer
+from llama_jax.tokenizers.template_worker import rendered
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
 # A little of everything that published templates use.
@@ -35,8 +38,9 @@ EVERYTHING = """\
 """
 
 
-def text(template, messages=CHAT, reply=True):
-    return render(template, messages, bos_token="<s>", eos_token="</s>", reply=reply)
+def text(template, messages=CHAT, reply=True, renderer=None):
+    renderer = renderer or shared_renderer(os.getpid())
+    return renderer.render(template, messages, bos_token="<s>", eos_token="</s>", reply=reply)
 
 
 def test_what_a_template_is_given():
@@ -59,8 +63,7 @@ def test_messages_are_not_changed():
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), EVERYTHING.replace("{% break %}", "")])
 @pytest.mark.parametrize(("count", "times"), [(1001, 100), (3, 33_000)])
-def test_a_chat_of_megabytes_takes_less_than_half_of_the_budget(template, count, times, monkeypatch):
-    monkeypatch.setattr("llama_jax.tokenizers.sandbox.BUDGET", BUDGET // 2)
+def test_a_chat_of_megabytes_is_rendered(template, count, times):
     chat = [{"role": ("user", "assistant")[i % 2], "content": "once upon a time " * times} for i in range(count)]
     given = {"messages": chat, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
     expected = rendered(template, given | {"documents": None})
@@ -92,79 +95,38 @@ def sixty_times(step, start="'aa'"):
     return f"{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ n.x == n.x }}}}"
 
 
-ENDLESS = {
-    "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-    "long range": "{{ range(10 ** 9) | list }}",
+LARGE = {
     "product": "{{ 'a' * 10 ** 10 }}",
     "product of lists": "{{ [1] * 10 ** 10 }}",
-    "power": "{{ 7 ** (10 ** 9) }}",
-    "squares": sixty_times("{% set n.x = n.x * n.x %}", "3"),
-    "sum": sixty_times("{% set n.x = n.x + n.x %}"),
-    "sum of lists": sixty_times("{% set n.x = n.x + n.x %}", "[1]"),
     "concatenation": sixty_times("{% set n.x = n.x ~ n.x %}"),
     "block": sixty_times("{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"),
-    "lists of lists": sixty_times("{% set n.x = [n.x, n.x] %}", "[1]"),
-    "dictionaries": sixty_times("{% set n.x = {'a': n.x, 'b': n.x} %}", "{}"),
-    "dict": sixty_times("{% set n.x = dict(a=n.x, b=n.x) %}", "{}"),
-    "join": sixty_times("{% set n.x = [n.x, n.x] | join %}"),
     "replace": sixty_times("{% set n.x = n.x | replace('a', n.x) %}"),
-    "method": sixty_times("{% set n.x = n.x.replace('a', n.x) %}"),
     "width": "{{ 'a'.ljust(10 ** 10) }}",
-    "filter's width": "{{ 'a' | center(10 ** 10) }}",
     "json's width": "{{ [1] | tojson(indent=10 ** 10) }}",
     "format": "{{ '%10000000000d' % 1 }}",
-    "format's argument": "{{ '%*d' % (10 ** 10, 1) }}",
-    "format filter": "{{ '%10000000000d' | format(1) }}",
-    "format method": "{{ '{:10000000000}'.format(1) }}",
-    "format method's argument": "{{ '{:{}}'.format(1, 10 ** 10) }}",
-}
-
-
-# Each is rendered by a process that spends its whole budget; a part of them without -m slow.
-LONGER = {"macros", "lists of lists", "dictionaries", "dict", "squares", "block", "join", "sum of lists", "method", "loops"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONGER else x for x in ENDLESS])
-def test_none_runs_for_ever_or_fills_the_memory(name):
-    """Each of these would take hours or gigabytes; the budget ends it, on a slow machine the time."""
-    started = time.process_time()
-    with pytest.raises(
-        GenerationError, match=r"it runs too long or builds too much text|Range too big|recursion|takes over 5 s"
-    ):
-        text(ENDLESS[name])
-    assert time.process_time() - started < 60
-
-
-BIG = "{% set n = namespace(x=7 ** (10 ** 6)) %}"  # three million bits
-OFTEN = "{% for i in range(90000) %}{% for j in range(2) %}"
-UNCOUNTED = {
-    "division": BIG + OFTEN + "{% set y = n.x // 3 ** 999 %}{% endfor %}{% endfor %}",
-    "divisibility": BIG + OFTEN + "{% if n.x is divisibleby 7 ** 500 %}{% endif %}{% endfor %}{% endfor %}",
-    "search": "{% set x = ['a' * 1000] * 100000 %}" + OFTEN + "{% if 'b' in x %}{% endif %}{% endfor %}{% endfor %}",
-    "slices": "{% set n = namespace(x=[1] * 1000000, y=[]) %}" + OFTEN + "{% set y = n.x[::-1] %}{% endfor %}{% endfor %}",
-    "filter": "{% set x = ['b', 'a'] * 500000 %}" + OFTEN + "{% set y = x | sort %}{% endfor %}{% endfor %}",
-    "bytes of a number": "{% set y = (1).to_bytes(4000000000, 'big') %}",
     "bytes": "{% set y = 'a'.encode().zfill(4000000000) %}",
-    "bytes with a width": "{% set y = 'a'.encode().center(3000000000) %}",
-    "format of bytes": "{% set y = '%4000000000d'.encode() % 1 %}",
-    "many widths": "{% set y = ('%999d' * 99999) % ((1,) * 99999) %}{% set z = [y[1:], y[2:], y[3:]] %}{{ z | length }}",
 }
-
-
-# Which take all of their time; without -m slow the test of one renderer after another has one of them.
-TWO_SECONDS = {"division", "divisibility", "search", "slices"}
+LONG = {
+    "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "power": "{{ 7 ** (10 ** 9) }}",
+    "lists of lists": sixty_times("{% set n.x = [n.x, n.x] %}", "[1]").replace("n.x == n.x", "n.x"),
+    "search": "{% set x = ['a' * 1000] * 100000 %}{% for i in range(90000) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems limit a process's time alone")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in TWO_SECONDS else x for x in UNCOUNTED])
-def test_what_the_budget_does_not_know_the_process_ends_at(name, monkeypatch):
-    monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 2)
+@pytest.mark.parametrize("name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+def test_none_runs_for_ever_or_fills_the_memory(name, monkeypatch):
+    """Each of these would take hours or gigabytes."""
+    monkeypatch.setattr("llama_jax.tokenizers.chat_template.SECONDS", 2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = resource.getrusage(resource.RUSAGE_SELF)  # a child starts with its parent's maximum: Linux keeps it over execve
     started = time.monotonic()
-    with pytest.raises(GenerationError, match=r"takes over 2 s or 100 MB|runs too long"):
-        text(UNCOUNTED[name])
+    renderer = Renderer()
+    with pytest.raises(GenerationError, match=r"takes over 2 s or 100 MB|too large|fit into an index"):
+        text((LARGE | LONG)[name], renderer=renderer)
+    renderer.close()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
     assert time.monotonic() - started < 30
@@ -181,14 +143,16 @@ def test_the_process_knows_nothing_of_this_one():
     assert text("{{ messages[0].content }}", [{"role": "a", "content": "\ud800\0é\r\n"}]) == "\ud800\0é\r\n"
     code = "import sys; sys.argv = ['', '1', '1']; import runpy; import os; runpy.run_path(sys.stdin.readline().strip());"
     code += "print('llama_jax' in sys.modules, 'jax' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], input=sandbox.__file__, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], input=template_worker.__file__, capture_output=True, text=True, check=True
+    )
     assert found.stdout == "False False\n"
 
 
 def test_no_process_to_be_had(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(GenerationError, match="no process could be started"):
-        text("x")
+    with pytest.raises(GenerationError, match=r"it takes over .* or /nowhere/python fails"):
+        text("x", renderer=Renderer())
 
 
 def test_messages_that_no_process_can_be_told():
@@ -197,43 +161,30 @@ def test_messages_that_no_process_can_be_told():
 
 
 @pytest.mark.slow
-def test_one_process_renders_chat_after_chat():
+def test_one_process_renders_chat_after_chat(monkeypatch):
+    monkeypatch.setattr("llama_jax.tokenizers.chat_template.SECONDS", 1)
     renderer = Renderer()
-
-    def again(template, chat=CHAT):
-        return renderer.render(template, chat, bos_token="<s>", eos_token="</s>", reply=True)
-
+    again = lambda template, chat=CHAT: text(template, chat, renderer=renderer)
     try:
         for template in (EVERYTHING, "", "{{ messages[0].content }}", EVERYTHING):
             assert again(template) == text(template)
         first = renderer._child.process.pid
         with pytest.raises(GenerationError, match="no user"):
             again("{{ raise_exception('no user') }}")
-        with pytest.raises(GenerationError, match="runs too long"):
-            again("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
         # Nothing of one chat is left for the next.
         assert again("{% set seen = 1 %}{{ seen }}{% set messages = [] %}") == "1"
         assert again("{{ seen }}{{ messages | length }}") == "2"
-        large = [{"role": "user", "content": "x" * USUAL}]
-        assert again("{{ messages[0].content }}", large) == "x" * USUAL
+        large = [{"role": "user", "content": "x" * (20 << 20)}]
+        assert again("{{ messages[0].content[:9] }}", large) == "x" * 9
+        assert again("{{ messages[0].content }}") == CHAT[0]["content"]
         assert renderer._child.process.pid == first
         renderer._child.process.kill()
         assert again("still {{ messages | length }}") == "still 2"
         assert again("still {{ messages | length }}") == "still 2"
         assert renderer._child.process.pid != first
-    finally:
-        renderer.close()
-
-
-@pytest.mark.slow
-def test_a_process_that_is_ended_leaves_the_rendering_to_another(monkeypatch):
-    """What takes too long is ended, and said as ever."""
-    monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 1)
-    renderer = Renderer()
-    try:
         with pytest.raises(GenerationError, match="takes over 1 s"):
-            renderer.render(UNCOUNTED["search"], CHAT, bos_token="", eos_token="", reply=True)
-        assert renderer.render("fine", CHAT, bos_token="", eos_token="", reply=True) == "fine"
+            again(LONG["loops"])
+        assert again("fine") == "fine"
     finally:
         renderer.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama_jax.tokenizers.text import Text
+from llama_jax.tokenizers.interface import Text
 
 
 class Letters:

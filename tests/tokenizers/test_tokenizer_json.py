@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognises
-from llama_jax.tokenizers.settings import Settings
+from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
 SPACES = {kind: vocabularies.FILES[kind][1]() for kind in ("spaces", "first", "never")}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TextStream, load_tokenizer
-from llama_jax.tokenizers.base import special_pattern
+from llama_jax.tokenizers.interface import special_pattern
 
 # U+2581 is how most vocabularies spell a space, so that it cannot come back.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))

@@ -1,10 +1,10 @@
-"""The interface of tokenizers, and text that arrives token by token."""
+"""The interface of tokenizers; text that arrives token by token, ended by stop strings; and what all vocabularies share."""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -137,6 +137,63 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
+class Text:
+    """Turns tokens into text and ends at a stop string, holding back what may be the beginning of one.
+
+    Attributes:
+      shown: what was written so far.
+      ended: whether a stop string has been met.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None], *, at_start: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer, at_start=at_start)
+        self._stop = stop
+        self._write = write
+        self._held = ""
+        self.ended = False
+        self.shown = ""
+
+    @property
+    def length(self) -> int:
+        """Characters so far, those held back included."""
+        return len(self.shown) + len(self._held)
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string has been met."""
+        self._add(self._stream.push(token))
+        return self.ended
+
+    def finish(self) -> None:
+        """Give out what was held back, now that nothing follows."""
+        if not self.ended:
+            self._add(self._stream.finish())
+            if not self.ended:
+                self._show(self._held)
+            self._held = ""
+
+    def _add(self, text: str) -> None:
+        if not self._stop:
+            self._show(text)
+            return
+        self._held += text
+        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self.ended = bool(found)
+        if found:
+            ready = min(found)
+        else:
+            held = self._held  # of which no beginning of a stop string can be more: some have thousands of characters
+            starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
+            ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
+        self._show(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _show(self, text: str) -> None:
+        self.shown += text
+        self._write(text)
+
+
 def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds special tokens in a text, the longer first where one begins another."""
     return _pattern_of(tuple(names))
@@ -206,8 +263,8 @@ def order_matters(names: Iterable[str]) -> bool:
     return False
 
 
-class EncodesParts:
-    """`Tokenizer.encode` and `encode_batch` of a vocabulary, by its `encode_parts`."""
+class PartsTokenizer:
+    """`Tokenizer.encode`, `encode_batch` and `decode` of a vocabulary, by its `encode_parts` and `token_bytes`."""
 
     def encode(
         self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
@@ -229,6 +286,12 @@ class EncodesParts:
     def encode_batch(self: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; see `Tokenizer.encode_batch`."""
         return [self.encode_parts([text]) for text in texts]
+
+    def decode(self: Tokenizer, ids: Sequence[int]) -> str:
+        """The text of the ids, without a space that encoding adds: to continue a prompt, decode both together. Special
+        tokens give nothing, and what is not UTF-8 shows as U+FFFD."""
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.space_prefix else text
 
 
 def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
@@ -253,12 +316,6 @@ def ending_names(names: Iterable[str]) -> set[str]:
     if "<|tool_response>" in found:
         found.discard("</s>")
     return found
-
-
-def decode_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of the tokens' bytes; invalid UTF-8 becomes U+FFFD."""
-    text = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
-    return text.removeprefix(" ") if tokenizer.space_prefix else text
 
 
 def check_ids(vocab_size: int, *ids: int) -> None:

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from llama_jax.errors import GenerationError, TokenizerError
-from llama_jax.tokenizers.base import Part, Tokenizer, split_special
 from llama_jax.tokenizers.chat import (
     Format,
     Message,
@@ -21,7 +20,8 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
     template_parts,
 )
-from llama_jax.tokenizers.template import Renderer
+from llama_jax.tokenizers.chat_template import Renderer
+from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

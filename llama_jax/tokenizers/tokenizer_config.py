@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.files import read_object, read_text
 from llama_jax.storage import Location
-from llama_jax.tokenizers.base import Tokenizer
+from llama_jax.tokenizers.interface import Tokenizer
 
 LARGEST_ID = 1 << 31
 # Of ``tokenizer_config.json``: what `Settings` says in its own words, and what is of one file or one program.
