@@ -16,7 +16,7 @@ import tyro
 from llama_jax.cli.draft import parse_draft
 from llama_jax.cli.options import AdapterOptions, DraftOptions, SamplingOptions
 from llama_jax.cli.prompts import PromptLine, check_stops, read_lines
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError, shown
 
 if TYPE_CHECKING:

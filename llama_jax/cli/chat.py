@@ -14,7 +14,7 @@ import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 

@@ -16,7 +16,7 @@ import tyro
 
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.paths import ModelPath
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import tyro
 
 from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
 from llama_jax.cli.options import ATTENTION, QUANTIZE, CompileOptions
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import tyro
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.prompts import check_stops, read_prompts
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError
 
 if TYPE_CHECKING:

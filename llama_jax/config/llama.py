@@ -1,15 +1,96 @@
-"""The configuration of a Llama: its sizes, checked once."""
+"""The configuration of a Llama: its sizes, checked once, and what differs from layer to layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from llama_jax.config.checks import check_heads, check_sizes
-from llama_jax.config.kinds import Kind, kind_of
-from llama_jax.config.layers import LayerConfig, QueryScaling, period
-from llama_jax.config.rope import RopeScaling
-from llama_jax.errors import ConfigError
+from llama_jax.config.families import Kind, kind_of
+from llama_jax.config.rope import RopeScaling, check_fits
+from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.errors import ConfigError, shown
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "qk_norm": (None, "head", "all", "l2"),
+    "norm": ("pre", "post", "both"),
+    "activation": ("silu", "gelu"),
+    "expert_scores": ("softmax", "sigmoid"),
+}
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The attention of one layer in a model whose layers are not all alike.
+
+    Attributes:
+      window: a token sees itself and the window - 1 tokens before it; None for all.
+      rope: "model", with the theta and the scaling of the model; "unscaled", with a theta alone (the windows of Gemma 3 and
+        OLMo 3); "none", no position embedding (SmolLM3; NoPE: Yang et al. 2025, section 3).
+      rope_theta: base of the frequencies where `rope` is "unscaled"; None for the model's.
+      chunk: a text is divided into chunks of so many positions, and a token sees itself and the earlier tokens of its own
+        chunk (Llama 4); None for all.
+
+    Raises:
+      ConfigError: an invalid value; the message names it.
+    """
+
+    window: int | None = None
+    rope: Literal["model", "unscaled", "none"] = "model"
+    rope_theta: float | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("window", self.window), ("chunk", self.chunk)):
+            if value is not None:
+                require_positive_int(name, value)
+        if self.rope not in ("model", "unscaled", "none"):
+            raise ConfigError(f"rope={shown(self.rope, 40)} of a layer must be 'model', 'unscaled' or 'none'")
+        if self.rope_theta is not None:
+            if self.rope != "unscaled":
+                raise ConfigError(f"rope_theta={shown(self.rope_theta, 40)} of a layer needs rope='unscaled'")
+            require_number("rope_theta", self.rope_theta, above=1.0)
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Sharper attention at late positions: queries times 1 + beta ln(1 + floor((position + offset) / context)).
+
+    Source: Llama 4, in its layers without RoPE, with an offset of 1; Ministral 3, in all layers.
+
+    Attributes:
+      beta: the weight of the logarithm.
+      context: tokens before the first step, the context that the model was first trained at.
+      offset: added to the position.
+      rotated: whether queries that are rotated are scaled too; else only those of layers without a position embedding.
+
+    Raises:
+      ConfigError: an invalid value; the message names it.
+    """
+
+    beta: float
+    context: int
+    offset: int = 0
+    rotated: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("beta", self.beta, above=0.0)
+        require_positive_int("context", self.context)
+        if type(self.offset) is not int or self.offset < 0:
+            raise ConfigError(f"offset={shown(self.offset, 40)} of a query scaling must be an integer of at least 0")
+        if not isinstance(self.rotated, bool):
+            raise ConfigError(f"rotated={shown(self.rotated, 40)} of a query scaling must be True or False")
+
+
+def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """The shortest beginning of the layers of which they are a repetition, the last one perhaps cut off.
+
+    Of the result it is the result itself: (a, b, a, a) repeats (a, b, a), but that would then be taken for (a, b).
+    """
+    n = len(layers)
+    for p in range(1, n):
+        if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
+            return layers[:p]
+    return layers
 
 
 class _Following(int):
@@ -97,12 +178,12 @@ class LlamaConfig:
     attend: str | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        _check_sizes(self)
         if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
-        check_heads(self)
+        _check_heads(self)
         if self.head_dim * self.n_heads == self.dim:
             object.__setattr__(self, "head_dim", _Following(self.head_dim))
         if self.layers:
@@ -143,3 +224,60 @@ class LlamaConfig:
     def queries_per_kv_head(self) -> int:
         """G, the query heads that share one key/value head."""
         return self.n_heads // self.n_kv_heads
+
+
+def _check_sizes(config: LlamaConfig) -> None:
+    """Raise ConfigError for an impossible `LlamaConfig`, naming the field."""
+    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
+        require_positive_int(name, getattr(config, name))
+    require_number("norm_eps", config.norm_eps, above=0.0)
+    require_number("rope_theta", config.rope_theta, above=1.0)
+    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights", "shared_expert"):
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
+    if config.n_heads % config.n_kv_heads:
+        raise ConfigError(f"n_heads={config.n_heads} must be a multiple of n_kv_heads={config.n_kv_heads}")
+    if config.window is not None:
+        require_positive_int("window", config.window)
+    if (config.experts, config.experts_per_token) != (0, 0):
+        for name in ("experts", "experts_per_token"):
+            require_positive_int(name, getattr(config, name))
+        if config.experts_per_token > config.experts:
+            raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
+        if config.activation != "silu":
+            raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
+    else:
+        for name, usual in (("normalize_expert_weights", True), ("expert_scores", "softmax"), ("shared_expert", False)):
+            if getattr(config, name) != usual:
+                raise ConfigError(f"{name}={shown(getattr(config, name), 40)} is for models with experts; leave it out")
+    if config.expert_scores != "softmax" and not config.normalize_expert_weights:
+        raise ConfigError("normalize_expert_weights=False is for expert_scores='softmax'; leave it out")
+    for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
+        if not isinstance(getattr(config, name), kind | None):
+            raise ConfigError(f"{name}={shown(getattr(config, name))} must be a {kind.__name__} or None")
+    for name, known in CHOICES.items():
+        if getattr(config, name) not in known:
+            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be one of {', '.join(map(repr, known))}")
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        if getattr(config, name) is not None:
+            require_number(name, getattr(config, name), above=0.0)
+    require_number("norm_offset", config.norm_offset)
+    if not isinstance(config.attend, str | None):
+        raise ConfigError(f"attend={shown(config.attend)} must be a function's name or None; the function goes to Compute")
+    if not isinstance(config.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in config.layers):
+        raise ConfigError(f"layers={shown(config.layers)} must be a tuple of LayerConfig")
+    if config.layers and config.window is not None:
+        raise ConfigError(f"window={config.window} is that of all layers; with `layers` each has its own")
+
+
+def _check_heads(config: LlamaConfig) -> None:
+    """Raise ConfigError for an impossible size of heads."""
+    require_positive_int("head_dim", config.head_dim)
+    if config.head_dim % 2:
+        raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")
+    if config.rotary_dim is not None:
+        require_positive_int("rotary_dim", config.rotary_dim)
+        if config.rotary_dim % 2 or config.rotary_dim >= config.head_dim:
+            raise ConfigError(f"rotary_dim={config.rotary_dim} must be even and below head_dim={config.head_dim}")
+    if config.rope_scaling is not None:
+        check_fits(config.rope_scaling, config.rotated_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.runs.errors import TrainingError
 from llama_jax.tokenizers import Format
 from llama_jax.training.rewards import PolicyKind, PolicyOptions
