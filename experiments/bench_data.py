@@ -37,7 +37,7 @@ import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data.process_pool import cores
+from llama_jax.data.build_corpus import cores
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"

@@ -25,9 +25,9 @@ import numpy as np
 import rensa
 import tyro
 
+from llama_jax.data.build_corpus import cores, working
 from llama_jax.data.data_files import find_files
 from llama_jax.data.documents import DocumentFormat, Span, read_documents, spans_of
-from llama_jax.data.process_pool import cores, working
 from llama_jax.errors import UserError
 
 SHINGLE = 24  # bytes: about five words of English, eight characters of Chinese

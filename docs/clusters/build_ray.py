@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import ray
 import tyro
 
-from llama_jax.data.build_corpus import BuildOptions, build
+from llama_jax.data.build_corpus import BuildOptions, Call, Progress, build
 from llama_jax.data.documents import DocumentFormat
-from llama_jax.data.process_pool import Call, Progress
 from llama_jax.errors import UserError
 
 

@@ -8,8 +8,13 @@ made again. In the end the parts are joined.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -23,7 +28,6 @@ from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_c
 from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, spans_of
-from llama_jax.data.process_pool import Progress, Workers, cores, working
 from llama_jax.data.token_stream import Vocabulary, examine, read_tokens
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import locate, on_disk, resolved
@@ -36,6 +40,12 @@ MANY = 128  # parts, where that leaves them between these sizes: enough for the 
 CORPUS = "tokens.corpus"
 PART = "part-{:05d}.unfinished"
 LOCK = ".lock"
+Call = tuple[Any, ...]
+"""A function of a module, and its arguments: whatever can be pickled."""
+Progress = Callable[[int, int], None]
+"""Called after each call with how many are done, of how many."""
+Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
+"""Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
 
 
 @dataclass(frozen=True)
@@ -248,3 +258,65 @@ def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> No
     changed = [name for name, value in plan.items() if found.get(name) != value]
     if changed:
         raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
+
+
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """The number of cores that this process may use, if the system tells; else of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def working(processes: int) -> Iterator[Workers]:
+    """This many processes, started when there is work and ended with this object; 1 runs in the first process itself."""
+    if processes == 1:
+        yield call_here
+        return
+    # Anew and not by fork: the threads of libraries that are imported here would be missing there.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
+        yield partial(_call_in, pool)
+
+
+def call_here(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """Workers that are this process."""
+    found = []
+    for function, *args in calls:
+        found.append(function(*args))
+        if progress is not None:
+            progress(len(found), len(calls))
+    return found
+
+
+def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """What has begun is finished also where another call fails."""
+    running: list[Future[Any]] = [pool.submit(*call) for call in calls]
+    try:
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            if progress is not None:
+                progress(done, len(calls))
+    except BrokenProcessPool:
+        raise DataError(
+            "a process ended early, perhaps for lack of memory; the same command continues with the rest, and with"
+            " fewer --processes takes less memory"
+        ) from None
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    return [future.result() for future in running]
+
+
+def _begin_process() -> None:
+    """Set up a worker: Ctrl-C is left to the first process; the worker ends with that one, however it dies; and libraries
+    start no threads of their own in it, since it is one of many."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+
+
+def _end_with_the_first() -> None:
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus, process_pool
+from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
 from llama_jax.data.build_corpus import CORPUS, LOCK, PART, BuildOptions, build, make_part
 from llama_jax.data.corpus_file import read_info
 from llama_jax.data.data_cache import UNFINISHED
@@ -221,7 +221,7 @@ class Pool:
 def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_path, monkeypatch):
     monkeypatch.setattr(Pool, "made", 0)
     monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     progress = []
@@ -239,7 +239,7 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
             future.set_exception(BrokenProcessPool("died"))
             return future
 
-    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Dying)
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Dying)
     with pytest.raises(DataError, match=r"a process ended early.*the same command continues"):
         build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
@@ -254,7 +254,7 @@ def test_it_is_not_built_into_what_is_read(tmp_path):
 
 def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
     empty = tmp_path / "a.parquet"
     with pyarrow.parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})):
         pass
