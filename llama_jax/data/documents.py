@@ -138,34 +138,43 @@ def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = Non
             yield Document(text, number, read)
 
 
-def parquet_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of a Parquet file; empty ones are passed over. A document's line is its row, from 1.
+def table_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The texts of a column of a Parquet file, or of an Arrow file as the datasets library writes them; empty ones are
+    passed over. A document's line is its row, from 1.
 
     Raises:
-      DataError: pyarrow is missing, a file that is not Parquet or is damaged, or one without a text column of that name.
+      DataError: pyarrow is missing, a file that is not Parquet or Arrow or is damaged, or one without a text column of that
+        name.
     """
-    file = open_parquet(path)
-    _check_column(path, reading, file.schema_arrow.names)
+    row = 0
+    for texts, read in (_parquet_texts if kind_of(path) == ".parquet" else _arrow_texts)(path, reading.field, span):
+        for text in texts:
+            row += 1
+            if not isinstance(text, str | None):
+                kind = type(text).__name__
+                raise DataError(f"{path}: the column {reading.field!r} holds {kind}; name one of texts by `field`")
+            if text:
+                yield Document(text, row, read)
+
+
+def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
+    """The column of each row group, and how many bytes of the file have been read with it."""
+    file, size = open_parquet(path), path.stat().st_size
+    _check_column(path, field, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
-    row, size = 0, path.stat().st_size
     for done, group in enumerate(groups, 1):
-        for text in _damage_named(path, f"row group {group}", _parquet_column(file, group, reading.field)):
-            row += 1
-            if _is_text(path, reading, text):
-                yield Document(text, row, size * done // len(groups))
+        batches = file.iter_batches(ROWS, row_groups=[group], columns=[field])
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        yield _damage_named(path, f"row group {group}", texts), size * done // len(groups)
 
 
-def arrow_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of an Arrow file, as the datasets library writes them; otherwise as `parquet_documents`."""
-    row, size = 0, path.stat().st_size
+def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
+    """Likewise of each batch."""
     for _, batch, read in arrow_batches(path, span):
-        _check_column(path, reading, batch.schema.names)
-        column = batch.column(batch.schema.names.index(reading.field))
-        rows = (column.slice(start, ROWS).to_pylist() for start in range(0, len(column), ROWS))
-        for text in _damage_named(path, f"the column {reading.field!r}", (text for some in rows for text in some)):
-            row += 1
-            if _is_text(path, reading, text):
-                yield Document(text, row, min(read, size))
+        _check_column(path, field, batch.schema.names)
+        column = batch.column(batch.schema.names.index(field))
+        texts = (text for at in range(0, len(column), ROWS) for text in column.slice(at, ROWS).to_pylist())
+        yield _damage_named(path, f"the column {field!r}", texts), min(read, path.stat().st_size)
 
 
 def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, Any, int]]:
@@ -198,23 +207,9 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
     return _damage_named(path, "its batches", batches())
 
 
-def _parquet_column(file: Any, group: int, field: str) -> Iterator[Any]:
-    for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field]):
-        yield from batch.column(0).to_pylist()
-
-
-def _check_column(path: Path, reading: DocumentFormat, names: list[str]) -> None:
-    if reading.field not in names:
-        raise DataError(
-            f"{path} has no column {reading.field!r}; it has {shown(names, 200)}: name the one with the text by `field`"
-        )
-
-
-def _is_text(path: Path, reading: DocumentFormat, text: object) -> bool:
-    """Whether there is any."""
-    if not isinstance(text, str | None):
-        raise DataError(f"{path}: the column {reading.field!r} holds {type(text).__name__}; name one of texts by `field`")
-    return bool(text)
+def _check_column(path: Path, field: str, names: list[str]) -> None:
+    if field not in names:
+        raise DataError(f"{path} has no column {field!r}; it has {shown(names, 200)}: name the one with the text by `field`")
 
 
 Read = TypeVar("Read")
@@ -236,7 +231,7 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
     """
     if kind_of(path) in TOKENS:
         raise DataError(f"{path} holds token ids already; give text, JSONL, Parquet or Arrow")
-    kinds = {".jsonl": jsonl_documents, ".parquet": parquet_documents, ".arrow": arrow_documents}
+    kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
         yield from read(path, reading, span)

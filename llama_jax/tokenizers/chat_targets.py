@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-Spans = list[tuple[Part, bool]]  # texts and special tokens, and of each whether the assistant says it
 
 
 class Taught(NamedTuple):
@@ -98,11 +97,18 @@ class ReplyEncoder:
             raise GenerationError("the chat format takes no tools; leave them out")
         if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
+            parts, said = _joined(spans)
             if given:
-                spans = _only_after(spans, self._parts(messages[:given], tools, reply=False), given)
+                end = _end_of(self._parts(messages[:given], tools, reply=False), parts)
+                if end is None:
+                    raise GenerationError(
+                        f"the chat template writes the first {given} messages, which are given, otherwise when more follow;"
+                        " give the whole chat as `messages`, in which all that the assistant says is a target"
+                    )
+                said[:end] = [False] * end
         else:
-            spans = self._by_prefixes(messages, given, tools)
-        return self._checked(self._encoded(spans))
+            parts, said = self._by_prefixes(messages, given, tools)
+        return self._checked(self._encoded(parts, said))
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> Taught:
         """A text that goes on as another one does, without any chat format: BOS, prompt, answer and EOS, of which the answer
@@ -120,7 +126,7 @@ class ReplyEncoder:
         if said and said[-1][1] and said[-1][0] in eos:
             del said[-1]
         # The two are no parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
-        found = self._encoded(said)
+        found = self._encoded(*_joined(said))
         return self._checked(Taught([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)]))
 
     def prompt(
@@ -146,50 +152,45 @@ class ReplyEncoder:
     def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[Part]:
         return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)
 
-    def _by_prefixes(self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]) -> Spans:
-        """The parts of a chat, divided where replies begin and end."""
-        whole = self._parts(messages, tools, reply=False)
+    def _by_prefixes(
+        self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Part], list[bool]]:
+        """The parts of a chat, and what of them are replies: see `_joined`."""
+        whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
             whole = [*whole, self.tokenizer.eos_id]
-        cuts: list[tuple[tuple[int, int], bool]] = []
+        said = [False] * sum(map(_size, whole))
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or i < given:
                 continue
-            begins = _place(self._parts(messages[:i], tools, reply=True), whole)
+            begin = _end_of(self._parts(messages[:i], tools, reply=True), whole)
             last = i + 1 == len(messages)
-            ends = (len(whole), 0) if last else _place(self._parts(messages[: i + 1], tools, reply=False), whole)
-            if begins is None or ends is None or ends < begins:
+            end = len(said) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
+            if begin is None or end is None or end < begin:
                 raise GenerationError(
-                    f"where message {i}, from 'assistant', begins and ends cannot be told: the chat template writes earlier"
+                    f"where message {i}, from 'assistant', begins and ends cannot be known: the chat template writes earlier"
                     " messages otherwise when more follow; put {% generation %} and {% endgeneration %} around what the"
                     " assistant says in the template, or choose another format"
                 )
-            cuts += [(begins, True), (ends, False)]
-        return _without_last_space(_cut(whole, cuts))
+            said[begin:end] = [True] * (end - begin)
+        _without_last_space(whole, said)
+        return whole, said
 
-    def _encoded(self, spans: Spans) -> Taught:
-        """The ids of texts and special tokens, with neighbouring texts encoded as one."""
-        parts: list[Part] = []
-        pieces: list[list[tuple[str, bool]]] = []  # of each part: texts, and whether they are the assistant's
-        for is_text, group in groupby(spans, key=lambda span: isinstance(span[0], str)):
-            if is_text:
-                texts = [(str(part), said) for part, said in group]
-                parts.append("".join(text for text, _ in texts))
-                pieces.append(texts)
-            else:
-                for part, said in group:
-                    parts.append(part)
-                    pieces.append([("", said)])
+    def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> Taught:
+        """The ids of parts; a token is a target if it is partly what the assistant says."""
         ids = self.tokenizer.encode_parts(parts)
         targets: list[bool] = []
-        for at, (part, texts) in enumerate(zip(parts, pieces, strict=True)):
+        at = 0
+        for number, part in enumerate(parts):
             if isinstance(part, str):
                 begin = len(targets)
-                stop = ids.index(following, begin) if (following := _next_special(parts, at)) is not None else len(ids)
-                targets += self._within(texts, ids[begin:stop])
+                following = parts[number + 1] if number + 1 < len(parts) else None
+                stop = len(ids) if following is None else ids.index(following, begin)
+                targets += self._within(part, said[at : at + len(part)], ids[begin:stop])
             else:
                 assert ids[len(targets)] == part
-                targets.append(texts[0][1])
+                targets.append(said[at])
+            at += _size(part)
         return Taught(ids, targets)
 
     def _checked(self, taught: Taught) -> Taught:
@@ -198,16 +199,16 @@ class ReplyEncoder:
             raise GenerationError("the text begins with two begin-of-sequence tokens; leave out one of them")
         return taught
 
-    def _within(self, texts: list[tuple[str, bool]], ids: list[int]) -> list[bool]:
-        """Which tokens of neighbouring texts have a byte that the assistant says."""
-        if not any(said for _, said in texts):
+    def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
+        """Which tokens of a text have a byte of the characters that the assistant says."""
+        if not any(said):
             return [False] * len(ids)
         tokens = [self._bytes[token] for token in ids]
         spelt = b"".join(tokens)
         # Vocabularies that spell a space as U+2581 know no other one.
-        for given in (texts, [(text.replace(SPACE, " "), said) for text, said in texts]):
-            flags = [said for text, said in given for _ in text.encode()]
-            wanted = "".join(text for text, _ in given).encode()
+        for given in (text, text.replace(SPACE, " ")):
+            flags = [flag for character, flag in zip(given, said, strict=True) for _ in character.encode()]
+            wanted = given.encode()
             if spelt not in (wanted, b" " + wanted):  # the special token before may take the white space away
                 wanted = wanted.lstrip()
                 flags = flags[len(flags) - len(wanted) :]
@@ -218,82 +219,48 @@ class ReplyEncoder:
             ends = list(accumulate(map(len, tokens)))
             return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]
         raise TokenizerError(
-            "the vocabulary spells a text otherwise than it is, so that its tokens cannot be told apart: it normalises the"
-            " text, or has no token for a character of it; normalise it yourself (NFC), or remove what is unknown"
+            "the vocabulary does not round-trip this text, so that its tokens cannot be told apart: it normalizes the text,"
+            " or has no token for a character of it; normalize it yourself (NFC), or remove what is unknown"
         )
 
 
-def _next_special(parts: Sequence[Part], at: int) -> int | None:
-    following = parts[at + 1] if at + 1 < len(parts) else None
-    assert not isinstance(following, str)
-    return following
+def _size(part: Part) -> int:
+    """Characters of a text; a special token counts as one."""
+    return len(part) if isinstance(part, str) else 1
 
 
-def _place(prefix: Sequence[Part], whole: Sequence[Part]) -> tuple[int, int] | None:
-    """Where a beginning of parts ends: the part and the character in it; None where it is no beginning."""
+def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]:
+    """The parts, with neighboring texts as one; and whether the assistant says each character and each special token."""
+    parts: list[Part] = []
+    said: list[bool] = []
+    for part, flag in spans:
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += part
+        elif part != "":
+            parts.append(part)
+        said += [flag] * _size(part)
+    return parts, said
+
+
+def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
+    """How many characters and special tokens a beginning of parts has; None where it is not one."""
+    prefix, _ = _joined([(part, False) for part in prefix])
     if not prefix:
-        return 0, 0
+        return 0
     full, last = len(prefix) - 1, prefix[-1]
-    if list(prefix[:full]) != list(whole[:full]) or full >= len(whole):
+    if prefix[:full] != list(whole[:full]) or full >= len(whole):
         return None
     there = whole[full]
-    if last == there:
-        return full + 1, 0
-    if isinstance(last, str) and isinstance(there, str) and there.startswith(last):
-        return full, len(last)
-    return None
+    is_beginning = last == there or (isinstance(last, str) and isinstance(there, str) and there.startswith(last))
+    return sum(map(_size, prefix)) if is_beginning else None
 
 
-def _cut(parts: Sequence[Part], cuts: Sequence[tuple[tuple[int, int], bool]]) -> Spans:
-    """The parts, with texts divided at the places, from each of which on all are marked as it says."""
-    found: Spans = []
-    said = False
-    following = iter([*cuts, ((len(parts), 0), False)])
-    place, then = next(following)
-    for at, part in enumerate(parts):
-        begin = 0
-        while place[0] == at:
-            if isinstance(part, str):
-                found.append((part[begin : place[1]], said))
-                begin = place[1]
-            said = then
-            place, then = next(following)
-        found.append((part[begin:] if isinstance(part, str) else part, said))
-    return [(part, said) for part, said in found if part != ""]
-
-
-def _only_after(spans: Spans, given: Sequence[Part], count: int) -> Spans:
-    """The spans, of which nothing is the assistant's that stands in the given beginning."""
-    joined: list[Part] = []
-    for part, _ in spans:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    place = _place(given, joined)
-    if place is None:
-        raise GenerationError(
-            f"the chat template writes the first {count} messages, which are given, otherwise when more follow; give the"
-            " whole chat as `messages`, in which all that the assistant says is a target"
-        )
-    left = sum(len(part) if isinstance(part, str) else 1 for part in joined[: place[0]]) + place[1]
-    found: Spans = []
-    for part, said in spans:
-        size = len(part) if isinstance(part, str) else 1
-        if isinstance(part, str) and 0 < left < size:
-            found += [(part[:left], False), (part[left:], said)]
-        else:
-            found.append((part, said and left <= 0))
-        left -= size
-    return found
-
-
-def _without_last_space(spans: Spans) -> Spans:
-    """The spans, of which no white space after the token that ends a turn is the assistant's."""
-    found = list(spans)
-    for i, (part, said) in enumerate(spans):
-        ends = i > 0 and not isinstance(spans[i - 1][0], str) and spans[i - 1][1]
-        closes = i + 1 == len(spans) or not spans[i + 1][1]
-        if said and ends and closes and isinstance(part, str) and not part.strip():
-            found[i] = (part, False)
-    return found
+def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
+    """Take the mark from white space after the token that ends a turn, where nothing that the assistant says follows."""
+    ends = list(accumulate(map(_size, parts)))
+    for part, end in zip(parts[1:], ends[1:], strict=True):
+        begin = end - _size(part)
+        stop = next((at for at in range(begin, end) if not said[at]), end)
+        after_token = said[begin - 1] and not isinstance(parts[ends.index(begin)], str)
+        if isinstance(part, str) and after_token and not part[: stop - begin].strip() and not any(said[stop : stop + 1]):
+            said[begin:stop] = [False] * (stop - begin)
