@@ -13,7 +13,7 @@ seconds with one thread.
 Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. The peak of memory
 is that of the first process and of the largest other one: it is constant if it is the same for both. Writes
 ``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
---megabytes 200 it takes about 7 minutes on two cores.
+--megabytes 200 it takes about 7 minutes on two cpu_count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data.build_corpus import cores
+from llama_jax.data.build_corpus import cpu_count
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"
@@ -57,7 +57,7 @@ class Arguments:
     """Texts to make it of; by default the documentation of this repository."""
     kinds: tuple[str, ...] = ("sentencepiece", "tokenizers")
     """The bundled vocabulary, and one of 16,384 tokens that the tokenizers library learns from the text."""
-    processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cores()})))
+    processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cpu_count()})))
     """How many to measure with."""
     repeats: int = 3
     """Turns of each case."""

@@ -25,7 +25,7 @@ import numpy as np
 import rensa
 import tyro
 
-from llama_jax.data.build_corpus import cores, working
+from llama_jax.data.build_corpus import cpu_count, process_pool
 from llama_jax.data.data_files import find_files
 from llama_jax.data.documents import DocumentFormat, Span, read_documents, spans_of
 from llama_jax.errors import UserError
@@ -49,7 +49,7 @@ class Arguments:
     """A .jsonl of the documents that are kept; the list of the others is beside it."""
     similarity: float = 0.8
     """The least estimated similarity at which a document is left out."""
-    processes: int = cores()
+    processes: int = cpu_count()
     """How many sign at a time."""
     reading: DocumentFormat = DocumentFormat()
     """Where documents end."""
@@ -152,7 +152,7 @@ def main(arguments: Arguments) -> list[Near]:
     files, reading = find_files(arguments.files), arguments.reading
     if arguments.out.suffix != ".jsonl" or not 0 < arguments.similarity <= 1:
         raise UserError(f"{arguments.out} must be a .jsonl, and similarity={arguments.similarity} above 0 and at most 1")
-    with working(arguments.processes) as pool:
+    with process_pool(arguments.processes) as pool:
         spans = pool([(spans_of, file, reading, UNIT) for file in files], None)
         calls = [(sign, file, reading, span) for file, some in zip(files, spans, strict=True) for span in some]
         found = find_near(np.concatenate([np.zeros((0, MINIMA), np.uint32), *pool(calls, None)]), arguments.similarity)

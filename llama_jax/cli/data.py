@@ -22,7 +22,7 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
     from llama_jax.data.chat_tokens import ChatReading, ExampleCounts
-    from llama_jax.tokenizers import Taught, Tokenizer
+    from llama_jax.tokenizers import EncodedExample, Tokenizer
 
 SHOW = "Show chats and preferences as a model is taught them, token by token."
 BUILD = "Tokenize files into a corpus of token ids, on all cores."
@@ -113,7 +113,7 @@ class ShowData:
             raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
         return files[0]
 
-    def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[Taught | None, ...]]]:
+    def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
         """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
         from llama_jax.data.chat_tokens import encode_example, shortened
@@ -140,7 +140,7 @@ class ShowData:
             return open_preferences(self.file, tokenizer, length, reading).counts
         return open_chats(self.file, tokenizer, length, reading).counts
 
-    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> str:
+    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> str:
         colored = self.color == "always"
         if self.color == "auto":
             colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -240,19 +240,19 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     found = []
     for token in ids:
-        spelt = tokenizer.token_bytes(token)
+        spelled = tokenizer.token_bytes(token)
         if token in names:
             found.append(printable(names[token]))
             continue
         try:
-            text = spelt.decode()
+            text = spelled.decode()
             found.append(json.dumps(text, ensure_ascii=not text.isprintable()))
         except UnicodeDecodeError:
-            found.append("".join(f"<0x{byte:02X}>" for byte in spelt))
+            found.append("".join(f"<0x{byte:02X}>" for byte in spelled))
     return found
 
 
-def table(tokenizer: Tokenizer, taught: Taught, *, colored: bool = False) -> list[str]:
+def table(tokenizer: Tokenizer, taught: EncodedExample, *, colored: bool = False) -> list[str]:
     """The lines of a table of tokens: place, id, text, and whether each is a target."""
     rows = [["", "id", "text", "mask"]]
     for place, (token, text, target) in enumerate(
@@ -269,7 +269,7 @@ def table(tokenizer: Tokenizer, taught: Taught, *, colored: bool = False) -> lis
     return lines
 
 
-def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> dict[str, Any]:
+def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> dict[str, Any]:
     """An example as JSON: of a preference the chosen answer first; a dropped one is null."""
     shown = [
         None

@@ -15,7 +15,7 @@ from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
-AHEAD = 8  # batches that are made before they are asked for
+PREFETCHED = 8  # batches that are made before they are asked for
 
 
 Made = TypeVar("Made", covariant=True)
@@ -35,7 +35,7 @@ class Batches(Iterator[Made], Generic[Made]):
     def __init__(self, rows: Numbered[Made], start: int) -> None:
         import grain
 
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
         self._next = start
 

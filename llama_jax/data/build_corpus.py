@@ -35,11 +35,11 @@ from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.writing import appearing, cannot_write, hold, remove, sign
 
 # Bytes of a file that become a part, at least and at most: to put one on the disk for good takes some 30 ms.
-UNITS = (8 << 20, 64 << 20)
-MANY = 128  # parts, where that leaves them between these sizes: enough for the processes of a large machine
-CORPUS = "tokens.corpus"
-PART = "part-{:05d}.unfinished"
-LOCK = ".lock"
+PART_BYTES = (8 << 20, 64 << 20)
+PART_COUNT = 128  # parts, where that leaves them between these sizes: enough for the processes of a large machine
+CORPUS_NAME = "tokens.corpus"
+PART_NAME = "part-{:05d}.unfinished"
+BUILD_LOCK = ".lock"
 Call = tuple[Any, ...]
 """A function of a module, and its arguments: whatever can be pickled."""
 Progress = Callable[[int, int], None]
@@ -109,7 +109,7 @@ def build(
     for file in files:
         if kind_of(file) in TOKENS:
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
-    with _held(folder), working(processes or cores()) if workers is None else nullcontext(workers) as pool:
+    with _held(folder), process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool:
         return _build(files, folder, tokenizer, options, pool, progress)
 
 
@@ -124,7 +124,7 @@ def _build(
     where, reading = os.fspath(resolved(locate(tokenizer))), options.reading
     vocabulary = examine(load_tokenizer(tokenizer))
     sources = workers([(describe, file) for file in files], None)
-    size = options.unit or min(max(sum(source.size for source in sources) // MANY, UNITS[0]), UNITS[1])
+    size = options.unit or min(max(sum(source.size for source in sources) // PART_COUNT, PART_BYTES[0]), PART_BYTES[1])
     plan: dict[str, Any] = {
         "files": [str(file) for file in files],
         "sources": [[source.size, source.sha256] for source in sources],
@@ -135,18 +135,18 @@ def _build(
     info = _begin(folder, plan, size)
     spans = workers([(spans_of, file, reading, size) for file in files], None) if info is None else []
     units = [(str(file), span) for file, some in zip(files, spans, strict=False) for span in some]
-    parts = [folder / PART.format(number) for number in range(len(units))]
+    parts = [folder / PART_NAME.format(number) for number in range(len(units))]
     if info is None:
         job = PartJob(str(folder), where, reading)
         workers([(make_part, job, number, *unit) for number, unit in enumerate(units)], progress)
         for file, source in zip(files, sources, strict=True):
             if not untouched(file, source):
                 raise DataError(f"{file} changed while it was read; remove {folder}, and build when nothing writes to it")
-        info = _join(folder / CORPUS, parts, vocabulary, plan | {"tokenizer": where})
-    for path in (*folder.glob(PART.replace("{:05d}", "*")), folder / UNFINISHED):
+        info = _join(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
+    for path in (*folder.glob(PART_NAME.replace("{:05d}", "*")), folder / UNFINISHED):
         remove(path)
     if not info.documents:
-        remove(folder / CORPUS)
+        remove(folder / CORPUS_NAME)
         named = f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
         raise DataError(f"{named} no document; are these the right files?")
     return info
@@ -154,7 +154,7 @@ def _build(
 
 def make_part(job: PartJob, number: int, path: str, span: Span | None) -> None:
     """Write the part of a span of a file, unless it is there whole."""
-    part = Path(job.folder) / PART.format(number)
+    part = Path(job.folder) / PART_NAME.format(number)
     with suppress(DataError, FileNotFoundError):
         read_corpus(part)
         return
@@ -200,7 +200,7 @@ def _held(folder: Path) -> Iterator[None]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = hold(folder / LOCK, partial(_taken, folder), "build")
+        lock = hold(folder / BUILD_LOCK, partial(_taken, folder), "build")
     except OSError as error:
         raise DataError(cannot_write(folder, error)) from None
     try:
@@ -209,7 +209,7 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()
+            (folder / BUILD_LOCK).unlink()
         os.close(lock)
         with suppress(OSError):  # of a folder that is not empty
             for path in missing:
@@ -227,8 +227,8 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
       DataError: the folder holds something else, or a build of another plan.
     """
     noted = folder / UNFINISHED
-    if (folder / CORPUS).is_file():
-        info = read_info(folder / CORPUS)
+    if (folder / CORPUS_NAME).is_file():
+        info = read_info(folder / CORPUS_NAME)
         _check_plan(folder, info.origin, plan)
         return info
     plan = plan | {"unit": size}
@@ -239,7 +239,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
             found = None
         if not isinstance(found, dict):
             raise DataError(f"{noted} is damaged; remove {folder}, and build again")
-        if any(folder.glob(PART.replace("{:05d}", "*"))):
+        if any(folder.glob(PART_NAME.replace("{:05d}", "*"))):
             _check_plan(folder, found, plan)
             return None
     else:
@@ -263,23 +263,23 @@ def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> No
 # --- processes -----------------------------------------------------------------------------------------------------------
 
 
-def cores() -> int:
-    """The number of cores that this process may use, if the system tells; else of all cores."""
+def cpu_count() -> int:
+    """The number of cores that this process may use, if the system says so; else of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def working(processes: int) -> Iterator[Workers]:
+def process_pool(processes: int) -> Iterator[Workers]:
     """This many processes, started when there is work and ended with this object; 1 runs in the first process itself."""
     if processes == 1:
-        yield call_here
+        yield call_serially
         return
     # Anew and not by fork: the threads of libraries that are imported here would be missing there.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
         yield partial(_call_in, pool)
 
 
-def call_here(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
     """Workers that are this process."""
     found = []
     for function, *args in calls:

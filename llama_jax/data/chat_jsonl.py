@@ -18,9 +18,9 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
-CHATS = "messages; conversations; prompt and completion; instruction and output"
-Said = str | tuple[Message, ...]
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+CHAT_FORMS = "messages; conversations; prompt and completion; instruction and output"
+TextOrMessages = str | tuple[Message, ...]
 
 
 class Example(NamedTuple):
@@ -35,8 +35,8 @@ class Example(NamedTuple):
       desirable: whether a single answer is good, if the line says so.
     """
 
-    prompt: Said
-    answers: tuple[Said, ...]
+    prompt: TextOrMessages
+    answers: tuple[TextOrMessages, ...]
     tools: tuple[dict[str, Any], ...]
     columns: dict[str, Any]
     line: int
@@ -59,8 +59,8 @@ def read_chats(path: Path) -> Iterator[Example]:
       DataError: a line with something else, by its file, line and field.
     """
     for line in _lines(path):
-        prompt: Said = ()
-        answer: Said
+        prompt: TextOrMessages = ()
+        answer: TextOrMessages
         if "messages" in line.found or "conversations" in line.found:
             answer = line.with_system(line.chat("messages" if "messages" in line.found else "conversations"))
         elif "prompt" in line.found and "completion" in line.found:
@@ -70,7 +70,7 @@ def read_chats(path: Path) -> Iterator[Example]:
             prompt = line.with_system(({"role": "user", "content": given},))
             answer = ({"role": "assistant", "content": line.text("output")},)
         else:
-            raise line.wrong(f"the fields are {line.fields()}; name them so: {CHATS}")
+            raise line.wrong(f"the fields are {line.fields()}; name them so: {CHAT_FORMS}")
         line.check_answer(answer, "no message has the role 'assistant', so there is nothing to learn; leave the line out")
         yield line.example(prompt, answer)
 
@@ -92,7 +92,7 @@ def read_prompts(path: Path) -> Iterator[Example]:
             raise line.wrong(
                 f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some"
             )
-        yield line.example(line.with_system(line.said("prompt")))
+        yield line.example(line.with_system(line.content("prompt")))
 
 
 def read_preferences(path: Path) -> Iterator[Example]:
@@ -108,11 +108,11 @@ def read_preferences(path: Path) -> Iterator[Example]:
         missing = [name for name in ("chosen", "rejected") if name not in line.found]
         if missing:
             raise line.wrong(f"{missing[0]} is missing; give prompt, chosen and rejected; the fields are {line.fields()}")
-        chosen, rejected = line.said("chosen"), line.said("rejected")
+        chosen, rejected = line.content("chosen"), line.content("rejected")
         line.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
             raise line.wrong("chosen and rejected are the same, so neither is preferred; leave the line out")
-        prompt: Said
+        prompt: TextOrMessages
         if isinstance(chosen, str) or isinstance(rejected, str):
             prompt = line.text("prompt")
         else:
@@ -125,7 +125,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
 
 
 def read_judged(path: Path) -> Iterator[Example]:
-    """Single answers, each labelled good or bad: `prompt` and `completion` as in `read_chats`, and `label`, which is true
+    """Single answers, each labeled good or bad: `prompt` and `completion` as in `read_chats`, and `label`, which is true
     or false.
 
     Raises:
@@ -154,12 +154,12 @@ class _Line:
         self._where, self._number = f"{path}, line {number}", number
         self.found = found
 
-    def example(self, prompt: Said, *answers: Said) -> Example:
+    def example(self, prompt: TextOrMessages, *answers: TextOrMessages) -> Example:
         """The line as it is understood; texts have no tools."""
         is_text = isinstance(answers[0] if answers else prompt, str)
         return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
 
-    def check_answer(self, answer: Said, what: str) -> None:
+    def check_answer(self, answer: TextOrMessages, what: str) -> None:
         """Raise an error that says `what` for messages of which none is the assistant's."""
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
             raise self.wrong(what)
@@ -178,30 +178,30 @@ class _Line:
             raise self.wrong(f"{name} is missing, which must be a text; the fields are {self.fields()}")
         raise self.wrong(f"{name}={shown(value, 60)} must be a text")
 
-    def said(self, name: str) -> Said:
+    def content(self, name: str) -> TextOrMessages:
         """A text, or messages."""
         value = self.found[name]
         if not isinstance(value, str | list):
             raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
         return value if isinstance(value, str) else self.chat(name)
 
-    def completed(self) -> tuple[Said, Said]:
+    def completed(self) -> tuple[TextOrMessages, TextOrMessages]:
         """`prompt` and `completion`, both texts or both messages."""
-        prompt, answer = self.said("prompt"), self.said("completion")
+        prompt, answer = self.content("prompt"), self.content("completion")
         self.same_kind("prompt", prompt, "completion", answer)
         return self.with_system(prompt), answer
 
-    def same_kind(self, name: str, value: Said, other: str, also: Said) -> None:
+    def same_kind(self, name: str, value: TextOrMessages, other: str, also: TextOrMessages) -> None:
         if isinstance(value, str) != isinstance(also, str):
             kinds = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
             raise self.wrong(f"{kinds[0]}, but {kinds[1]}; give both as texts, or both as messages")
 
-    def with_system(self, said: Said) -> Any:
+    def with_system(self, content: TextOrMessages) -> Any:
         """Messages, after the one that the field `system` stands for, where it has a text and they have no such message."""
-        if isinstance(said, str) or not said or said[0]["role"] == "system":
-            return said
+        if isinstance(content, str) or not content or content[0]["role"] == "system":
+            return content
         text = self.text("system", optional=True)
-        return ({"role": "system", "content": text}, *said) if text else said
+        return ({"role": "system", "content": text}, *content) if text else content
 
     def tools(self) -> tuple[dict[str, Any], ...]:
         value = self.found.get("tools")
@@ -238,7 +238,7 @@ class _Line:
         if not isinstance(content, str):
             raise self.wrong(f"{name}.{content_name}={shown(content, 60)} must be a text")
         more = {key: entry for key, entry in value.items() if key not in (role_name, content_name) and entry is not None}
-        unknown = [key for key in more if key not in MESSAGE]
+        unknown = [key for key in more if key not in MESSAGE_FIELDS]
         if unknown:
             raise self.wrong(f"{name}.{shown(unknown[0], 40)[1:-1]} is not read; remove it from the messages")
         message: dict[str, Any] = {"role": ROLES[role], "content": content, **more}
@@ -257,8 +257,8 @@ class _Line:
         prompt: Sequence[Message] = ()
         given = self.found.get("prompt")
         if given is not None:
-            said = self.said("prompt")
-            prompt = self.with_system(({"role": "user", "content": said},) if isinstance(said, str) else said)
+            content = self.content("prompt")
+            prompt = self.with_system(({"role": "user", "content": content},) if isinstance(content, str) else content)
             if chosen[0]["role"] not in ("system", "user"):
                 return tuple(prompt), chosen, rejected
         common = 0

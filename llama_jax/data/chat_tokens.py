@@ -17,7 +17,7 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.tokenizers import Format, Tokenizer
-from llama_jax.tokenizers.chat_targets import ReplyEncoder, Taught
+from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.interface import special_pattern
 
 TooLong = Literal["cut", "drop"]
@@ -156,7 +156,7 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
             raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
 
 
-def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[Taught, ...]:
+def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[EncodedExample, ...]:
     """The tokens of an example, once for each of its answers.
 
     Args:
@@ -176,11 +176,11 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
     return tuple(found)
 
 
-def shortened(taught: Taught, length: int, too_long: TooLong) -> Taught | None:
+def shortened(taught: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
     """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
     if len(taught.ids) <= length + 1:
         return taught
-    return None if too_long == "drop" else Taught(taught.ids[: length + 1], taught.targets[: length + 1])
+    return None if too_long == "drop" else EncodedExample(taught.ids[: length + 1], taught.targets[: length + 1])
 
 
 def _read(
@@ -196,7 +196,7 @@ def _read(
     sides: list[_Growing] = []
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
-    spelt = ""  # where a text spells a special token
+    spelled = ""  # where a text spells a special token
     with ReplyEncoder(tokenizer, reading.format) as encoder:
         for file, example in examples_of(paths, read):
             where = f"{file}, line {example.line}"
@@ -208,9 +208,9 @@ def _read(
                 raise DataError(f"{where}: {error}") from None
             counts.read += 1
             counts.longest = max(counts.longest, *(len(taught.ids) for taught in found))
-            if not spelt and not reading.special:
+            if not spelled and not reading.special:
                 texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
-                spelt = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
+                spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
             sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
             if _take(sides, found, length, reading.too_long, counts):
                 desirable.append(example.desirable)
@@ -222,11 +222,13 @@ def _read(
             )
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
         corpora = [side.corpus(lengths) for side in sides]
-        _warn(corpora, encoder, spelt)
+        _warn(corpora, encoder, spelled)
     return corpora, counts, desirable
 
 
-def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: ExampleCounts) -> bool:
+def _take(
+    sides: list[_Growing], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
+) -> bool:
     """Add an example to the corpora, or to those that are dropped; whether it is kept."""
     kept = [shortened(taught, length, too_long) for taught in found]
     whole = [taught for taught in kept if taught is not None]
@@ -247,7 +249,7 @@ def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_lon
     return False
 
 
-def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelt: str) -> None:
+def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
     ends = encoder.ends
     for corpus in corpora:
         if not np.isin(corpus.tokens[corpus.targets], ends).any():
@@ -258,9 +260,9 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelt: str) -> None:
                 stacklevel=4,
             )
             break
-    if spelt:
+    if spelled:
         warnings.warn(
-            f"{spelt} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
+            f"{spelled} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
             " with special=True, or give messages",
             stacklevel=4,
         )
@@ -275,7 +277,7 @@ class _Growing:
     targets: bytearray = field(default_factory=bytearray)
     stops: array[int] = field(default_factory=lambda: array("q"))
 
-    def add(self, taught: Taught) -> None:
+    def add(self, taught: EncodedExample) -> None:
         self.tokens.extend(taught.ids)
         self.targets.extend(taught.targets)
         self.stops.append(len(self.tokens))

@@ -194,8 +194,8 @@ def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
         return parts
     where = held.starts[longest] + kept
     tokens = held.document(longest)[:kept]
-    spelt = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
-    held_bytes = min(max(spelt, 0), int(held.byte_counts[longest]))
+    spelled = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
+    held_bytes = min(max(spelled, 0), int(held.byte_counts[longest]))
     at = int(np.searchsorted(train.starts, where))
     rest = replace(
         train,

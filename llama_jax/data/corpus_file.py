@@ -1,6 +1,6 @@
 """The file of a tokenized corpus: written whole or not at all, checked whole when it is opened.
 
-    8 bytes     MAGIC
+    8 bytes     CORPUS_MAGIC
     8 bytes     size of the description
     32 bytes    SHA-256 of the description, which holds that of the data
     tokens      uint16 or uint32 [all], padded to a multiple of 8 bytes
@@ -27,9 +27,9 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.errors import DataError, UserError
 from llama_jax.writing import appearing
 
-SUFFIX = ".corpus"
-MAGIC = b"llamajx2"
-HEADER = struct.Struct("<8sQ32s")
+CORPUS_SUFFIX = ".corpus"
+CORPUS_MAGIC = b"llamajx2"
+CORPUS_HEADER = struct.Struct("<8sQ32s")
 
 
 class TokenBlock(NamedTuple):
@@ -93,7 +93,7 @@ def write_corpus(
             digest.update(content)
             file.write(content)
 
-        file.write(bytes(HEADER.size))
+        file.write(bytes(CORPUS_HEADER.size))
         for block in blocks:
             goes_on = len(block.byte_counts) - len(block.starts)
             if goes_on:
@@ -110,7 +110,7 @@ def write_corpus(
         text = json.dumps(info._asdict()).encode()
         file.write(text)
         file.seek(0)
-        file.write(HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest()))
+        file.write(CORPUS_HEADER.pack(CORPUS_MAGIC, len(text), hashlib.sha256(text).digest()))
     return info
 
 
@@ -121,9 +121,9 @@ def read_info(path: Path) -> CorpusInfo:
       DataError: a file that is not a corpus, or one whose description is damaged.
     """
     with path.open("rb") as file:
-        header = file.read(HEADER.size)
-        magic, length, checksum = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, b"")
-        if magic == MAGIC and HEADER.size + length <= path.stat().st_size:
+        header = file.read(CORPUS_HEADER.size)
+        magic, length, checksum = CORPUS_HEADER.unpack(header) if len(header) == CORPUS_HEADER.size else (b"", 0, b"")
+        if magic == CORPUS_MAGIC and CORPUS_HEADER.size + length <= path.stat().st_size:
             file.seek(-length, 2)
             text = file.read()
             if hashlib.sha256(text).digest() == checksum:
@@ -139,8 +139,8 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     """
     info = read_info(path)  # authentic; its sizes are those of the file if the data has the check sum
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
-    length = HEADER.unpack(mapped[: HEADER.size].tobytes())[1]
-    data = mapped[HEADER.size : len(mapped) - length]
+    length = CORPUS_HEADER.unpack(mapped[: CORPUS_HEADER.size].tobytes())[1]
+    data = mapped[CORPUS_HEADER.size : len(mapped) - length]
     if hashlib.sha256(data.data).hexdigest() != info.sha256:
         raise DataError(f"{path} is not a whole corpus of tokens")
     dtype = np.dtype(info.token_type).newbyteorder("<")

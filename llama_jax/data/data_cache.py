@@ -20,15 +20,15 @@ from llama_jax.storage import StoredPath, locate
 from llama_jax.storage.view import MOST_OPEN, Listed
 from llama_jax.writing import appearing, remove
 
-ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
-RECENT = 600  # seconds
-LIMIT = 100  # gigabytes of a cache
+CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
+RECENT_SECONDS = 600  # seconds
+DEFAULT_LIMIT = 100  # gigabytes of a cache
 CORPORA, OBJECTS = "corpora", "objects"  # in the cache
-SPLITS = "dataset_dict.json"  # beside a folder for each split, by DatasetDict.save_to_disk
-STATE = "state.json"  # beside the files of one, by Dataset.save_to_disk
+SAVED_SPLITS = "dataset_dict.json"  # beside a folder for each split, by DatasetDict.save_to_disk
+SAVED_STATE = "state.json"  # beside the files of one, by Dataset.save_to_disk
 UNFINISHED = "unfinished-build.json"  # in a folder in which `build` works
-BESIDE = (SPLITS, STATE, UNFINISHED)  # what describes the data in a folder
-THREADS = 8  # files at a time
+DESCRIPTIONS = (SAVED_SPLITS, SAVED_STATE, UNFINISHED)  # what describes the data in a folder
+FETCH_THREADS = 8  # files at a time
 
 
 def cache_folder() -> Path:
@@ -37,12 +37,12 @@ def cache_folder() -> Path:
 
 
 def cache_limit() -> int:
-    """LLAMA_JAX_CACHE_LIMIT in bytes, or LIMIT.
+    """LLAMA_JAX_CACHE_LIMIT in bytes, or DEFAULT_LIMIT.
 
     Raises:
       DataError: it is not a number of gigabytes.
     """
-    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
+    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(DEFAULT_LIMIT))
     try:
         limit = int(float(text) * 1e9)
     except (ValueError, OverflowError):
@@ -72,14 +72,14 @@ def make_room(folder: Path, limit: int, kept: Path) -> None:
     found: list[tuple[float, int, Path]] = []
     with suppress(OSError):
         for path in folder.iterdir():
-            if ENTRY.fullmatch(path.name):
+            if CACHE_ENTRY.fullmatch(path.name):
                 with suppress(OSError):
                     files = path.rglob("*") if path.is_dir() else [path]
                     size = sum(file.stat().st_size for file in files if file.is_file())
                     found.append((path.stat().st_mtime, size, path))
     total = sum(size for _, size, _ in found)
     for used, size, path in sorted(found):
-        if total <= limit or used > time.time() - RECENT:
+        if total <= limit or used > time.time() - RECENT_SECONDS:
             break
         if path != kept:
             remove(path)
@@ -113,7 +113,7 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
         found = {
             name: listed
             for name, listed in _below(place)
-            if name.lower().endswith(suffixes) or name.rpartition("/")[2] in BESIDE
+            if name.lower().endswith(suffixes) or name.rpartition("/")[2] in DESCRIPTIONS
         }
         if not any(name.lower().endswith(suffixes) for name in found):
             raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; give the files by name")
@@ -163,5 +163,5 @@ def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
                     file.write(source.view.read(source.key, first, min(first + MOST_OPEN, sizes[name])))
                     bar.update(file.tell() - first)
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(FETCH_THREADS) as pool:
             list(pool.map(fetch, sizes))

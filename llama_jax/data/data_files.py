@@ -14,20 +14,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.data.data_cache import SPLITS, STATE, UNFINISHED, on_this_machine
+from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, on_this_machine
 from llama_jax.data.mixture import shares
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import resolved
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-NAME = re.compile(r"[A-Za-z0-9_.-]+")
-KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
-SUFFIXES = (*KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
-SPLIT = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
-NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+DATA_KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
+DATA_SUFFIXES = (*DATA_KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
+SPLIT_NAME = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
+SHARD_NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
 # On the hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
-NUMBERED = re.compile(rf"{SPLIT}{NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
-CACHED = re.compile(rf"\w+-{SPLIT}(?:{NUMBERS})?\.arrow")
+HUB_FILE = re.compile(rf"{SPLIT_NAME}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
+DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_NAME}(?:{SHARD_NUMBERS})?\.arrow")
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def find_data(data: Data) -> list[FoundData]:
     if not named:
         return [FoundData("", find_files(plain), Fraction(1))]
     if plain:
-        raise DataError(f"{plain[0]} has no name and weight, others have: give all as NAME=PATH:WEIGHT, or none")
+        raise DataError(f"{plain[0]} has no name and weight, others have: give all as SOURCE_NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in named).items():
-        if not NAME.fullmatch(name):
+        if not SOURCE_NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
         if times > 1:
             raise DataError(f"two sources are called {name}; put their files into one folder, or give them two names")
@@ -90,7 +90,7 @@ class Source(NamedTuple):
 
 
 def find_files(paths: Paths) -> list[Path]:
-    """The files to read, in the order given; of a folder those with a suffix of SUFFIXES below it, by name.
+    """The files to read, in the order given; of a folder those with a suffix of DATA_SUFFIXES below it, by name.
 
     What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders. Of a dataset as the
     Hugging Face hub has it, or `save_to_disk` writes it, all files of a folder are read that has one split of it.
@@ -101,7 +101,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = resolved(on_this_machine(path, SUFFIXES))
+        given = resolved(on_this_machine(path, DATA_SUFFIXES))
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():
@@ -109,12 +109,12 @@ def find_files(paths: Paths) -> list[Path]:
             inside = sorted(
                 file
                 for file in given.rglob("[!.]*")
-                if file.name.lower().endswith(SUFFIXES)
+                if file.name.lower().endswith(DATA_SUFFIXES)
                 and not any(part.startswith(".") for part in file.relative_to(given).parts)
                 and file.is_file()
             )
             if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(KINDS)}; give the files by name")
+                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_KINDS)}; give the files by name")
             found += _one_split(given, inside)
         elif given.is_file():
             found.append(given)
@@ -146,15 +146,15 @@ def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
     """
     for file in files:
         for above in (file.parent, *file.parent.parents):
-            if (above / SPLITS).is_file():
-                names = sorted(entry.name for entry in above.iterdir() if (entry / STATE).is_file())
-                raise _several(folder, names, f"{above}/{names[0] if names else 'NAME'}")
+            if (above / SAVED_SPLITS).is_file():
+                names = sorted(entry.name for entry in above.iterdir() if (entry / SAVED_STATE).is_file())
+                raise _several(folder, names, f"{above}/{names[0] if names else 'SOURCE_NAME'}")
             if above == folder:
                 break
     found = [file for file in files if file.suffix != ".arrow" or _is_saved(file)]
     splits: dict[str, Path] = {}
     for file in found:
-        if (match := NUMBERED.fullmatch(file.name) or CACHED.fullmatch(file.name)) is not None:
+        if (match := HUB_FILE.fullmatch(file.name) or DATASETS_CACHE_FILE.fullmatch(file.name)) is not None:
             splits.setdefault(match["split"], file)
     if len(splits) > 1:
         name, file = next((pair for pair in splits.items() if pair[0] == "train"), next(iter(splits.items())))
@@ -168,7 +168,7 @@ def _is_saved(file: Path) -> bool:
     Raises:
       DataError: the list of its files is damaged.
     """
-    state = file.parent / STATE
+    state = file.parent / SAVED_STATE
     if not state.is_file():
         return True
     try:

@@ -15,13 +15,13 @@ from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.errors import DataError, reason_of, shown
 
-CHUNK = 1 << 20  # bytes of a text file that are read at once
-ROWS = 1024  # of a table that are read at once
-SEARCHED = 1 << 20  # bytes that are read at once to find where a document ends
+READ_BYTES = 1 << 20  # bytes of a text file that are read at once
+TABLE_ROWS = 1024  # of a table that are read at once
+SEARCH_BYTES = 1 << 20  # bytes that are read at once to find where a document ends
 COMPRESSED = (".gz", ".zst")
 TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
-ARROW = b"ARROW1"  # begins Arrow's form with an index
-END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
+ARROW_MAGIC = b"ARROW1"  # begins Arrow's form with an index
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[
     _check_column(path, field, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
     for done, group in enumerate(groups, 1):
-        batches = file.iter_batches(ROWS, row_groups=[group], columns=[field])
+        batches = file.iter_batches(TABLE_ROWS, row_groups=[group], columns=[field])
         texts = (text for batch in batches for text in batch.column(0).to_pylist())
         yield _damage_named(path, f"row group {group}", texts), size * done // len(groups)
 
@@ -173,7 +173,7 @@ def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[It
     for _, batch, read in arrow_batches(path, span):
         _check_column(path, field, batch.schema.names)
         column = batch.column(batch.schema.names.index(field))
-        texts = (text for at in range(0, len(column), ROWS) for text in column.slice(at, ROWS).to_pylist())
+        texts = (text for at in range(0, len(column), TABLE_ROWS) for text in column.slice(at, TABLE_ROWS).to_pylist())
         yield _damage_named(path, f"the column {field!r}", texts), min(read, path.stat().st_size)
 
 
@@ -188,7 +188,7 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
 
     def batches() -> Iterator[tuple[int, Any, int]]:
         with pyarrow.memory_map(str(path)) as mapped:
-            if mapped.read(len(ARROW)) == ARROW:  # the form with an index; datasets writes the stream
+            if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the form with an index; datasets writes the stream
                 opened = pyarrow.ipc.open_file(mapped)
                 count = opened.num_record_batches
                 some = range(count) if span is None else range(*span)
@@ -200,8 +200,8 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
                     return
                 if span is None or number >= span.start:
                     yield number, batch, mapped.tell()
-            mapped.seek(mapped.size() - len(END))
-            if mapped.read(len(END)) != END:
+            mapped.seek(mapped.size() - len(ARROW_END))
+            if mapped.read(len(ARROW_END)) != ARROW_END:
                 raise OSError("the end of the stream is missing")
 
     return _damage_named(path, "its batches", batches())
@@ -281,10 +281,10 @@ def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
     with path.open("rb") as opened:
         while start < size:
             opened.seek(start)
-            found = opened.read(SEARCHED + len(mark)).find(mark)
+            found = opened.read(SEARCH_BYTES + len(mark)).find(mark)
             if found >= 0:
                 return start + found + len(mark)
-            start += SEARCHED
+            start += SEARCH_BYTES
     return size
 
 
@@ -373,7 +373,7 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
         if span is not None:
             file.seek(span.start)
         while True:
-            chunk = file.read(CHUNK if span is None else min(CHUNK, span.stop - span.start - read))
+            chunk = file.read(READ_BYTES if span is None else min(READ_BYTES, span.stop - span.start - read))
             read += len(chunk)
             binary = chunk.find(b"\0")
             if binary >= 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.corpus_file import SUFFIX, TokenBlock, read_corpus, write_corpus
+from llama_jax.data.corpus_file import CORPUS_SUFFIX, TokenBlock, read_corpus, write_corpus
 from llama_jax.data.data_cache import CORPORA, cache_folder, cannot_cache, make_room, note_use
 from llama_jax.data.data_cache import cache_limit as limit_of_environment
 from llama_jax.data.data_files import Paths, Source, describe, find_files, unchanged, untouched
@@ -41,7 +41,7 @@ def open_corpus(
     Memory is a block of a file, and 16 bytes per document.
 
     Args:
-      paths: files, or folders, of this machine or in a store, whose files with one of `data_files.SUFFIXES` are read in
+      paths: files, or folders, of this machine or in a store, whose files with one of `data_files.DATA_SUFFIXES` are read in
         order of their names. See `DocumentFormat` for where documents end, `read_tokens` for what tokens they become.
       cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
       cache_limit: bytes of all corpora in it, above which the least recently opened ones are removed; None takes
@@ -54,14 +54,14 @@ def open_corpus(
     """
     files = find_files(paths)
     vocabulary = examine(tokenizer)
-    if len(files) == 1 and kind_of(files[0]) == SUFFIX:
+    if len(files) == 1 and kind_of(files[0]) == CORPUS_SUFFIX:
         corpus, info = read_corpus(files[0])
         check_vocabulary(files[0], info, vocabulary)
         return corpus
     recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "fingerprint": vocabulary.fingerprint}
     folder = cache_folder() / CORPORA if cache is None else Path(cache)
     limit = limit_of_environment() if cache_limit is None else cache_limit
-    path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}{SUFFIX}"
+    path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}{CORPUS_SUFFIX}"
     found = _cached(path, files, recipe)
     if found is None:
         sources = [describe(file) for file in files]

@@ -16,11 +16,11 @@ from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, re
 from llama_jax.errors import DataError, TokenizerError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
-BLOCK = 1 << 20  # tokens of a .bin that are read at once
-BATCH = 1 << 18  # characters of documents that are encoded at once
-MOST = 1024  # documents of them
+BIN_TOKENS = 1 << 20  # tokens of a .bin that are read at once
+BATCH_CHARACTERS = 1 << 18  # characters of documents that are encoded at once
+BATCH_DOCUMENTS = 1024  # documents of them
 # White space, digits, contractions and scripts, where vocabularies with the same tokens may still cut a text differently.
-SAMPLE = "It's  12345 o'clock,\n\n\tDON'T\r\n   \u00e9te\u0301 \u4f60\u597d \U0001f999 x=1; foo_bar "
+PROBE = "It's  12345 o'clock,\n\n\tDON'T\r\n   \u00e9te\u0301 \u4f60\u597d \U0001f999 x=1; foo_bar "
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
     """
     bos = tokenizer.bos_id if tokenizer.add_bos else -1
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + SAMPLE, bos=False, eos=False)
+    probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + PROBE, bos=False, eos=False)
     shape = [
         len(tokens),
         bos,
@@ -124,13 +124,13 @@ def _from_text(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about BATCH characters."""
+    """Documents in lists of about BATCH_CHARACTERS."""
     some: list[Document] = []
     size = 0
     for document in documents:
         some.append(document)
         size += len(document.text)
-        if size >= BATCH or len(some) == MOST:
+        if size >= BATCH_CHARACTERS or len(some) == BATCH_DOCUMENTS:
             yield some
             some, size = [], 0
     if some:
@@ -162,7 +162,7 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> It
     ended = True  # whether a document ended with the last token of the block before
     silent = True  # whether the document that goes on has had no text so far
     with path.open("rb") as file:
-        while len(block := np.fromfile(file, dtype, BLOCK)):
+        while len(block := np.fromfile(file, dtype, BIN_TOKENS)):
             _check_ids(f"{path}, token", block, offset, vocabulary)
             if offset == 0 and bos == eos:  # one token for both: it begins documents if it begins the file
                 bos, eos = (bos, -1) if block[0] == bos else (-1, eos)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
-PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 
 
 class Message(TypedDict, total=False):
@@ -70,7 +70,7 @@ def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
     """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts after a reply."""
     ends = set(tokenizer.stop_ids)
-    reply = chr(PRIVATE[-1])
+    reply = chr(PRIVATE_USE[-1])
     chat: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": reply},
@@ -212,7 +212,7 @@ def template_parts(
     pattern = special_pattern(names.values())
     with _depth_told():
         text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
-    unused = list(islice((chr(code) for code in PRIVATE if chr(code) not in text), 3))
+    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), 3))
     if len(unused) < 3:
         raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
     inside, first, last = unused

@@ -27,7 +27,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-class Taught(NamedTuple):
+class EncodedExample(NamedTuple):
     """A text as a model is taught it.
 
     Attributes:
@@ -78,7 +78,7 @@ class ReplyEncoder:
         """The tokens that end what is generated: of a chat, where one has been encoded."""
         return self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved)
 
-    def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> Taught:
+    def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
         """A whole chat; the targets are all that the assistant says in it.
 
         Args:
@@ -110,7 +110,7 @@ class ReplyEncoder:
             parts, said = self._by_prefixes(messages, given, tools)
         return self._checked(self._encoded(parts, said))
 
-    def pair(self, prompt: str, answer: str, *, special: bool = False) -> Taught:
+    def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
         """A text that goes on as another one does, without any chat format: BOS, prompt, answer and EOS, of which the answer
         and EOS are targets; BOS where the vocabulary's own rule says so, EOS where it has one.
 
@@ -127,7 +127,9 @@ class ReplyEncoder:
             del said[-1]
         # The two are no parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
         found = self._encoded(*_joined(said))
-        return self._checked(Taught([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)]))
+        return self._checked(
+            EncodedExample([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)])
+        )
 
     def prompt(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, special: bool = False
@@ -176,7 +178,7 @@ class ReplyEncoder:
         _without_last_space(whole, said)
         return whole, said
 
-    def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> Taught:
+    def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> EncodedExample:
         """The ids of parts; a token is a target if it is partly what the assistant says."""
         ids = self.tokenizer.encode_parts(parts)
         targets: list[bool] = []
@@ -191,9 +193,9 @@ class ReplyEncoder:
                 assert ids[len(targets)] == part
                 targets.append(said[at])
             at += _size(part)
-        return Taught(ids, targets)
+        return EncodedExample(ids, targets)
 
-    def _checked(self, taught: Taught) -> Taught:
+    def _checked(self, taught: EncodedExample) -> EncodedExample:
         bos = self.tokenizer.bos_id
         if taught.ids[:2] == [bos, bos] and bos != self.tokenizer.eos_id:
             raise GenerationError("the text begins with two begin-of-sequence tokens; leave out one of them")
@@ -204,17 +206,17 @@ class ReplyEncoder:
         if not any(said):
             return [False] * len(ids)
         tokens = [self._bytes[token] for token in ids]
-        spelt = b"".join(tokens)
+        spelled = b"".join(tokens)
         # Vocabularies that spell a space as U+2581 know no other one.
         for given in (text, text.replace(SPACE, " ")):
             flags = [flag for character, flag in zip(given, said, strict=True) for _ in character.encode()]
             wanted = given.encode()
-            if spelt not in (wanted, b" " + wanted):  # the special token before may take the white space away
+            if spelled not in (wanted, b" " + wanted):  # the special token before may take the white space away
                 wanted = wanted.lstrip()
                 flags = flags[len(flags) - len(wanted) :]
-            if spelt == b" " + wanted:  # the space that a vocabulary puts before a text is part of what follows
+            if spelled == b" " + wanted:  # the space that a vocabulary puts before a text is part of what follows
                 flags = flags[:1] + flags
-            elif spelt != wanted:
+            elif spelled != wanted:
                 continue
             ends = list(accumulate(map(len, tokens)))
             return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]

@@ -1,7 +1,7 @@
 """A checkpoint's own chat template, which comes from whoever made the checkpoint: rendered in a process of its own.
 
-The process (`template_worker`, which imports Jinja and nothing of this library) is ended when a chat takes over SECONDS. On
-Linux it gets MEMORY bytes and a few for each of the request's, and no more.
+The process (`template_worker`, which imports Jinja and nothing of this library) is ended when a chat takes over
+RENDER_SECONDS. On Linux it gets RENDER_MEMORY bytes and a few for each of the request's, and no more.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 from llama_jax.child_process import START, ChildProcess, isolated
 from llama_jax.errors import GenerationError, reason_of
 
-SECONDS = 5
-MEMORY = 100 << 20  # bytes
-NEEDED = ("jinja2", "markupsafe")  # packages
+RENDER_SECONDS = 5
+RENDER_MEMORY = 100 << 20  # bytes
+RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages
 
 
 class Renderer:
     """Renders chat after chat in one process, which spares each the start of a Python and a compilation. From any thread."""
 
     def __init__(self) -> None:
-        command, environment = isolated(Path(__file__).with_name("template_worker.py"), NEEDED, str(SECONDS), str(MEMORY))
-        self._child = ChildProcess(command, environment, SECONDS + START)  # it has a timer of its own, unless it was halted
+        script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
+        command, environment = isolated(script, RENDER_PACKAGES, *limits)
+        self._child = ChildProcess(command, environment, RENDER_SECONDS + START)  # unless halted it has a timer of its own
 
     def render(
         self,
@@ -74,7 +75,8 @@ class Renderer:
                 self._child.close()
                 if not is_new:
                     continue
-            reason = answer[1:].decode() or f"it takes over {SECONDS} s or {MEMORY >> 20} MB, or {sys.executable} fails"
+            limits = f"{RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB"
+            reason = answer[1:].decode() or f"it takes over {limits}, or {sys.executable} fails"
             raise GenerationError(f"the checkpoint's chat template cannot be used here: {reason}")
 
     def close(self) -> None:

@@ -49,8 +49,8 @@ OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_
 STOPS = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
 PRE = "tokenizer.ggml.pre"
 # What other settings of a tokenizer say.
-TOLD = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
-TOLD |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
+OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
+OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
 MASK = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
@@ -217,7 +217,7 @@ def _template_name(key: str) -> str | None:
 
 def _only_here(key: str, value: Any) -> bool:
     """Whether it is a scalar of a vocabulary that no other setting says."""
-    known = key.removeprefix("tokenizer.ggml.") in TOLD or key.startswith("tokenizer.chat_template")
+    known = key.removeprefix("tokenizer.ggml.") in OTHER_SETTINGS or key.startswith("tokenizer.chat_template")
     return key.startswith("tokenizer.") and not known and type(value) in (bool, int, float, str)
 
 

@@ -58,7 +58,7 @@ def spell(token: bytes) -> str:
     return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins as a tokenizer.json does: an object whose first key is its version."""
     return re.match(rb'\s*\{\s*"(version|added_tokens)"\s*:', start) is not None
 

@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids of special tokens by their names; `encode` recognises the names in a text only with `special=True`."""
+        """The ids of special tokens by their names; `encode` recognizes the names in a text only with `special=True`."""
         ...
 
     @property

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     kind: EntryKind
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins with the first piece of a SentencePiece protocol buffer (field 1, then its text)."""
     return len(start) >= 3 and start[0] == 0x0A and start[2] == 0x0A
 
@@ -70,7 +70,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         swallowing: Iterable[int] = (),
         aliases: Sequence[int] = (),
     ) -> None:
-        """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
+        """Read the serialized model (the content of a ``.model`` file) that was found at `where`.
 
         Args:
           entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
@@ -232,7 +232,7 @@ def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]
 
 
 def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
-    """A serialised BPE model with these pieces, their ids in this order.
+    """A serialized BPE model with these pieces, their ids in this order.
 
     Args:
       bos, eos: which of the control pieces begin and end a sequence.
@@ -304,7 +304,7 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
       size: V at most; a short text gives fewer.
 
     Raises:
-      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learnt.
+      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learned.
     """
     import sentencepiece
 

@@ -20,7 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LONGEST = 1 << 23  # characters of a text, where the messages are not longer
+MAX_CHARACTERS = 1 << 23  # characters of a text, where the messages are not longer
 MEMORY_PER_BYTE = 16  # of a request: texts on their way are copied
 
 
@@ -50,7 +50,7 @@ def _answer(asked: bytes) -> bytes:
     try:
         request = json.loads(asked.decode("utf-8", "surrogatepass"))
         text = rendered(request["template"], request["values"], request["marks"])
-        if len(text) > max(LONGEST, 4 * len(asked)):
+        if len(text) > max(MAX_CHARACTERS, 4 * len(asked)):
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
     except MemoryError:

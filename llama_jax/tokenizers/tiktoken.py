@@ -47,12 +47,12 @@ LONGEST_TEXT = 400_000
 LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
 MOST_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
-LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins with the line of a rank."""
-    return LINE.match(start) is not None
+    return RANK_LINE.match(start) is not None
 
 
 class TiktokenTokenizer(PartsTokenizer):

@@ -1,4 +1,4 @@
-"""What the files beside a vocabulary say of it: Hugging Face's ``tokenizer_config.json`` and its neighbours."""
+"""What the files beside a vocabulary say of it: Hugging Face's ``tokenizer_config.json`` and its neighbors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from llama_jax.tokenizers.interface import Tokenizer
 
 LARGEST_ID = 1 << 31
 # Of ``tokenizer_config.json``: what `Settings` says in its own words, and what is of one file or one program.
-TOLD = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template", "added_tokens_decoder"}
+OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
+OWN_SETTINGS |= {"added_tokens_decoder"}
 OF_A_FILE = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
-GGUF = "gguf"  # under which a saved one keeps what a GGUF says of its vocabulary and no other setting does
+GGUF_SETTINGS = "gguf"  # under which a saved one keeps what a GGUF says of its vocabulary and no other setting does
 
 
 class AddedToken(NamedTuple):
@@ -102,8 +103,8 @@ def read_settings(folder: Location) -> Settings:
         add_eos=_flag(where, "add_eos_token", config.get("add_eos_token")),
         chat_template=template,
         chat_templates={name: text for name, text in templates.items() if name != "default"},
-        gguf=_scalars(where, config.get(GGUF)),
-        more={name: value for name, value in names.items() if name not in TOLD | OF_A_FILE | {GGUF}},
+        gguf=_scalars(where, config.get(GGUF_SETTINGS)),
+        more={name: value for name, value in names.items() if name not in OWN_SETTINGS | OF_A_FILE | {GGUF_SETTINGS}},
         added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
         extra_tokens=_extra_tokens(where, names),
         add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
@@ -125,7 +126,7 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
         "add_bos_token": tokenizer.add_bos,
         "add_eos_token": tokenizer.add_eos,
         "chat_template": template,
-        GGUF: settings.gguf or None,
+        GGUF_SETTINGS: settings.gguf or None,
         **settings.more,
     }
     # A list beside a BOS is all of the ends, see `read_settings`; of a BOS that no file names among them nothing is said.
@@ -200,7 +201,7 @@ def _scalars(where: str, value: Any) -> dict[str, Any]:
     found = {} if value is None else value
     if isinstance(found, dict) and all(type(each) in (bool, int, float, str) for each in found.values()):
         return found
-    raise _wrong(where, GGUF, value, "an object of texts and numbers")
+    raise _wrong(where, GGUF_SETTINGS, value, "an object of texts and numbers")
 
 
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:

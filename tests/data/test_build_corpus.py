@@ -18,7 +18,7 @@ import pytest
 
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
-from llama_jax.data.build_corpus import CORPUS, LOCK, PART, BuildOptions, build, make_part
+from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
 from llama_jax.data.corpus_file import read_info
 from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import describe
@@ -86,8 +86,8 @@ def test_it_holds_the_documents_of_the_files_in_order(files, built, tokenizer, t
     assert (info.documents, info.tokens) == (corpus.document_count, corpus.token_count)
     assert info.text_bytes == sum(map(len, files[1]))
     assert info.origin["duplicates"] == 0
-    assert read_info(folder / CORPUS) == info
-    assert list(contents(folder)) == [CORPUS]
+    assert read_info(folder / CORPUS_NAME) == info
+    assert list(contents(folder)) == [CORPUS_NAME]
 
 
 def test_it_is_read_beside_other_files(files, built, tokenizer, tmp_path):
@@ -147,7 +147,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, m
     info = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
     found = [name for name in made if name is not None]
-    assert found == [*(PART.format(number) for number in range(len(found) - 1)), CORPUS]  # each once
+    assert found == [*(PART_NAME.format(number) for number in range(len(found) - 1)), CORPUS_NAME]  # each once
     assert len(found) > 10
     monkeypatch.setattr(build_corpus, "write_corpus", None)
     assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
@@ -165,7 +165,7 @@ def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "aa"])
 @pytest.mark.parametrize("searched", [1, 7, 1 << 20])
 def test_documents_are_the_same_however_small_the_units_are(separator, searched, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(documents, "SEARCHED", searched)
+    monkeypatch.setattr(documents, "SEARCH_BYTES", searched)
     path, reading = tmp_path / "a.txt", DocumentFormat(separator=separator)
     path.write_bytes("\ufeff".encode() + separator.join(["One.", "", "Zwei Grüße.", " \n ", "Three.", "Four"]).encode())
     whole = open_corpus(path, tokenizer, cache=tmp_path / "cache", reading=reading)
@@ -292,8 +292,8 @@ def test_a_broken_plan_is_named_with_a_remedy(content, files, tmp_path, monkeypa
 
 def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
-    (tmp_path / "out" / PART.format(0)).unlink()
-    (tmp_path / "out" / PART.format(1)).write_bytes(b"something else")
+    (tmp_path / "out" / PART_NAME.format(0)).unlink()
+    (tmp_path / "out" / PART_NAME.format(1)).write_bytes(b"something else")
     build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
 
@@ -321,14 +321,14 @@ def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monke
 def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path):
     own = built[1].origin["fingerprint"][:12]
     message = rf"was built with the tokenizer {bundled()} \(fingerprint {own}\), and is read with another one"
-    for given in (built[0], [built[0] / CORPUS, files[0] / "a.txt"]):
+    for given in (built[0], [built[0] / CORPUS_NAME, files[0] / "a.txt"]):
         with pytest.raises(DataError, match=message + rf".* use --tokenizer {bundled()}"):
             open_corpus(given, byte_tokenizer(), cache=tmp_path)
 
 
 def test_a_damaged_corpus_is_named(built, tokenizer, tmp_path):
-    content = (built[0] / CORPUS).read_bytes()
-    path = tmp_path / CORPUS
+    content = (built[0] / CORPUS_NAME).read_bytes()
+    path = tmp_path / CORPUS_NAME
     for damaged in (content[:-1], content[:1000] + b"?" + content[1001:]):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens"):
@@ -344,13 +344,13 @@ def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
     (tmp_path / "out").mkdir()
-    lock = hold(tmp_path / "out" / LOCK, UserError, "build")
+    lock = hold(tmp_path / "out" / BUILD_LOCK, UserError, "build")
     sign(lock)
     with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
         build(files[0], tmp_path / "out", TOKENIZER, processes=1)
     os.close(lock)
     build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
-    assert not (tmp_path / "out" / LOCK).exists()
+    assert not (tmp_path / "out" / BUILD_LOCK).exists()
 
 
 def test_the_processes_of_a_build_do_without_jax():
@@ -376,9 +376,9 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
 def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
-    monkeypatch.setattr(build_corpus, "MANY", 5)
+    monkeypatch.setattr(build_corpus, "PART_COUNT", 5)
     for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
-        monkeypatch.setattr(build_corpus, "UNITS", bounds)
+        monkeypatch.setattr(build_corpus, "PART_BYTES", bounds)
         parts = []
         build(path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of))
         assert parts[-1] == (count, count)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data.build_corpus import CORPUS, BuildOptions, build
+from llama_jax.data.build_corpus import CORPUS_NAME, BuildOptions, build
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"
 
@@ -33,8 +33,8 @@ def test_ray_builds_the_same_bytes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"[\d,]+ tokens of [\d,]+ documents", done.stdout)
-    assert [path.name for path in (tmp_path / "there").iterdir()] == [CORPUS]
-    assert (tmp_path / "there" / CORPUS).read_bytes() == (tmp_path / "here" / CORPUS).read_bytes()
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [CORPUS_NAME]
+    assert (tmp_path / "there" / CORPUS_NAME).read_bytes() == (tmp_path / "here" / CORPUS_NAME).read_bytes()
 
     broken = texts / "broken.jsonl"
     broken.write_text("{")

@@ -9,7 +9,7 @@ import vocabularies
 from llama_jax.cli.train import _sources
 from llama_jax.data import open_corpus
 from llama_jax.data.build_corpus import build
-from llama_jax.data.data_files import SUFFIXES, WeightedData, find_data, find_files
+from llama_jax.data.data_files import DATA_SUFFIXES, WeightedData, find_data, find_files
 from llama_jax.errors import DataError
 from llama_jax.storage import locate
 from llama_jax.tokenizers import load_tokenizer
@@ -61,7 +61,7 @@ def test_a_file_that_was_touched_is_fetched_again(store, texts):
 
 
 def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_jax.data.data_cache.RECENT", -1)
+    monkeypatch.setattr("llama_jax.data.data_cache.RECENT_SECONDS", -1)
     monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "0")
     url = store.upload(texts, "texts")
     first = find_files(f"{url}/a.txt")
@@ -98,4 +98,4 @@ def test_what_cannot_be_fetched(store, texts, tmp_path, path, message):
         find_files(f"s3://bucket/{path}")
     assert "\n" not in str(failed.value)
     assert not list((tmp_path / "cache").rglob("*.txt"))
-    assert ".txt" in SUFFIXES
+    assert ".txt" in DATA_SUFFIXES

@@ -1,4 +1,4 @@
-"""Tokenised once: what is read again, what is made again, and what is left when something fails."""
+"""Tokenized once: what is read again, what is made again, and what is left when something fails."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def no_reading(monkeypatch):
 
 
 def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
-    monkeypatch.setattr(token_stream, "BLOCK", 2)  # so that documents come in parts
+    monkeypatch.setattr(token_stream, "BIN_TOKENS", 2)  # so that documents come in parts
     (data / "b.jsonl").write_text('{"text": "from a line"}\n')
     np.array([BOS, 104, 105, EOS, BOS, 33, EOS], np.uint16).tofile(data / "c.bin")
     writer = ArrayRecordWriter(str(data / "d.array_record"), "group_size:1")
@@ -144,7 +144,7 @@ class Waiting(ByteTokenizer):
             sys.stdin.readline()
         return super().encode_batch(texts)
 
-token_stream.MOST = 1
+token_stream.BATCH_DOCUMENTS = 1
 
 print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
 """
@@ -160,7 +160,7 @@ print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
     only_file(cache)
 
 
-def test_a_source_that_was_only_touched_is_not_tokenised_again(data, cache, monkeypatch):
+def test_a_source_that_was_only_touched_is_not_tokenized_again(data, cache, monkeypatch):
     open_corpus(data, ByteTokenizer(), cache=cache)
     os.utime(data / "a.txt", ns=(1, 1))
     monkeypatch.setattr(module, "read_tokens", None)
@@ -177,7 +177,7 @@ def test_a_file_of_another_corpus_is_not_taken_for_this_one(data, cache):
 
 
 @pytest.mark.parametrize("length", ["same", "other"])
-def test_a_changed_source_is_tokenised_again(length, data, cache):
+def test_a_changed_source_is_tokenized_again(length, data, cache):
     first = open_corpus(data, ByteTokenizer(), cache=cache)
     path = data / "a.txt"
     text = path.read_text().replace("llama", "camel" if length == "same" else "dromedary")
@@ -252,7 +252,7 @@ class Deadly(ByteTokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode_batch(texts)
 
-token_stream.MOST = 1
+token_stream.BATCH_DOCUMENTS = 1
 
 open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
 """
@@ -277,7 +277,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
 @pytest.mark.parametrize("documents", [1, 7])
 def test_progress_sees_every_megabyte_as_it_is_read(documents, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(module, "MEGABYTE", 100)
-    monkeypatch.setattr(token_stream, "MOST", 1)
+    monkeypatch.setattr(token_stream, "BATCH_DOCUMENTS", 1)
     tokenizer = ByteTokenizer()
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{"x" * 200}"}}\n' * documents)

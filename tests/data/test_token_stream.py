@@ -62,7 +62,7 @@ def test_a_bin_has_documents_from_bos_and_after_eos(ids, ends, dtype, space_pref
     if ends[0] == ends[1] != -1:  # one token for both is what it is at the beginning
         ends = (EOS, -1) if ids[0] == EOS else (-1, EOS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK", block)
+        patch.setattr(module, "BIN_TOKENS", block)
         found = documents(path, tokenizer, token_type=dtype)
     assert found == in_documents(ids, *ends, space_prefix)
 
@@ -122,7 +122,7 @@ def test_ids_that_cannot_be(content, reading, message, tmp_path):
 
 
 def test_the_place_of_a_token_counts_from_the_beginning_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(module, "BIN_TOKENS", 4)
     path = tmp_path / "some.bin"
     np.array([1, 2, 3, 4, 5, 999], "u2").tofile(path)
     with pytest.raises(DataError, match="token 5 is 999"):

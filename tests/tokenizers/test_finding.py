@@ -38,7 +38,7 @@ def test_found_by_content_and_size(tmp_path):
     ("kind", "expected"),
     [("sentencepiece", SentencePieceTokenizer), ("ranks", TiktokenTokenizer), ("bytes", HuggingFaceTokenizer)],
 )
-def test_every_kind_is_recognised_under_any_name(tmp_path, kind, expected):
+def test_every_kind_is_recognized_under_any_name(tmp_path, kind, expected):
     _, make = vocabularies.FILES[kind]
     (tmp_path / "words").write_bytes(make())
     assert isinstance(load_tokenizer(tmp_path / "words"), expected)

@@ -26,25 +26,25 @@ STORY = "Once upon a time there was a llama. It ate 12 apples!\n\nThe llama said
 
 
 @pytest.fixture(scope="module")
-def learnt():
+def learned():
     return train_bpe([STORY * 20, "A tree."], 330)
 
 
-def test_what_was_learnt_is_short_and_comes_back(learnt):
-    ids = learnt.encode(STORY)
-    assert learnt.decode(ids) == STORY
+def test_what_was_learned_is_short_and_comes_back(learned):
+    ids = learned.encode(STORY)
+    assert learned.decode(ids) == STORY
     assert len(ids) < len(STORY) / 2
-    assert learnt.decode(learnt.encode("äöü 🦙")) == "äöü 🦙"
-    assert learnt.vocab_size <= 330
+    assert learned.decode(learned.encode("äöü 🦙")) == "äöü 🦙"
+    assert learned.vocab_size <= 330
 
 
-def test_digits_stand_alone(learnt):
-    assert [learnt.token_bytes(t) for t in learnt.encode("12")[-2:]] == [b"1", b"2"]
+def test_digits_stand_alone(learned):
+    assert [learned.token_bytes(t) for t in learned.encode("12")[-2:]] == [b"1", b"2"]
 
 
-def test_the_same_text_gives_the_same_vocabulary(learnt, tmp_path):
+def test_the_same_text_gives_the_same_vocabulary(learned, tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
-    for folder, tokenizer in zip(folders, (learnt, train_bpe([STORY * 20, "A tree."], 330)), strict=True):
+    for folder, tokenizer in zip(folders, (learned, train_bpe([STORY * 20, "A tree."], 330)), strict=True):
         folder.mkdir()
         tokenizer.save(folder)
     one, two = ((folder / "tokenizer.model").read_bytes() for folder in folders)
