@@ -165,8 +165,8 @@ def make_seeds(folder: Path) -> dict[str, Any]:
     from conftest import params_of
     from make_format_goldens import SMALL
     from test_chat_formats import TEMPLATES
+    from test_chat_template import EVERYTHING
     from test_corruption import make
-    from test_template import EVERYTHING
 
     import llama_jax
     from llama_jax.tokenizers import load_tokenizer

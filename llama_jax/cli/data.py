@@ -72,9 +72,11 @@ class ShowData:
             raise UserError("--too-long drop goes with --length: give the predicted tokens of a row")
         tokenizer = self._tokenizer()
         shown = 0
-        for example, taught in self._taught(tokenizer):
+        for example, encoded in self._encoded_examples(tokenizer):
             shown += 1
-            print(json.dumps(as_facts(tokenizer, example, taught)) if self.json else self._page(tokenizer, example, taught))
+            print(
+                json.dumps(as_facts(tokenizer, example, encoded)) if self.json else self._page(tokenizer, example, encoded)
+            )
         if not shown:
             raise UserError(f"{self.file} has no example from line {self.line} on")
         if self.count:
@@ -113,7 +115,7 @@ class ShowData:
             raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
         return files[0]
 
-    def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
+    def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
         """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
         from llama_jax.data.chat_tokens import encode_example, shortened
@@ -128,7 +130,7 @@ class ShowData:
                 except UserError as error:
                     raise UserError(f"{self.file}, line {example.line}: {error}") from None
                 if self.length is not None:
-                    yield example, tuple(shortened(taught, self.length, self.too_long) for taught in found)
+                    yield example, tuple(shortened(encoded, self.length, self.too_long) for encoded in found)
                 else:
                     yield example, found
 
@@ -146,13 +148,13 @@ class ShowData:
             colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         names = ("",) if len(answers) == 1 else (" · chosen", " · rejected")
         parts = []
-        for name, taught in zip(names, answers, strict=True):
+        for name, encoded in zip(names, answers, strict=True):
             about = f"{printable(str(self.file))}, line {example.line}{name}"
-            if taught is None:
+            if encoded is None:
                 parts.append(f"{about}: dropped, as it has over {self.length} + 1 tokens")
                 continue
-            about += f": {len(taught.ids):,} tokens, {sum(taught.targets):,} targets"
-            parts.append("\n".join([about, *table(tokenizer, taught, colored=colored)]))
+            about += f": {len(encoded.ids):,} tokens, {sum(encoded.targets):,} targets"
+            parts.append("\n".join([about, *table(tokenizer, encoded, colored=colored)]))
         return "\n\n".join(parts) + "\n"
 
 
@@ -252,18 +254,18 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return found
 
 
-def table(tokenizer: Tokenizer, taught: EncodedExample, *, colored: bool = False) -> list[str]:
+def table(tokenizer: Tokenizer, encoded: EncodedExample, *, colored: bool = False) -> list[str]:
     """The lines of a table of tokens: place, id, text, and whether each is a target."""
     rows = [["", "id", "text", "mask"]]
     for place, (token, text, target) in enumerate(
-        zip(taught.ids, texts_of(tokenizer, taught.ids), taught.targets, strict=True)
+        zip(encoded.ids, texts_of(tokenizer, encoded.ids), encoded.targets, strict=True)
     ):
         rows.append([str(place), str(token), text, "target" if target else "·"])
     lines = columns(rows, right=(0, 1), indent="  ").split("\n")
     if not colored:
         return lines
     special = set(tokenizer.special_tokens.values())
-    for i, (token, target) in enumerate(zip(taught.ids, taught.targets, strict=True), 1):
+    for i, (token, target) in enumerate(zip(encoded.ids, encoded.targets, strict=True), 1):
         color = TARGET if target else SPECIAL if token in special else ""
         lines[i] = f"{color}{lines[i]}{PLAIN}" if color else lines[i]
     return lines
@@ -273,8 +275,8 @@ def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedEx
     """An example as JSON: of a preference the chosen answer first; a dropped one is null."""
     shown = [
         None
-        if taught is None
-        else {"ids": taught.ids, "texts": texts_of(tokenizer, taught.ids), "targets": list(map(int, taught.targets))}
-        for taught in answers
+        if encoded is None
+        else {"ids": encoded.ids, "texts": texts_of(tokenizer, encoded.ids), "targets": list(map(int, encoded.targets))}
+        for encoded in answers
     ]
     return {"line": example.line, "answers": shown}

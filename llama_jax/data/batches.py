@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_jax.data.corpus import Corpus, check_seed, shuffled
 from llama_jax.data.mixture import Mixture
-from llama_jax.data.packing import empty_batch, fill_row, fill_whole, lay_out, row_count, whole_rows
+from llama_jax.data.packing import empty_batch, fill_row, fill_whole, order_epoch, row_count, whole_rows
 from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
@@ -94,7 +94,7 @@ class _Source:
         self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
         self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # of an epoch
         self._order = lru_cache(maxsize=1)(self._shuffled_rows)
-        self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
+        self._epoch = lru_cache(maxsize=1)(partial(order_epoch, corpus, length, seed))
 
     @property
     def masked(self) -> bool:
@@ -108,8 +108,8 @@ class _Source:
         if self._whole is not None:
             fill_whole(batch, (at,), self._corpus, self._whole[self._order(epoch)[row]])
         else:
-            laid_out = self._lay_out(epoch)
-            fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
+            epoch_order = self._epoch(epoch)
+            fill_row(batch, at, self._corpus, epoch_order, int(epoch_order.rows[row]))
 
     def _shuffled_rows(self, epoch: int) -> np.ndarray:
         """The order of an epoch's rows of whole documents: int64[R]."""

@@ -176,11 +176,11 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
     return tuple(found)
 
 
-def shortened(taught: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
+def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
     """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
-    if len(taught.ids) <= length + 1:
-        return taught
-    return None if too_long == "drop" else EncodedExample(taught.ids[: length + 1], taught.targets[: length + 1])
+    if len(encoded.ids) <= length + 1:
+        return encoded
+    return None if too_long == "drop" else EncodedExample(encoded.ids[: length + 1], encoded.targets[: length + 1])
 
 
 def _read(
@@ -207,7 +207,7 @@ def _read(
             except (GenerationError, TokenizerError) as error:
                 raise DataError(f"{where}: {error}") from None
             counts.read += 1
-            counts.longest = max(counts.longest, *(len(taught.ids) for taught in found))
+            counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in found))
             if not spelled and not reading.special:
                 texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
                 spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
@@ -230,21 +230,21 @@ def _take(
     sides: list[_Growing], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
 ) -> bool:
     """Add an example to the corpora, or to those that are dropped; whether it is kept."""
-    kept = [shortened(taught, length, too_long) for taught in found]
-    whole = [taught for taught in kept if taught is not None]
+    kept = [shortened(encoded, length, too_long) for encoded in found]
+    whole = [encoded for encoded in kept if encoded is not None]
     if len(whole) < len(kept):
         counts.too_long += 1
-    elif not all(any(taught.targets[1:]) for taught in whole):  # the first is predicted from nothing
+    elif not all(any(encoded.targets[1:]) for encoded in whole):  # the first is predicted from nothing
         counts.without_targets += 1
     elif len(whole) == 2 and whole[0].ids == whole[1].ids:
         counts.same += 1
     else:
         counts.kept += 1
-        counts.cut += any(len(one.ids) < len(taught.ids) for one, taught in zip(whole, found, strict=True))
-        for side, taught in zip(sides, whole, strict=True):
-            side.add(taught)
-            counts.tokens += len(taught.ids)
-            counts.targets += sum(taught.targets)
+        counts.cut += any(len(one.ids) < len(encoded.ids) for one, encoded in zip(whole, found, strict=True))
+        for side, encoded in zip(sides, whole, strict=True):
+            side.add(encoded)
+            counts.tokens += len(encoded.ids)
+            counts.targets += sum(encoded.targets)
         return True
     return False
 
@@ -277,9 +277,9 @@ class _Growing:
     targets: bytearray = field(default_factory=bytearray)
     stops: array[int] = field(default_factory=lambda: array("q"))
 
-    def add(self, taught: EncodedExample) -> None:
-        self.tokens.extend(taught.ids)
-        self.targets.extend(taught.targets)
+    def add(self, encoded: EncodedExample) -> None:
+        self.tokens.extend(encoded.ids)
+        self.targets.extend(encoded.targets)
         self.stops.append(len(self.tokens))
 
     def corpus(self, lengths: np.ndarray) -> Corpus:

@@ -41,7 +41,7 @@ def row_count(corpus: Corpus, length: int) -> int:
     return -(-(tokens - 1) // length)
 
 
-def lay_out(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
+def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
     """The order of an epoch: of documents and of rows, so that the parts of a long document are not all in one batch.
 
     Args:

@@ -195,11 +195,11 @@ class ReplyEncoder:
             at += _size(part)
         return EncodedExample(ids, targets)
 
-    def _checked(self, taught: EncodedExample) -> EncodedExample:
+    def _checked(self, encoded: EncodedExample) -> EncodedExample:
         bos = self.tokenizer.bos_id
-        if taught.ids[:2] == [bos, bos] and bos != self.tokenizer.eos_id:
+        if encoded.ids[:2] == [bos, bos] and bos != self.tokenizer.eos_id:
             raise GenerationError("the text begins with two begin-of-sequence tokens; leave out one of them")
-        return taught
+        return encoded
 
     def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
         """Which tokens of a text have a byte of the characters that the assistant says."""
