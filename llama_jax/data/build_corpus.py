@@ -38,7 +38,7 @@ from llama_jax.writing import appearing, cannot_write, hold, remove, sign
 PART_BYTES = (8 << 20, 64 << 20)
 PART_COUNT = 128  # parts, where that leaves them between these sizes: enough for the processes of a large machine
 CORPUS_NAME = "tokens.corpus"
-PART_NAME = "part-{:05d}.unfinished"
+PART_NAME, ALL_PARTS = "part-{:05d}.unfinished", "part-*.unfinished"
 BUILD_LOCK = ".lock"
 Call = tuple[Any, ...]
 """A function of a module, and its arguments: whatever can be pickled."""
@@ -143,7 +143,7 @@ def _build(
             if not untouched(file, source):
                 raise DataError(f"{file} changed while it was read; remove {folder}, and build when nothing writes to it")
         info = _join(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
-    for path in (*folder.glob(PART_NAME.replace("{:05d}", "*")), folder / UNFINISHED):
+    for path in (*folder.glob(ALL_PARTS), folder / UNFINISHED):
         remove(path)
     if not info.documents:
         remove(folder / CORPUS_NAME)
@@ -239,7 +239,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
             found = None
         if not isinstance(found, dict):
             raise DataError(f"{noted} is damaged; remove {folder}, and build again")
-        if any(folder.glob(PART_NAME.replace("{:05d}", "*"))):
+        if any(folder.glob(ALL_PARTS)):
             _check_plan(folder, found, plan)
             return None
     else:
