@@ -112,7 +112,7 @@ class ShowData:
 
         files = find_files(self.file)
         if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
-            raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
+            raise UserError(f"{self.file} is not a .jsonl file of one object a line; give one")
         return files[0]
 
     def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
@@ -238,7 +238,7 @@ class Data:
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """What each token stands for: the name of a special one, else its text in quotes, or its bytes if they are no text."""
+    """The text of each token: the name of a special one, else its text in quotes, or its bytes if they are not text."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     found = []
     for token in ids:

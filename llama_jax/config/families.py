@@ -63,7 +63,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def features(config: Any) -> set[str]:
-    """What a model of this configuration has beyond Llama, in the words of `KINDS`."""
+    """The features of a model of this configuration beyond Llama, in the words of `KINDS`."""
     found = {name for name in _FIELDS if getattr(config, name)}
     found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
     found |= {f"norm={config.norm}"} if config.norm != "pre" else set()

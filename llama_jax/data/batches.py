@@ -55,7 +55,7 @@ class Batches(Iterator[Made], Generic[Made]):
 
 
 class HostRows:
-    """Which of all rows, numbered on through all batches, a host has in each batch.
+    """The rows of a host in each batch, of all rows numbered on through all batches.
 
     Args:
       batch: B, rows of a step on all hosts together.

@@ -290,7 +290,7 @@ def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> li
 
 
 def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
-    """What has begun is finished also where another call fails."""
+    """Run calls in a pool; those that have begun are finished also where another one fails."""
     running: list[Future[Any]] = [pool.submit(*call) for call in calls]
     try:
         for done, future in enumerate(as_completed(running), 1):

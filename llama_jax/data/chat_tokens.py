@@ -148,7 +148,7 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     files = find_files(paths)
     for file in files:
         if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is no .jsonl, whose lines are objects; give files of that name")
+            raise DataError(f"{file} is not a .jsonl, which has one object a line; give files of that name")
     for file in files:
         source = describe(file)
         yield from ((file, example) for example in read(file))
@@ -193,7 +193,7 @@ def _read(
     if length < 1:
         raise DataError(f"length={length} must be at least 1 token")
     counts = ExampleCounts()
-    sides: list[_Growing] = []
+    sides: list[_CorpusBuilder] = []
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
     spelled = ""  # where a text spells a special token
@@ -211,7 +211,7 @@ def _read(
             if not spelled and not reading.special:
                 texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
                 spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
-            sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
+            sides = sides or [_CorpusBuilder(tokenizer.vocab_size) for _ in found]
             if _take(sides, found, length, reading.too_long, counts):
                 desirable.append(example.desirable)
         if not counts.targets:
@@ -227,7 +227,7 @@ def _read(
 
 
 def _take(
-    sides: list[_Growing], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
+    sides: list[_CorpusBuilder], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
 ) -> bool:
     """Add an example to the corpora, or to those that are dropped; whether it is kept."""
     kept = [shortened(encoded, length, too_long) for encoded in found]
@@ -269,7 +269,7 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
 
 
 @dataclass
-class _Growing:
+class _CorpusBuilder:
     """Documents with their targets as they come."""
 
     vocab_size: int

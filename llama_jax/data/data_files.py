@@ -49,7 +49,7 @@ Data = Paths | Sequence[WeightedData]
 
 
 class FoundData(NamedTuple):
-    """The files of a source; of data that are no mixture the name is empty and the share 1."""
+    """The files of a source; of data that are not a mixture the name is empty and the share 1."""
 
     name: str
     files: list[Path]
@@ -139,7 +139,7 @@ def check_finished(folder: Path) -> None:
 
 
 def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """The files below a folder that are the one split of a dataset; all of them if the folder is no dataset.
+    """The files below a folder that are the one split of a dataset; all of them if the folder is not a dataset.
 
     Raises:
       DataError: it holds several splits, which would all be trained on.

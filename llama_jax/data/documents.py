@@ -80,7 +80,7 @@ def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None
       DataError: bytes that are not text, by their line.
     """
     line = 1
-    for piece, read in _pieces(path, reading.separator, reading.longest, span):
+    for piece, read in _separated(path, reading.separator, reading.longest, span):
         text = piece.removesuffix(reading.separator)
         begun = text.lstrip()
         if begun:
@@ -334,7 +334,7 @@ def pyarrow_for(path: Path) -> Any:
     return pyarrow
 
 
-def _pieces(path: Path, separator: str, longest: int, span: Span | None) -> Iterator[tuple[str, int]]:
+def _separated(path: Path, separator: str, longest: int, span: Span | None) -> Iterator[tuple[str, int]]:
     """Pieces whose concatenation is the file, each with the separator that ends it, and the bytes read so far."""
     rest = ""
     read = 0

@@ -18,7 +18,7 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
     """Each weight over the sum of all, as an exact fraction: 0.7 is 7/10, as it is written.
 
     Raises:
-      DataError: a weight that is no positive number, or shares whose denominator exceeds MAX_PERIOD.
+      DataError: a weight that is not a positive number, or shares whose denominator exceeds MAX_PERIOD.
     """
     found = dict[str, Fraction]()
     for name, weight in weights.items():

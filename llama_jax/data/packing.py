@@ -107,7 +107,7 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
-    """Which documents share a row of `length` = T predicted tokens, each of them whole: the same in every epoch.
+    """The documents that share each row of `length` = T predicted tokens, each of them whole: the same in every epoch.
 
     Args:
       seed: decides in which order they are packed; None keeps the order of the corpus.

@@ -41,7 +41,7 @@ class Pairs:
 
     @property
     def digest(self) -> str:
-        """Of the tokens and targets of both, and of what is desirable."""
+        """SHA-256 of the tokens and targets of both, and of what is desirable."""
         good = b"" if self.desirable is None else np.packbits(self.desirable).tobytes()
         return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
 
@@ -192,7 +192,7 @@ class PairRows:
           reference: float32[N, 2], log-probabilities by the reference.
 
         Raises:
-          DataError: a seed or a batch that cannot be.
+          DataError: an invalid seed or batch.
         """
         self._host = HostRows(batch, seed, host, hosts)
         order = np.arange(pairs.count) if seed is None else shuffled(pairs.count, seed, 0)

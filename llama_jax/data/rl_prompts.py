@@ -165,7 +165,7 @@ def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> A
       group: answers to each.
 
     Raises:
-      DataError: a seed that cannot be.
+      DataError: an invalid seed.
     """
     check_seed(seed)
     places = number * prompts + np.arange(prompts)

@@ -50,7 +50,7 @@ def encode_chat(
       tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
 
     Raises:
-      GenerationError: messages that are no chat, or that the format does not allow; or a format whose tokens the vocabulary
+      GenerationError: messages that are not a chat, or that the format does not allow; or a format whose tokens the vocabulary
         does not have.
     """
     format = resolve_format(tokenizer, format)
@@ -274,7 +274,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Sequence[Message], format: Format) -> None:
-    """Raise GenerationError for messages that are no chat, with the number of the message."""
+    """Raise GenerationError for messages that are not a chat, with the number of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, of the user")
     more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()

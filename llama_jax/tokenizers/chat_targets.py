@@ -83,11 +83,11 @@ class ReplyEncoder:
 
         Args:
           messages: see `encode_chat`; the last need not be the user's.
-          given: how many of the first messages are given: what the assistant says in these is no target.
+          given: how many of the first messages are given: what the assistant says in these is not a target.
           tools: functions that the model may call, for a template that takes them.
 
         Raises:
-          GenerationError: messages that are no chat, or that the format cannot hold; a template that writes what came
+          GenerationError: messages that are not a chat, or that the format cannot hold; a template that writes what came
             before otherwise when more follows, so that what the assistant says is not known.
           TokenizerError: text that cannot be encoded, or whose tokens are not known to be its own.
         """
@@ -125,7 +125,7 @@ class ReplyEncoder:
             del said[0]
         if said and said[-1][1] and said[-1][0] in eos:
             del said[-1]
-        # The two are no parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
+        # The two are not parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
         found = self._encoded(*_joined(said))
         return self._checked(
             EncodedExample([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)])
@@ -202,7 +202,7 @@ class ReplyEncoder:
         return encoded
 
     def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
-        """Which tokens of a text have a byte of the characters that the assistant says."""
+        """Whether each token of a text has a byte of the characters that the assistant says."""
         if not any(said):
             return [False] * len(ids)
         tokens = [self._bytes[token] for token in ids]

@@ -113,7 +113,7 @@ class _Reader:
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
 
     def kinds(self, count: int) -> list[EntryKind]:
-        """What each token is; NORMAL where the file does not say."""
+        """The kind of each token; NORMAL where the file does not say."""
         if "tokenizer.ggml.token_type" not in self.fields:
             return [EntryKind.NORMAL] * count
         found = self.values("token_type", int, count)
@@ -431,7 +431,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields do not say: other templates, and what was said in a GGUF that the vocabulary came from."""
+    """The settings that the fields do not hold: other templates, and those of a GGUF that the vocabulary came from."""
     found = {f"tokenizer.chat_template.{name}": text for name, text in settings.chat_templates.items()}
     found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
     pre, wanted = settings.gguf.get(PRE), PRE_TOKENIZERS.get(named[PRE])

@@ -43,7 +43,7 @@ USUAL_EOS = ("<|end_of_text|>", "</s>")
 
 
 def byte_characters() -> dict[str, int]:
-    """{character: byte}: GPT-2's spelling of bytes, where those that are no printable character go to U+0100 and on."""
+    """{character: byte}: GPT-2's spelling of bytes, where those that are not printable go to U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

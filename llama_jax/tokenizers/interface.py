@@ -295,7 +295,7 @@ class PartsTokenizer:
 
 
 def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
-    """What `Tokenizer.stop_ids` says.
+    """The tokens of `Tokenizer.stop_ids`.
 
     Args:
       named: the ends that the model's files name.

@@ -32,7 +32,7 @@ BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte to
 
 
 class EntryKind(IntEnum):
-    """What a piece is, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
+    """The kind of a piece, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
     NORMAL = 1
     UNKNOWN = 2

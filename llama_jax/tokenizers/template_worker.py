@@ -1,4 +1,4 @@
-"""What renders a checkpoint's own chat template: Jinja in its sandbox, as a program that `chat_template` starts.
+"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program that `chat_template` starts.
 
 It imports nothing of this library, so that it starts quickly. Templates find what transformers offers: `loopcontrols`,
 `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`. What one may spend is limited for the process: time on every

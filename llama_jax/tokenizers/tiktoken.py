@@ -109,7 +109,7 @@ class TiktokenTokenizer(PartsTokenizer):
         write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
 
     def ranks(self) -> list[bytes]:
-        """The tokens that are no special ones, by id."""
+        """The tokens that are not special, by id."""
         return list(self._bytes)
 
 
@@ -117,7 +117,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
     """The tokens of a rank file by rank.
 
     Raises:
-      TokenizerError: a line that is no rank, a rank or a token twice, a rank left out, or a byte that no token is.
+      TokenizerError: a line that is not a rank, a rank or a token twice, a rank left out, or a byte that no token is.
     """
     ranks: dict[int, bytes] = {}
     if content.count(b"\n") > MOST_RANKS:

@@ -1,4 +1,4 @@
-"""What the files beside a vocabulary say of it: Hugging Face's ``tokenizer_config.json`` and its neighbors."""
+"""The settings in the files beside a vocabulary: Hugging Face's ``tokenizer_config.json`` and its neighbors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a vocabulary does not say itself; nothing by default.
+    """The settings that a vocabulary itself does not hold; none by default.
 
     Attributes:
       bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
@@ -197,7 +197,7 @@ def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _scalars(where: str, value: Any) -> dict[str, Any]:
-    """What a saved GGUF vocabulary had beside its tokens."""
+    """The scalar settings of a saved GGUF vocabulary."""
     found = {} if value is None else value
     if isinstance(found, dict) and all(type(each) in (bool, int, float, str) for each in found.values()):
         return found
