@@ -50,8 +50,8 @@ def encode_chat(
       tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
 
     Raises:
-      GenerationError: messages that are not a chat, or that the format does not allow; or a format whose tokens the vocabulary
-        does not have.
+      GenerationError: messages that are not a chat, or that the format does not allow; or a format with tokens that the
+        vocabulary does not have.
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
