@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from llama_jax.data.corpus import Corpus, check_seed, shuffled
+from llama_jax.data.corpus import Corpus, check_seed, row_order
 from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import empty_batch, fill_row, fill_whole, order_epoch, row_count, whole_rows
 from llama_jax.errors import DataError
@@ -93,7 +91,7 @@ class _Source:
         self._corpus, self._seed = corpus, seed
         self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
         self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # of an epoch
-        self._order = lru_cache(maxsize=1)(self._shuffled_rows)
+        self._order = lru_cache(maxsize=1)(partial(row_order, self.rows, seed))
         self._epoch = lru_cache(maxsize=1)(partial(order_epoch, corpus, length, seed))
 
     @property
@@ -110,10 +108,6 @@ class _Source:
         else:
             epoch_order = self._epoch(epoch)
             fill_row(batch, at, self._corpus, epoch_order, int(epoch_order.rows[row]))
-
-    def _shuffled_rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch's rows of whole documents: int64[R]."""
-        return np.arange(self.rows) if self._seed is None else shuffled(self.rows, self._seed, 2 * epoch + 2)
 
 
 class Rows:

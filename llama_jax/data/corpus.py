@@ -76,6 +76,11 @@ def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
     return np.argsort(numbers, kind="stable")
 
 
+def row_order(count: int, seed: int | None, epoch: int) -> np.ndarray:
+    """The order of an epoch's rows, another one in each: int64[count]; without a seed always the same."""
+    return np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 2)
+
+
 def check_seed(seed: int) -> None:
     """Raise DataError for a seed that 64 bits do not hold."""
     if not 0 <= seed < 1 << 64:

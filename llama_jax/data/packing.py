@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus, shuffled
+from llama_jax.data.corpus import Corpus, row_order, shuffled
 from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
@@ -49,12 +49,9 @@ def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Ep
       seed: decides it together with the epoch's number; None keeps the order of the corpus.
     """
     rows = row_count(corpus, length)
-    if seed is None:
-        documents, order = np.arange(corpus.document_count), np.arange(rows)
-    else:
-        documents = shuffled(corpus.document_count, seed, 2 * epoch + 1)
-        order = shuffled(rows, seed, 2 * epoch + 2)
-    return Epoch(documents, np.cumsum((corpus.stops - corpus.starts)[documents]), order)
+    count = corpus.document_count
+    documents = np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 1)
+    return Epoch(documents, np.cumsum((corpus.stops - corpus.starts)[documents]), row_order(rows, seed, epoch))
 
 
 def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:

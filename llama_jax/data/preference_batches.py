@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from llama_jax.data.batches import HostRows
-from llama_jax.data.corpus import Corpus, fingerprints, keep_together, shuffled
+from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
 from llama_jax.data.packing import fill_whole, pack
 from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
@@ -200,7 +200,7 @@ class PairRows:
         self.members = [order[row].tolist() for row in packed]
         self.most = max(map(len, self.members))
         self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
-        self._order = lru_cache(maxsize=1)(self._shuffled)
+        self._order = lru_cache(maxsize=1)(partial(row_order, len(self.members), seed))
 
     def __len__(self) -> int:
         return self._host.batch_count(len(self.members))
@@ -235,7 +235,3 @@ class PairRows:
         """The pairs of row `at` of this host's share of a batch."""
         epoch, row = divmod(self._host.rows(number)[at], len(self.members))
         return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]
-
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        count = len(self.members)
-        return np.arange(count) if self._seed is None else shuffled(count, self._seed, 2 * epoch + 2)

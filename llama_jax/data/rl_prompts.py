@@ -13,7 +13,7 @@ import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
 from llama_jax.data.chat_tokens import examples_of
-from llama_jax.data.corpus import check_seed, shuffled
+from llama_jax.data.corpus import check_seed, row_order, shuffled
 from llama_jax.data.data_files import Paths, find_files
 from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
@@ -179,9 +179,7 @@ def asking_held(numbers: np.ndarray, group: int, seed: int) -> Asking:
     return Asking(numbers, _seeds(numbers, group, seed, HELD))
 
 
-@lru_cache(maxsize=2)
-def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    return shuffled(count, seed, 2 * epoch + 2)
+_order = lru_cache(maxsize=2)(row_order)
 
 
 def _seeds(places: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
