@@ -115,7 +115,7 @@ class Case:
     def read(self) -> None:
         import llama_jax
         from llama_jax.tokenizers import load_tokenizer
-        from llama_jax.tokenizers.chat_template import shared_renderer
+        from llama_jax.tokenizers.chat import shared_renderer
 
         if self.kind == "template":
             chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

@@ -24,7 +24,7 @@ from llama_jax.errors import DataError
 _HOME = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",
-    "row_count": "llama_jax.data.packing",
+    "row_count": "llama_jax.data.batches",
     "training_batches": "llama_jax.data.batches",
     "validation_batches": "llama_jax.data.batches",
 }
@@ -49,8 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.data.batches import Batches, training_batches, validation_batches
-    from llama_jax.data.packing import row_count
+    from llama_jax.data.batches import Batches, row_count, training_batches, validation_batches
     from llama_jax.training.batch import Batch
 
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.batches import HostRows
+from llama_jax.data.batches import HostRows, fill_whole, pack
 from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
-from llama_jax.data.packing import fill_whole, pack
 from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
 

@@ -17,8 +17,7 @@ from llama_jax.serving.offline import Job, run_jobs
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
-from llama_jax.tokenizers.chat import chat_parts, check_messages
-from llama_jax.tokenizers.chat_template import Renderer
+from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
 from llama_jax.tokenizers.interface import Text
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of several names the first counts

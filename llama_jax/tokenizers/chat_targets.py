@@ -12,6 +12,7 @@ from llama_jax.errors import GenerationError, TokenizerError
 from llama_jax.tokenizers.chat import (
     Format,
     Message,
+    Renderer,
     chat_parts,
     check_messages,
     encode_chat,
@@ -20,7 +21,6 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
     template_parts,
 )
-from llama_jax.tokenizers.chat_template import Renderer
 from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

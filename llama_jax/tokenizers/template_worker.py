@@ -1,4 +1,4 @@
-"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program that `chat_template` starts.
+"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program that `chat.Renderer` starts.
 
 It imports nothing of this library, so that it starts quickly. Templates find what transformers offers: `loopcontrols`,
 `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`. What one may spend is limited for the process: time on every

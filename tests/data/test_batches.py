@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, row_count, training_batches, validation_batches
 from llama_jax.data import batches as module
-from llama_jax.data.packing import empty_batch, fill_row, order_epoch
+from llama_jax.data.batches import empty_batch, fill_row, order_epoch
 
 LENGTHS = [5, 1, 9, 30, 2, 2, 7]
 CORPUS = corpus_of(LENGTHS)

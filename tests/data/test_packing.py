@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, row_count
-from llama_jax.data.packing import empty_batch, fill_row, order_epoch
+from llama_jax.data.batches import empty_batch, fill_row, order_epoch
 
 CASES = given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=20),

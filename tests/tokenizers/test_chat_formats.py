@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format, template_worker
-from llama_jax.tokenizers.chat_template import shared_renderer
+from llama_jax.tokenizers.chat import shared_renderer
 
 # The published formats as templates.
 LLAMA_2 = (

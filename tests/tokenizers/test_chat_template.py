@@ -12,7 +12,7 @@ from test_chat_formats import TEMPLATES
 
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import template_worker
-from llama_jax.tokenizers.chat_template import Renderer, shared_renderer
+from llama_jax.tokenizers.chat import Renderer, shared_renderer
 from llama_jax.tokenizers.template_worker import rendered
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
@@ -119,7 +119,7 @@ LONG = {
 @pytest.mark.parametrize("name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_none_runs_for_ever_or_fills_the_memory(name, monkeypatch):
     """Each of these would take hours or gigabytes."""
-    monkeypatch.setattr("llama_jax.tokenizers.chat_template.RENDER_SECONDS", 2)
+    monkeypatch.setattr("llama_jax.tokenizers.chat.RENDER_SECONDS", 2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = resource.getrusage(resource.RUSAGE_SELF)  # a child starts with its parent's maximum: Linux keeps it over execve
     started = time.monotonic()
@@ -162,7 +162,7 @@ def test_messages_that_no_process_can_be_told():
 
 @pytest.mark.slow
 def test_one_process_renders_chat_after_chat(monkeypatch):
-    monkeypatch.setattr("llama_jax.tokenizers.chat_template.RENDER_SECONDS", 1)
+    monkeypatch.setattr("llama_jax.tokenizers.chat.RENDER_SECONDS", 1)
     renderer = Renderer()
     again = lambda template, chat=CHAT: text(template, chat, renderer=renderer)
     try:

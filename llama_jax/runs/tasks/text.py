@@ -17,11 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
-from llama_jax.data.batches import Rows
+from llama_jax.data.batches import Rows, row_count, whole_rows
 from llama_jax.data.corpus import without
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.mixture import Mixture
-from llama_jax.data.packing import row_count, whole_rows
 from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
