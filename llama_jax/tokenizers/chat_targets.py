@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -259,10 +259,11 @@ def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
 
 def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
     """Take the mark from white space after the token that ends a turn, where nothing that the assistant says follows."""
-    ends = list(accumulate(map(_size, parts)))
-    for part, end in zip(parts[1:], ends[1:], strict=True):
-        begin = end - _size(part)
-        stop = next((at for at in range(begin, end) if not said[at]), end)
-        after_token = said[begin - 1] and not isinstance(parts[ends.index(begin)], str)
-        if isinstance(part, str) and after_token and not part[: stop - begin].strip() and not any(said[stop : stop + 1]):
-            said[begin:stop] = [False] * (stop - begin)
+    begin = 0
+    for before, part in pairwise(parts):
+        begin += _size(before)
+        if isinstance(before, int) and isinstance(part, str) and said[begin - 1]:
+            end = begin + len(part)
+            stop = next((at for at in range(begin, end) if not said[at]), end)
+            if not part[: stop - begin].strip() and not any(said[stop : stop + 1]):
+                said[begin:stop] = [False] * (stop - begin)
