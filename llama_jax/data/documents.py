@@ -99,25 +99,44 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
     with open_bytes(path) as file:
         if span is not None:
             file.seek(span.start)
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            if span is not None and read > span.stop - span.start:
-                return
-            if not line.strip():
-                continue
-            remedy = "JSONL has one object a line"
-            if number == 1 and line.lstrip().startswith(b"["):
-                remedy += f"; if this is an array, jq -c '.[]' {path.name} converts it"
-            try:
-                found = json.loads(line)
-            except UnicodeDecodeError:
-                raise DataError(f"{path}, line {number} is not UTF-8; write the file in that encoding") from None
-            except (ValueError, RecursionError) as error:
-                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise DataError(f"{path}, line {number} is not JSON ({reason}); {remedy}") from None
-            if not isinstance(found, dict):
-                raise DataError(f"{path}, line {number} is a {type(found).__name__}; {remedy}")
+
+        def lines() -> Iterator[bytes]:
+            nonlocal read
+            for line in file:
+                read += len(line)
+                if span is not None and read > span.stop - span.start:
+                    return
+                yield line
+
+        for found, number in json_objects(lines(), str(path)):
             yield found, number, read
+
+
+def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects of lines of JSON, each with the number of its line from 1; empty lines are passed over.
+
+    Args:
+      where: the name of the file, for messages.
+
+    Raises:
+      DataError: a line that is not a JSON object.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        remedy = "JSONL has one object a line"
+        if number == 1 and line.lstrip().startswith(b"["):
+            remedy += f"; if this is an array, jq -c '.[]' {Path(where).name} converts it"
+        try:
+            found = json.loads(line)
+        except UnicodeDecodeError:
+            raise DataError(f"{where}, line {number} is not UTF-8; write the file in that encoding") from None
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"{where}, line {number} is not JSON ({reason}); {remedy}") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{where}, line {number} is a {type(found).__name__}; {remedy}")
+        yield found, number
 
 
 def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
