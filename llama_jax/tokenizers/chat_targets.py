@@ -187,6 +187,7 @@ class ReplyEncoder:
             if isinstance(part, str):
                 begin = len(targets)
                 following = parts[number + 1] if number + 1 < len(parts) else None
+                assert not isinstance(following, str)
                 stop = len(ids) if following is None else ids.index(following, begin)
                 targets += self._within(part, said[at : at + len(part)], ids[begin:stop])
             else:
