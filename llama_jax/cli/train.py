@@ -50,8 +50,8 @@ class Train(CompileOptions):
     gs://BUCKET/PATH, on one host."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
     """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus, or folders of them, also of
-    `data build`: several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data books=PATH:0.3: each source
-    has its share of the rows, exactly."""
+    `data build`: several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data
+    books=PATH:0.3: each source has its share of the rows, exactly."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Likewise, for validation; by default a share of the documents of each source of --data is held out."""
     tokenizer: ModelPath | None = None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import documents as module
-from llama_jax.data.documents import jsonl_documents, text_documents
+from llama_jax.data.documents import jsonl_documents, read_documents, text_documents
 
 SEPARATOR = "<|endoftext|>"
 
