@@ -7,15 +7,8 @@ from typing import Literal
 
 from llama_jax.config.families import Kind, kind_of
 from llama_jax.config.rope import RopeScaling, check_fits
-from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
-
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "qk_norm": (None, "head", "all", "l2"),
-    "norm": ("pre", "post", "both"),
-    "activation": ("silu", "gelu"),
-    "expert_scores": ("softmax", "sigmoid"),
-}
 
 
 @dataclass(frozen=True)
@@ -178,12 +171,19 @@ class LlamaConfig:
     attend: str | None = None
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
+            if not isinstance(getattr(self, name), kind | None):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} must be a {kind.__name__} or None")
+        if not isinstance(self.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in self.layers):
+            raise ConfigError(f"layers={shown(self.layers)} must be a tuple of LayerConfig")
+        check_sizes(self)
         if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
-        _check_heads(self)
+        check_heads(self)
+        if self.rope_scaling is not None:
+            check_fits(self.rope_scaling, self.rotated_dim)
         if self.head_dim * self.n_heads == self.dim:
             object.__setattr__(self, "head_dim", _Following(self.head_dim))
         if self.layers:
@@ -224,60 +224,3 @@ class LlamaConfig:
     def queries_per_kv_head(self) -> int:
         """G, the query heads that share one key/value head."""
         return self.n_heads // self.n_kv_heads
-
-
-def _check_sizes(config: LlamaConfig) -> None:
-    """Raise ConfigError for an impossible `LlamaConfig`, naming the field."""
-    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
-        require_positive_int(name, getattr(config, name))
-    require_number("norm_eps", config.norm_eps, above=0.0)
-    require_number("rope_theta", config.rope_theta, above=1.0)
-    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights", "shared_expert"):
-        if not isinstance(getattr(config, name), bool):
-            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
-    if config.n_heads % config.n_kv_heads:
-        raise ConfigError(f"n_heads={config.n_heads} must be a multiple of n_kv_heads={config.n_kv_heads}")
-    if config.window is not None:
-        require_positive_int("window", config.window)
-    if (config.experts, config.experts_per_token) != (0, 0):
-        for name in ("experts", "experts_per_token"):
-            require_positive_int(name, getattr(config, name))
-        if config.experts_per_token > config.experts:
-            raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
-        if config.activation != "silu":
-            raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
-    else:
-        for name, usual in (("normalize_expert_weights", True), ("expert_scores", "softmax"), ("shared_expert", False)):
-            if getattr(config, name) != usual:
-                raise ConfigError(f"{name}={shown(getattr(config, name), 40)} is for models with experts; leave it out")
-    if config.expert_scores != "softmax" and not config.normalize_expert_weights:
-        raise ConfigError("normalize_expert_weights=False is for expert_scores='softmax'; leave it out")
-    for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
-        if not isinstance(getattr(config, name), kind | None):
-            raise ConfigError(f"{name}={shown(getattr(config, name))} must be a {kind.__name__} or None")
-    for name, known in CHOICES.items():
-        if getattr(config, name) not in known:
-            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be one of {', '.join(map(repr, known))}")
-    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
-        if getattr(config, name) is not None:
-            require_number(name, getattr(config, name), above=0.0)
-    require_number("norm_offset", config.norm_offset)
-    if not isinstance(config.attend, str | None):
-        raise ConfigError(f"attend={shown(config.attend)} must be a function's name or None; the function goes to Compute")
-    if not isinstance(config.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in config.layers):
-        raise ConfigError(f"layers={shown(config.layers)} must be a tuple of LayerConfig")
-    if config.layers and config.window is not None:
-        raise ConfigError(f"window={config.window} is that of all layers; with `layers` each has its own")
-
-
-def _check_heads(config: LlamaConfig) -> None:
-    """Raise ConfigError for an impossible size of heads."""
-    require_positive_int("head_dim", config.head_dim)
-    if config.head_dim % 2:
-        raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")
-    if config.rotary_dim is not None:
-        require_positive_int("rotary_dim", config.rotary_dim)
-        if config.rotary_dim % 2 or config.rotary_dim >= config.head_dim:
-            raise ConfigError(f"rotary_dim={config.rotary_dim} must be even and below head_dim={config.head_dim}")
-    if config.rope_scaling is not None:
-        check_fits(config.rope_scaling, config.rotated_dim)
