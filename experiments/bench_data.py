@@ -1,11 +1,11 @@
-"""Speed of making shards from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
+"""Speed of making a corpus from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
 A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
-vocabulary it is then tokenised in turns: by the library's own `encode_batch`, from memory and without writing anything,
-with 1, 2 ... threads; and by `data build`, from the file to the finished manifest, in as many processes. The clock of the
+vocabulary it is then tokenized in turns: by the library's own `encode_batch`, from memory and without writing anything,
+with 1, 2 ... threads; and by `data build`, from the file to the finished corpus, in as many processes. The clock of the
 library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
 is that of all its processes from their very beginning. A turn takes as much of the text as the library encodes in some
 seconds with one thread.
@@ -13,7 +13,7 @@ seconds with one thread.
 Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. The peak of memory
 is that of the first process and of the largest other one: it is constant if it is the same for both. Writes
 ``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
---megabytes 200 it takes about 7 minutes on two cores.
+--megabytes 200 it takes about 7 minutes on two cpu_count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data.workers import cores
+from llama_jax.data.build_corpus import cpu_count
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"
@@ -57,14 +57,12 @@ class Arguments:
     """Texts to make it of; by default the documentation of this repository."""
     kinds: tuple[str, ...] = ("sentencepiece", "tokenizers")
     """The bundled vocabulary, and one of 16,384 tokens that the tokenizers library learns from the text."""
-    processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cores()})))
+    processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cpu_count()})))
     """How many to measure with."""
     repeats: int = 3
     """Turns of each case."""
     turn_seconds: float = 15
     """What the library takes for the text of a turn, with one thread."""
-    near_duplicates: bool = False
-    """Measure the search for near duplicates, too."""
     out: Path = RESULTS / "bench_data_cpu.json"
     """The report."""
 
@@ -154,12 +152,12 @@ def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
 BUILDING = """
 import json, os, resource, sys, time
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-from llama_jax.data.building import BuildOptions, build
+from llama_jax.data.build_corpus import build
 
 if __name__ == "__main__":
-    path, out, tokenizer, processes, near = sys.argv[1:]
+    path, out, tokenizer, processes = sys.argv[1:]
     start = time.perf_counter()
-    build(path, out, tokenizer, options=BuildOptions(near_duplicates=float(near) or None), processes=int(processes))
+    build(path, out, tokenizer, processes=int(processes))
     seconds = time.perf_counter() - start
     # Linux counts into ru_maxrss of a process what its parent had when it was started; not into this line.
     first = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -169,11 +167,11 @@ if __name__ == "__main__":
 """
 
 
-def by_build(tokenizer: Path, path: Path, processes: int, folder: Path, near: float = 0.0) -> dict[str, float]:
+def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[str, float]:
     """Megabytes a second of `data build`, and peak memory in megabytes."""
     (folder / "building.py").write_text(BUILDING)
     out = folder / "out"
-    command = [sys.executable, folder / "building.py", path, out, tokenizer, processes, near]
+    command = [sys.executable, folder / "building.py", path, out, tokenizer, processes]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     shutil.rmtree(out)
     found = json.loads(done.stdout)
@@ -229,9 +227,6 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 for processes in arguments.processes:
                     measured.setdefault(("library", processes), []).append(by_library(kind, tokenizer, turn, processes))
                     measured.setdefault(("build", processes), []).append(by_build(tokenizer, turn, processes, folder))
-                    if arguments.near_duplicates:
-                        found = by_build(tokenizer, turn, processes, folder, near=0.8)
-                        measured.setdefault(("build, near duplicates", processes), []).append(found)
             about = {"vocabulary": kind, "megabytes": round(turn.stat().st_size / 1e6, 1)}
             rows += [about | row for row in compared(measured)]
             most = max(arguments.processes)
@@ -249,7 +244,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     report = {
         "settings": settings(arguments) | {"data": [one.name for one in given], "out": arguments.out.name},
         "machine": machine(),
-        "versions": versions("sentencepiece", "tokenizers", "array-record", "numpy", "rensa"),
+        "versions": versions("sentencepiece", "tokenizers", "numpy"),
         "rows": rows,
     }
     write_report(arguments.out, report)

@@ -35,7 +35,7 @@ from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.recipes import stories15m, tiny
 from llama_jax.runs.tasks.language_modeling import objective
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 CLOCKS = ("clock", "processor")

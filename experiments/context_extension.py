@@ -193,7 +193,7 @@ class Found:
 
 def config_of(size: Size) -> LlamaConfig:
     """The model that is trained at L."""
-    from llama_jax.tokenizers.making import BYTE_VOCABULARY
+    from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 
     return LlamaConfig(
         vocab_size=-(-BYTE_VOCABULARY // 64) * 64,
@@ -389,7 +389,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
     import jax
 
     import llama_jax
-    from llama_jax.tokenizers.making import byte_tokenizer
+    from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
     size, tokenizer = SIZES[arguments.size], byte_tokenizer()
     config = config_of(size)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
+from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens

@@ -44,7 +44,7 @@ from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import RewardSettings
 from llama_jax.tokenizers import encode_chat, reply_ends, resolve_format
-from llama_jax.tokenizers.template import Renderer
+from llama_jax.tokenizers.chat import Renderer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

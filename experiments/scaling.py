@@ -38,7 +38,7 @@ from measuring import devices, versions, write_report
 
 from llama_jax.config import LlamaConfig
 from llama_jax.runs.recipe import Recipe
-from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.flops import matrix_parameters, step_flops
 from llama_jax.training.optimizer import OptimizerSettings
 

@@ -87,7 +87,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
     from llama_jax.runs.metrics import METRICS
-    from llama_jax.tokenizers.making import byte_tokenizer
+    from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
     params = train(chosen, workdir, training, validation_data=validation, resume=True, log=Log()).state.params
     corpus = open_corpus(validation, byte_tokenizer(), reading=chosen.reading)

@@ -25,6 +25,10 @@ class StuckSaveError(CheckpointError):
     """A checkpoint that is still being written when its time is up: nothing may wait for its threads any more."""
 
 
+class DataError(UserError):
+    """A file that no documents can be read from, or a split or a setting that leaves none."""
+
+
 class TokenizerError(UserError):
     """A vocabulary that cannot be read."""
 

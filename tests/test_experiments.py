@@ -30,7 +30,7 @@ from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.weights import KINDS
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.runs import recipes
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
 

@@ -115,11 +115,11 @@ class Case:
     def read(self) -> None:
         import llama_jax
         from llama_jax.tokenizers import load_tokenizer
-        from llama_jax.tokenizers.template import render
+        from llama_jax.tokenizers.chat import shared_renderer
 
         if self.kind == "template":
             chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-            render(self.template, chat, bos_token="<s>", eos_token="</s>", reply=True)
+            shared_renderer(os.getpid()).render(self.template, chat, bos_token="<s>", eos_token="</s>", reply=True)
             return
         if self.kind in VOCABULARIES:
             tokenizer = load_tokenizer(self.folder)
@@ -165,8 +165,8 @@ def make_seeds(folder: Path) -> dict[str, Any]:
     from conftest import params_of
     from make_format_goldens import SMALL
     from test_chat_formats import TEMPLATES
+    from test_chat_template import EVERYTHING
     from test_corruption import make
-    from test_template import EVERYTHING
 
     import llama_jax
     from llama_jax.tokenizers import load_tokenizer

@@ -87,7 +87,7 @@ class Work:
         import llama_jax
 
         if operation == "corpus":
-            from llama_jax.data.cache import read_corpus
+            from llama_jax.data.corpus_file import read_corpus
 
             return [read_corpus(path)[0].digest for path in sorted(folder.glob("*.corpus"))]
         if operation == "checkpoints":
@@ -200,7 +200,7 @@ def _digest(config: Any, params: Any, tokenizer: Any) -> str:
     import jax
     import numpy as np
 
-    from llama_jax.data.vocabulary import examine
+    from llama_jax.data.token_stream import examine
 
     found = sha256(repr(None if tokenizer is None else examine(tokenizer).fingerprint).encode())
     for leaf in jax.tree.leaves(params):

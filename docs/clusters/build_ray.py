@@ -1,9 +1,9 @@
 """`llama-jax data build` on the machines of a Ray cluster, as a Ray Data job.
 
-    pip install -e ".[data,ray]"
+    pip install -e ".[data]" "ray[data]>=2.40"
     python docs/clusters/build_ray.py TEXTS --out DIR --tokenizer PATH [--address auto] [--drop-duplicates] ...
 
-All machines see the texts, the tokenizer and the folder of the shards under the same paths. What comes out is the same, byte
+All machines see the texts, the tokenizer and the folder of the corpus under the same paths. What comes out is the same, byte
 for byte, as on one machine; stopped, the same command goes on, here or there. Ray starts a task again whose machine is lost.
 """
 
@@ -18,20 +18,19 @@ from typing import Annotated, Any
 import ray
 import tyro
 
-from llama_jax.data.building import BuildOptions, build
+from llama_jax.data.build_corpus import BuildOptions, Call, Progress, build
 from llama_jax.data.documents import DocumentFormat
-from llama_jax.data.workers import Call, Progress
 from llama_jax.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Tokenise files into shards of token ids and a manifest, on the machines of a Ray cluster."""
+    """Tokenize files into a corpus of token ids, on the machines of a Ray cluster."""
 
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, or folders of them."""
     out: Path
-    """Folder of the shards."""
+    """Folder of tokens.corpus."""
     tokenizer: Path
     """A vocabulary's file or folder."""
     address: str | None = None
@@ -39,11 +38,9 @@ class Arguments:
     cpus: int | None = None
     """Of a cluster that is started here; by default as many as there are."""
     unit: int | None = None
-    """Megabytes of a file that become a shard, about; by default a 128th part of all files, between 8 and 64."""
+    """Megabytes of a file that a task takes, about; by default a 128th part of all files, between 8 and 64."""
     drop_duplicates: bool = False
-    """Of documents of the same text keep only the first."""
-    near_duplicates: float | None = None
-    """From which similarity on a document is left out that is near an earlier one."""
+    """Keep only the first of documents with the same tokens."""
     reading: DocumentFormat = DocumentFormat()
     """Where documents end."""
 
@@ -79,12 +76,12 @@ def main(arguments: Arguments) -> None:
     environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}}
     ray.init(address=arguments.address, num_cpus=arguments.cpus, runtime_env=environment)
     unit = None if arguments.unit is None else arguments.unit << 20
-    options = BuildOptions(arguments.reading, unit, arguments.drop_duplicates, arguments.near_duplicates)
+    options = BuildOptions(arguments.reading, unit, arguments.drop_duplicates)
     try:
-        manifest = build(arguments.files, arguments.out, arguments.tokenizer, options=options, workers=over_ray)
+        info = build(arguments.files, arguments.out, arguments.tokenizer, options=options, workers=over_ray)
     except UserError as error:
         raise SystemExit(f"build_ray: {error}") from None
-    print(f"{manifest.total('tokens'):,} tokens of {manifest.total('documents'):,} documents in {arguments.out}")
+    print(f"{info.tokens:,} tokens of {info.documents:,} documents in {arguments.out}")
 
 
 if __name__ == "__main__":

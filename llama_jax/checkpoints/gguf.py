@@ -25,7 +25,7 @@ from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.quantising import AT_ONCE
 from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
 from llama_jax.model.mixtures import base_kind, kind_of_part

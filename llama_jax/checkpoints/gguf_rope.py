@@ -18,7 +18,7 @@ import numpy as np
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import Tensor
 from llama_jax.config import LlamaConfig, RopeScaling
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies

@@ -13,7 +13,7 @@ from llama_jax.checkpoints.huggingface_families import FAMILIES, object_in
 from llama_jax.checkpoints.quantized_config import Scheme, scheme_from_dict
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.files import read_object
 from llama_jax.storage import Location

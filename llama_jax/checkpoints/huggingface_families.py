@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 
 ConfigJson = Mapping[str, Any]

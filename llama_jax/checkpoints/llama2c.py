@@ -24,7 +24,7 @@ from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
-from llama_jax.config.kinds import features
+from llama_jax.config.families import features
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.params import rows, shape_of
 from llama_jax.model.rope import rotary_frequencies

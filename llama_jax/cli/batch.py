@@ -16,7 +16,7 @@ import tyro
 from llama_jax.cli.draft import parse_draft
 from llama_jax.cli.options import AdapterOptions, DraftOptions, SamplingOptions
 from llama_jax.cli.prompts import PromptLine, check_stops, read_lines
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError, shown
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     ) -> Iterator[Job]:
         from llama_jax.serving.offline import Job, run_jobs
         from llama_jax.serving.requests import GenerationRequest
-        from llama_jax.tokenizers.text import Text
+        from llama_jax.tokenizers.interface import Text
 
         numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
 

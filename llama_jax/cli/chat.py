@@ -14,7 +14,7 @@ import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
@@ -163,7 +163,7 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     Args:
       at_start: whether the reply is a text of its own; otherwise it continues one, and keeps its leading space.
     """
-    from llama_jax.tokenizers.text import Text
+    from llama_jax.tokenizers.interface import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     from llama_jax.inference.drafting import DraftedPiece

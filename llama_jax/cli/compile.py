@@ -12,7 +12,7 @@ import tyro
 
 from llama_jax.cli.options import LoadOptions
 from llama_jax.cli.paths import ModelPath
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""``llama-jax data``: show training data as tokens and targets, and tokenise many files ahead of training."""
+"""``llama-jax data``: show training data as tokens and targets, and tokenize many files ahead of training."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import tyro
 
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.paths import ModelPath
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from llama_jax.data.chats import Example
-    from llama_jax.data.conversations import ChatReading, ExampleCounts
-    from llama_jax.tokenizers import Taught, Tokenizer
+    from llama_jax.data.chat_jsonl import Example
+    from llama_jax.data.chat_tokens import ChatReading, ExampleCounts
+    from llama_jax.tokenizers import EncodedExample, Tokenizer
 
 SHOW = "Show chats and preferences as a model is taught them, token by token."
-BUILD = "Tokenise files into shards of token ids and a manifest, on all cores."
+BUILD = "Tokenize files into a corpus of token ids, on all cores."
 TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 
@@ -62,7 +62,7 @@ class ShowData:
     """Print one JSON object a line for each example."""
 
     def run(self) -> None:
-        from llama_jax.data.conversations import ChatReading
+        from llama_jax.data.chat_tokens import ChatReading
 
         for name, value in (("examples", self.examples), ("line", self.line)):
             require_positive_int(name, value)
@@ -72,9 +72,11 @@ class ShowData:
             raise UserError("--too-long drop goes with --length: give the predicted tokens of a row")
         tokenizer = self._tokenizer()
         shown = 0
-        for example, taught in self._taught(tokenizer):
+        for example, encoded in self._encoded_examples(tokenizer):
             shown += 1
-            print(json.dumps(as_facts(tokenizer, example, taught)) if self.json else self._page(tokenizer, example, taught))
+            print(
+                json.dumps(as_facts(tokenizer, example, encoded)) if self.json else self._page(tokenizer, example, encoded)
+            )
         if not shown:
             raise UserError(f"{self.file} has no example from line {self.line} on")
         if self.count:
@@ -106,17 +108,17 @@ class ShowData:
         return "chosen" in first and "rejected" in first
 
     def _checked(self) -> Path:
-        from llama_jax.data.sources import find_files
+        from llama_jax.data.data_files import find_files
 
         files = find_files(self.file)
         if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
-            raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
+            raise UserError(f"{self.file} is not a .jsonl file of one object a line; give one")
         return files[0]
 
-    def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[Taught | None, ...]]]:
+    def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
         """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
-        from llama_jax.data.chats import read_chats, read_preferences
-        from llama_jax.data.conversations import encode_example, shortened
+        from llama_jax.data.chat_jsonl import read_chats, read_preferences
+        from llama_jax.data.chat_tokens import encode_example, shortened
         from llama_jax.tokenizers import ReplyEncoder
 
         read = read_preferences if self._is_preferences() else read_chats
@@ -128,57 +130,54 @@ class ShowData:
                 except UserError as error:
                     raise UserError(f"{self.file}, line {example.line}: {error}") from None
                 if self.length is not None:
-                    yield example, tuple(shortened(taught, self.length, self.too_long) for taught in found)
+                    yield example, tuple(shortened(encoded, self.length, self.too_long) for encoded in found)
                 else:
                     yield example, found
 
     def _counts(self, tokenizer: Tokenizer, reading: ChatReading) -> ExampleCounts:
-        from llama_jax.data.conversations import open_chats, open_preferences
+        from llama_jax.data.chat_tokens import open_chats, open_preferences
 
         length = self.length or 1 << 30
         if self._is_preferences():
             return open_preferences(self.file, tokenizer, length, reading).counts
         return open_chats(self.file, tokenizer, length, reading).counts
 
-    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> str:
-        coloured = self.color == "always"
+    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> str:
+        colored = self.color == "always"
         if self.color == "auto":
-            coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         names = ("",) if len(answers) == 1 else (" · chosen", " · rejected")
         parts = []
-        for name, taught in zip(names, answers, strict=True):
+        for name, encoded in zip(names, answers, strict=True):
             about = f"{printable(str(self.file))}, line {example.line}{name}"
-            if taught is None:
+            if encoded is None:
                 parts.append(f"{about}: dropped, as it has over {self.length} + 1 tokens")
                 continue
-            about += f": {len(taught.ids):,} tokens, {sum(taught.targets):,} targets"
-            parts.append("\n".join([about, *table(tokenizer, taught, coloured=coloured)]))
+            about += f": {len(encoded.ids):,} tokens, {sum(encoded.targets):,} targets"
+            parts.append("\n".join([about, *table(tokenizer, encoded, colored=colored)]))
         return "\n\n".join(parts) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildData:
-    """Tokenise files into shards of token ids and a manifest."""
+    """Tokenize files into a corpus of token ids."""
 
     files: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, also text and JSONL compressed as .gz or .zst; or folders of them, also of one split
     of a Hugging Face dataset."""
     out: Path
-    """Folder of the shards, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and the
-    settings alone. After a stop the same command continues."""
+    """Folder of tokens.corpus, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and
+    the settings alone. After a stop the same command continues."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder with one; by default that of
     the bundled stories model."""
     processes: int | None = None
     """How many work at a time; by default one for each core."""
     unit: int | None = None
-    """Approximate megabytes of a file in a shard; by default a 128th of all files, between 8 and 64. A compressed file
-    becomes a single shard."""
+    """Approximate megabytes of a file that a process takes at a time; by default a 128th of all files, between 8 and 64. A
+    compressed file is taken whole."""
     drop_duplicates: bool = False
-    """Keep only the first of documents with the same text. All files are then read twice."""
-    near_duplicates: float | None = None
-    """Leave out a document whose similarity to an earlier one is at least this, such as 0.8: of all runs of 24 bytes in
-    either, the share of those in both. They are listed in near_duplicates.tsv. Likewise reads all files twice."""
+    """Keep only the first of documents with the same tokens."""
     separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
     """What stands between the documents of a text file."""
     longest: int = 1 << 17
@@ -192,7 +191,7 @@ class BuildData:
         from tqdm import tqdm
 
         from llama_jax.checkpoints.bundled import bundled
-        from llama_jax.data.building import BuildOptions, build
+        from llama_jax.data.build_corpus import BuildOptions, build
         from llama_jax.data.documents import DocumentFormat
 
         for name, value in (("unit", self.unit), ("processes", self.processes)):
@@ -200,9 +199,9 @@ class BuildData:
                 require_positive_int(name, value)
         reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
         unit = None if self.unit is None else self.unit << 20
-        options = BuildOptions(reading, unit, self.drop_duplicates, self.near_duplicates)
+        options = BuildOptions(reading, unit, self.drop_duplicates)
         began = time.perf_counter()
-        with tqdm(desc="building", unit=" units", leave=False, delay=1.0, disable=None) as bar:
+        with tqdm(desc="building", unit=" parts", leave=False, delay=1.0, disable=None) as bar:
 
             def progress(done: int, of: int) -> None:
                 bar.total = of
@@ -217,20 +216,16 @@ class BuildData:
                 progress=progress,
             )
         seconds = time.perf_counter() - began
-        left_out = ""
-        if self.drop_duplicates or self.near_duplicates is not None:
-            left_out = f", {found.total('duplicates'):,} duplicates left out"
-        if self.near_duplicates is not None:
-            left_out += f", {found.total('near_duplicates'):,} near duplicates too"
+        left_out = f", {found.origin['duplicates']:,} duplicates left out" if self.drop_duplicates else ""
         print(
-            f"{found.total('tokens'):,} tokens of {found.total('documents'):,} documents{left_out}; shards in {self.out}:"
-            f" {len(found.shards):,}; {found.total('text_bytes') / seconds / 1e6:.1f} MB of text a second"
+            f"{found.tokens:,} tokens of {found.documents:,} documents{left_out} in {self.out};"
+            f" {found.text_bytes / seconds / 1e6:.1f} MB of text a second"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Show training data as a model is taught it, or tokenise it ahead of training."""
+    """Show training data as a model is taught it, or tokenize it ahead of training."""
 
     action: tyro.conf.OmitSubcommandPrefixes[
         Annotated[ShowData, tyro.conf.subcommand("show", description=SHOW)]
@@ -243,45 +238,45 @@ class Data:
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """What each token stands for: the name of a special one, else its text in quotes, or its bytes if they are no text."""
+    """The text of each token: the name of a special one, else its text in quotes, or its bytes if they are not text."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     found = []
     for token in ids:
-        spelt = tokenizer.token_bytes(token)
+        spelled = tokenizer.token_bytes(token)
         if token in names:
             found.append(printable(names[token]))
             continue
         try:
-            text = spelt.decode()
+            text = spelled.decode()
             found.append(json.dumps(text, ensure_ascii=not text.isprintable()))
         except UnicodeDecodeError:
-            found.append("".join(f"<0x{byte:02X}>" for byte in spelt))
+            found.append("".join(f"<0x{byte:02X}>" for byte in spelled))
     return found
 
 
-def table(tokenizer: Tokenizer, taught: Taught, *, coloured: bool = False) -> list[str]:
+def table(tokenizer: Tokenizer, encoded: EncodedExample, *, colored: bool = False) -> list[str]:
     """The lines of a table of tokens: place, id, text, and whether each is a target."""
     rows = [["", "id", "text", "mask"]]
     for place, (token, text, target) in enumerate(
-        zip(taught.ids, texts_of(tokenizer, taught.ids), taught.targets, strict=True)
+        zip(encoded.ids, texts_of(tokenizer, encoded.ids), encoded.targets, strict=True)
     ):
         rows.append([str(place), str(token), text, "target" if target else "·"])
     lines = columns(rows, right=(0, 1), indent="  ").split("\n")
-    if not coloured:
+    if not colored:
         return lines
     special = set(tokenizer.special_tokens.values())
-    for i, (token, target) in enumerate(zip(taught.ids, taught.targets, strict=True), 1):
-        colour = TARGET if target else SPECIAL if token in special else ""
-        lines[i] = f"{colour}{lines[i]}{PLAIN}" if colour else lines[i]
+    for i, (token, target) in enumerate(zip(encoded.ids, encoded.targets, strict=True), 1):
+        color = TARGET if target else SPECIAL if token in special else ""
+        lines[i] = f"{color}{lines[i]}{PLAIN}" if color else lines[i]
     return lines
 
 
-def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> dict[str, Any]:
+def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> dict[str, Any]:
     """An example as JSON: of a preference the chosen answer first; a dropped one is null."""
     shown = [
         None
-        if taught is None
-        else {"ids": taught.ids, "texts": texts_of(tokenizer, taught.ids), "targets": list(map(int, taught.targets))}
-        for taught in answers
+        if encoded is None
+        else {"ids": encoded.ids, "texts": texts_of(tokenizer, encoded.ids), "targets": list(map(int, encoded.targets))}
+        for encoded in answers
     ]
     return {"line": example.line, "answers": shown}

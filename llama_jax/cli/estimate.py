@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import tyro
 
 from llama_jax.cli.options import ATTENTION, QUANTIZE, CompileOptions
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
-    from llama_jax.data.conversations import ExampleCounts
-    from llama_jax.data.pairs import Pairs
+    from llama_jax.data.chat_tokens import ExampleCounts
+    from llama_jax.data.preference_batches import Pairs
     from llama_jax.evaluation.loss_by_length import LengthLoss
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
     from llama_jax.model.params import Llama
@@ -174,7 +174,7 @@ class Eval(TextOptions, RememberOptions):
         """Conversations whose targets are the assistant's messages."""
         import numpy as np
 
-        from llama_jax.data.conversations import ChatReading, open_chats
+        from llama_jax.data.chat_tokens import ChatReading, open_chats
 
         reading = ChatReading(self.format, self.too_long)
         corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
@@ -184,8 +184,8 @@ class Eval(TextOptions, RememberOptions):
         """Pairs of answers."""
         import numpy as np
 
-        from llama_jax.data.conversations import ChatReading, open_preferences
-        from llama_jax.data.pairs import Pairs
+        from llama_jax.data.chat_tokens import ChatReading, open_preferences
+        from llama_jax.data.preference_batches import Pairs
 
         reading = ChatReading(self.format, self.too_long)
         chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
@@ -399,8 +399,8 @@ def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
 
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
     """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
+    from llama_jax.data.data_files import find_files
     from llama_jax.data.documents import jsonl_objects
-    from llama_jax.data.sources import find_files
 
     files = [file for file in find_files(data) if file.suffix.lower() == ".jsonl"]
     first = next((set(found) for file in files for found, _, _ in islice(jsonl_objects(file), 1)), set())

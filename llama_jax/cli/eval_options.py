@@ -56,8 +56,9 @@ def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(CompileOptions):
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
-    """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
-    .array_record, as `data build` makes; several after one --data, or one after each. Tokenized once, then cached."""
+    """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin,
+    .array_record or .corpus, which `data build` makes; several after one --data, or one after each. Tokenized once, then
+    cached."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"

@@ -15,7 +15,7 @@ import tyro
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.prompts import check_stops, read_prompts
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llama_jax.inference.drafting import Counts
     from llama_jax.model.cache import CacheOptions
     from llama_jax.model.params import Llama
-    from llama_jax.tokenizers.text import Text
+    from llama_jax.tokenizers.interface import Text
 
 BATCH = 8  # prompts that are continued at once
 
@@ -61,7 +61,7 @@ class Generate(ModelOptions):
         from llama_jax.inference.requests import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
-        from llama_jax.tokenizers.text import Text
+        from llama_jax.tokenizers.interface import Text
 
         use_compilation_cache(self.no_cache)
         compiling = CompileClock()

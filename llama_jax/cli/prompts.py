@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,15 +114,11 @@ def _text(content: bytes, where: str) -> str:
 
 
 def _of_lines(content: bytes, where: str) -> list[PromptLine]:
+    from llama_jax.data.documents import json_objects
+
     found = []
-    for number, line in enumerate(_text(content, where).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        prompt = value.get("prompt") if isinstance(value, dict) else None
+    for value, number in json_objects(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), where):
+        prompt = value.get("prompt")
         if not (isinstance(prompt, str) and prompt):
             raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
         try:

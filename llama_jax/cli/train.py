@@ -22,7 +22,7 @@ from llama_jax.errors import StuckSaveError, UserError, shown
 from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
-    from llama_jax.data.sources import Data
+    from llama_jax.data.data_files import Data
     from llama_jax.parallel.processes import Processes
     from llama_jax.runs.recipe import Recipe
 
@@ -50,9 +50,9 @@ class Train(CompileOptions):
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it. Or s3://BUCKET/PATH or
     gs://BUCKET/PATH, on one host."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
-    """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin or .array_record, or folders of them, also of `data build`:
-    several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data books=PATH:0.3: each source
-    has its share of the rows, exactly."""
+    """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus, or folders of them, also of
+    `data build`: several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data
+    books=PATH:0.3: each source has its share of the rows, exactly."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Likewise, for validation; by default a share of the documents of each source of --data is held out."""
     tokenizer: ModelPath | None = None
@@ -169,7 +169,7 @@ def _end(joined: Processes, error: StuckSaveError) -> None:
 
 def _sources(given: Sequence[str], *, weighted: bool) -> Data:
     """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, or NAME=PATH if they have no weights."""
-    from llama_jax.data.sources import WeightedData
+    from llama_jax.data.data_files import WeightedData
 
     found: list[Any] = []
     for one in given:

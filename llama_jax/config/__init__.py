@@ -1,8 +1,7 @@
 """The configuration of a Llama: its sizes, checked once, and the published ones."""
 
-from llama_jax.config.kinds import KINDS, Kind
-from llama_jax.config.layers import LayerConfig, QueryScaling, period
-from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.families import KINDS, Kind
+from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period
 from llama_jax.config.presets import PRESETS, SHAPE_FIELDS, ffn_hidden_dim, preset
 from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llama_jax.config.layers import LayerConfig, QueryScaling
-from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 

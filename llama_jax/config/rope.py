@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 
 RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]

@@ -1,6 +1,6 @@
 """Text to tokens to packed batches that can be continued from anywhere.
 
-open_corpus(paths, tokenizer)             -> Corpus, tokenised once; DocumentFormat says where documents end
+open_corpus(paths, tokenizer)             -> Corpus, tokenized once; DocumentFormat says where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
 open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations with the assistant's messages as targets
 open_preferences(paths, tokenizer, T)     -> Preferences(chosen, rejected, counts), two such corpora
@@ -13,18 +13,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.data.conversations import ChatReading, Chats, Preferences, open_chats, open_preferences
+from llama_jax.data.chat_tokens import ChatReading, Chats, Preferences, open_chats, open_preferences
 from llama_jax.data.corpus import Corpus, Split, split
+from llama_jax.data.data_files import WeightedData
 from llama_jax.data.documents import DocumentFormat
-from llama_jax.data.errors import DataError
-from llama_jax.data.opening import open_corpus
-from llama_jax.data.sources import WeightedData
+from llama_jax.data.load_corpus import open_corpus
+from llama_jax.errors import DataError
 
-# Making batches needs JAX, which the processes of `building` do not: it is imported on first use.
+# Making batches needs JAX, which the processes of `build_corpus` do not: it is imported on first use.
 _HOME = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",
-    "row_count": "llama_jax.data.packing",
+    "row_count": "llama_jax.data.batches",
     "training_batches": "llama_jax.data.batches",
     "validation_batches": "llama_jax.data.batches",
 }
@@ -49,8 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.data.batches import Batches, training_batches, validation_batches
-    from llama_jax.data.packing import row_count
+    from llama_jax.data.batches import Batches, row_count, training_batches, validation_batches
     from llama_jax.training.batch import Batch
 
 

@@ -1,22 +1,155 @@
-"""Batches in order, starting at any point, for any number of hosts."""
+"""Batches in order, starting at any point, for any number of hosts. Documents are concatenated and cut into rows, or packed
+into rows whole: every row follows from its number alone."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus
-from llama_jax.data.errors import DataError
+from llama_jax.data.corpus import Corpus, check_seed, row_order, shuffled
 from llama_jax.data.mixture import Mixture
-from llama_jax.data.packing import empty_batch, fill_row, fill_whole, lay_out, row_count, whole_rows
-from llama_jax.data.shuffle import check_seed, shuffled
+from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
-AHEAD = 8  # batches that are made before they are asked for
+PREFETCHED = 8  # batches that are made before they are asked for
+OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------------
+
+
+class Epoch(NamedTuple):
+    """One pass over a corpus.
+
+    Attributes:
+      documents: int64[N], their order.
+      ends: int64[N], where each ends in the stream of all documents concatenated in this order.
+      rows: int64[R], the order of the rows that the stream is cut into.
+    """
+
+    documents: np.ndarray
+    ends: np.ndarray
+    rows: np.ndarray
+
+
+def row_count(corpus: Corpus, length: int) -> int:
+    """R, rows of `length` = T predicted tokens in an epoch.
+
+    Raises:
+      DataError: nothing to predict.
+    """
+    tokens = corpus.token_count
+    if tokens < 2:
+        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; give more data")
+    return -(-(tokens - 1) // length)
+
+
+def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
+    """The order of an epoch: of documents and of rows, so that the parts of a long document are not all in one batch.
+
+    Args:
+      length: T.
+      seed: decides it together with the epoch's number; None keeps the order of the corpus.
+    """
+    rows = row_count(corpus, length)
+    count = corpus.document_count
+    documents = np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 1)
+    return Epoch(documents, np.cumsum((corpus.stops - corpus.starts)[documents]), row_order(rows, seed, epoch))
+
+
+def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:
+    """A batch [rows, length + 1] of padding, with a mask if asked for."""
+    tokens, segment_ids, positions = (np.zeros((rows, length + 1), np.int32) for _ in range(3))
+    return Batch(tokens, segment_ids, positions, np.zeros(tokens.shape, bool) if masked else None)
+
+
+def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> None:
+    """Write a row of an epoch into a batch of padding, at its row `at`.
+
+    Row r is what the stream holds from r·T to r·T + T, both included: its last token is the next row's first. So over an
+    epoch every token is read once and every token but a document's first is predicted once. A document that goes on in the
+    next row is a new segment there.
+    """
+    length = batch.tokens.shape[1] - 1
+    start = row * length
+    stop = min(start + length + 1, int(epoch.ends[-1]))
+    first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
+    within = slice(first, last + 1)
+    segments = np.zeros(stop - start, np.int64)
+    breaks = epoch.ends[first:last] - start  # where in the row another document begins
+    segments[breaks] = 1
+    np.cumsum(segments, out=segments)
+    place = np.arange(stop - start)
+    # From the place in the stream to the place in the corpus it is the same way for all tokens of a document.
+    shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
+    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
+    batch.segment_ids[at, : stop - start] = segments + 1
+    batch.positions[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
+
+
+def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Best-fit packing: which documents, by their sizes, share a row of `length` tokens."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of the open rows, in order: tokens that are free, and the row
+    for run, size in enumerate(sizes):
+        at = bisect_left(rooms, (size, 0))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row = length, len(rows)
+            rows.append([])
+        rows[row].append(run)
+        if room > size:
+            insort(rooms, (room - size, row))
+        if len(rooms) > OPEN:
+            del rooms[0]  # the fullest is closed
+    return rows
+
+
+def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
+    """The documents that share each row of `length` = T predicted tokens, each of them whole: the same in every epoch.
+
+    Args:
+      seed: decides in which order they are packed; None keeps the order of the corpus.
+
+    Raises:
+      DataError: a document of more than T + 1 tokens, or nothing to predict.
+    """
+    sizes = corpus.stops - corpus.starts
+    if not len(sizes):
+        raise DataError("the corpus has no documents; give more data")
+    longest = int(sizes.max())
+    if longest > length + 1:
+        raise DataError(
+            f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
+            " this length, or give longer rows"
+        )
+    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
+    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+
+
+def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:
+    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, whose targets are the
+    mask."""
+    assert corpus.targets is not None
+    begin = 0
+    for segment, document in enumerate(members, 1):
+        where = slice(int(corpus.starts[document]), int(corpus.stops[document]))
+        size = where.stop - where.start
+        row = *at, slice(begin, begin + size)
+        batch.tokens[row] = corpus.tokens[where]
+        batch.segment_ids[row] = segment
+        batch.positions[row] = np.arange(size)
+        batch.mask[row] = corpus.targets[where]
+        begin += size
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------
 
 
 Made = TypeVar("Made", covariant=True)
@@ -36,7 +169,7 @@ class Batches(Iterator[Made], Generic[Made]):
     def __init__(self, rows: Numbered[Made], start: int) -> None:
         import grain
 
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
         self._next = start
 
@@ -55,6 +188,38 @@ class Batches(Iterator[Made], Generic[Made]):
         self._batches.close()
 
 
+class HostRows:
+    """The rows of a host in each batch, of all rows numbered on through all batches.
+
+    Args:
+      batch: B, rows of a step on all hosts together.
+      seed: None for a single pass.
+      host, hosts: this host's number and how many there are.
+
+    Raises:
+      DataError: invalid sizes, or an invalid seed.
+    """
+
+    def __init__(self, batch: int, seed: int | None, host: int, hosts: int) -> None:
+        if hosts < 1 or not 0 <= host < hosts:
+            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        if batch < 1 or batch % hosts:
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+        if seed is not None:
+            check_seed(seed)
+        self.batch, self._seed = batch, seed
+        self._share, self._first = batch // hosts, batch // hosts * host
+
+    def batch_count(self, rows: int) -> int:
+        """Batches of a corpus with so many rows in an epoch."""
+        return -(-rows // self.batch) if self._seed is None else ENDLESS
+
+    def rows(self, number: int) -> range:
+        """This host's rows of a batch."""
+        begin = number * self.batch + self._first
+        return range(begin, begin + self._share)
+
+
 class _Source:
     """The endless rows of one corpus by number, epoch after epoch."""
 
@@ -62,8 +227,8 @@ class _Source:
         self._corpus, self._seed = corpus, seed
         self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
         self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # of an epoch
-        self._order = lru_cache(maxsize=1)(self._shuffled_rows)
-        self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
+        self._order = lru_cache(maxsize=1)(partial(row_order, self.rows, seed))
+        self._epoch = lru_cache(maxsize=1)(partial(order_epoch, corpus, length, seed))
 
     @property
     def masked(self) -> bool:
@@ -75,14 +240,10 @@ class _Source:
         if epoch and self._seed is None:
             return  # after the end of a single pass the last batch is padding
         if self._whole is not None:
-            fill_whole(batch, at, self._corpus, self._whole[self._order(epoch)[row]])
+            fill_whole(batch, (at,), self._corpus, self._whole[self._order(epoch)[row]])
         else:
-            laid_out = self._lay_out(epoch)
-            fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
-
-    def _shuffled_rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch's rows of whole documents: int64[R]."""
-        return np.arange(self.rows) if self._seed is None else shuffled(self.rows, self._seed, 2 * epoch + 2)
+            epoch_order = self._epoch(epoch)
+            fill_row(batch, at, self._corpus, epoch_order, int(epoch_order.rows[row]))
 
 
 class Rows:
@@ -105,12 +266,7 @@ class Rows:
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
-        if hosts < 1 or not 0 <= host < hosts:
-            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
-        if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
-        if seed is not None:
-            check_seed(seed)
+        self._host = HostRows(batch, seed, host, hosts)
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
             raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
@@ -118,26 +274,24 @@ class Rows:
         if len({source.masked for source in self._sources}) > 1:
             raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
         self._mixture = mixture
-        self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
         self._length = length
-        self._count = -(-self._sources[0].rows // batch) if seed is None else ENDLESS
 
     def __len__(self) -> int:
-        return self._count
+        return self._host.batch_count(self._sources[0].rows)
 
     def epochs(self, number: int) -> list[float]:
         """How many times the first `number` batches of all hosts have read each corpus."""
-        rows = number * self._batch
+        rows = number * self._host.batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
 
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        batch = empty_batch(self._share, self._length, masked=self._sources[0].masked)
-        begin = number * self._batch + self._first
-        for at in range(self._share):
-            source, row = (0, begin + at) if self._mixture is None else self._mixture.place(begin + at)
-            self._sources[source].fill(batch, at, row)
+        rows = self._host.rows(number)
+        batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
+        for at, row in enumerate(rows):
+            source, own = (0, row) if self._mixture is None else self._mixture.place(row)
+            self._sources[source].fill(batch, at, own)
         return batch
 
 

@@ -1,14 +1,14 @@
-"""Documents as slices of one long array of tokens, and their split into training and validation."""
+"""Documents as slices of one long array of tokens, their reproducible order, duplicates, and the split for validation."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.errors import DataError
-from llama_jax.data.shuffle import shuffled
+from llama_jax.errors import DataError
 from llama_jax.tokenizers import Tokenizer
 
 EXCESS = 1.25  # times the share: the most that whole documents may give to validation
@@ -19,7 +19,7 @@ class Corpus:
     """Documents of tokens; memory holds only their positions. A part of a corpus is a corpus.
 
     Attributes:
-      tokens: uint16 or uint32 [all], mapped from the cache file.
+      tokens: uint16 or uint32 [all], mapped from a corpus file.
       starts, stops: int64[N], the slice of `tokens` of each document.
       byte_counts: int64[N], UTF-8 bytes of each document's text: with them a loss becomes bits per byte.
       vocab_size: V of the tokenizer; every token is below it.
@@ -59,6 +59,95 @@ class Corpus:
         )
 
 
+# --- order ---------------------------------------------------------------------------------------------------------------
+
+
+def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
+    """A permutation of `count` numbers that depends on `seed` and `stream` alone: int64[count].
+
+    It sorts the raw numbers of a counter-based generator (Philox; Salmon et al. 2011), which are the same in every version
+    of NumPy, while its distributions and permutations may change (NEP 19).
+
+    Raises:
+      DataError: see `check_seed`.
+    """
+    check_seed(seed)
+    numbers = np.random.Philox(key=np.array([seed, stream], np.uint64)).random_raw(count)
+    return np.argsort(numbers, kind="stable")
+
+
+def row_order(count: int, seed: int | None, epoch: int) -> np.ndarray:
+    """The order of an epoch's rows, another one in each: int64[count]; without a seed always the same."""
+    return np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 2)
+
+
+def check_seed(seed: int) -> None:
+    """Raise DataError for a seed that 64 bits do not hold."""
+    if not 0 <= seed < 1 << 64:
+        raise DataError(f"seed={seed} must be at least 0 and below 2**64")
+
+
+# --- duplicates ----------------------------------------------------------------------------------------------------------
+
+
+def fingerprints(corpus: Corpus) -> np.ndarray:
+    """uint64[N]: the same number for documents of the same tokens, in all corpora of one vocabulary.
+
+    Of n different documents two have one number, 8 bytes of BLAKE2b, with a probability of n² / 2^65: 3e-6 of ten million,
+    0.03 of a billion.
+    """
+    width = corpus.tokens.dtype.itemsize
+    data = corpus.tokens.view(np.uint8).data
+    spans = zip((corpus.starts * width).tolist(), (corpus.stops * width).tolist(), strict=True)
+    digests = (hashlib.blake2b(data[start:stop], digest_size=8).digest() for start, stop in spans)
+    return np.frombuffer(b"".join(digests), "<u8")
+
+
+def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.ndarray, int]:
+    """Reorder documents so that none of the first `chosen` occurs among the others; without duplicates nothing changes.
+
+    Documents with the same tokens are moved to the first of them, all or none, and no more than `chosen` in all.
+
+    Returns:
+      The order, and how many at its beginning are chosen now.
+
+    Raises:
+      DataError: all documents are the same.
+    """
+    _, groups, sizes = np.unique(fingerprints(corpus), return_inverse=True, return_counts=True)
+    if len(sizes) == len(order):
+        return order, chosen
+    if len(sizes) < 2:
+        raise DataError(f"the corpus is one document {len(order)} times, which cannot be on both sides of a split")
+    _, first = np.unique(groups[order], return_index=True)
+    take, total = np.zeros(len(sizes), bool), 0
+    for group in np.argsort(first, kind="stable").tolist():
+        if total == chosen:
+            break
+        if total + sizes[group] <= chosen:
+            take[group] = True
+            total += int(sizes[group])
+    if not total:  # each occurs more often than documents were asked for
+        take[int(np.argmin(sizes))] = True
+    here = take[groups[order]]
+    return np.concatenate([order[here], order[~here]]), int(here.sum())
+
+
+def without(corpus: Corpus, other: Corpus) -> Corpus:
+    """The documents of a corpus that are not in another one of the same vocabulary.
+
+    Raises:
+      DataError: all of them are.
+    """
+    left = np.flatnonzero(~np.isin(fingerprints(corpus), fingerprints(other)))
+    if not len(left):
+        raise DataError("every document of the training data is in the validation data too; give others for one of them")
+    return corpus if len(left) == corpus.document_count else corpus.select(left)
+
+
+# --- split ---------------------------------------------------------------------------------------------------------------
+
+
 class Split(NamedTuple):
     """Two corpora without a document in common."""
 
@@ -92,8 +181,6 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
             f"validation={validation} leaves nothing to train or to validate on; of {count} documents give 1 to {count - 1},"
             " or a fraction between 0 and 1"
         )
-    from llama_jax.data.duplicates import keep_together  # which knows what a corpus is
-
     order, chosen = keep_together(corpus, shuffled(count, seed, 0), chosen)
     parts = Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
     beyond = parts.validation.token_count - round(validation * corpus.token_count)
@@ -112,8 +199,8 @@ def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
         return parts
     where = held.starts[longest] + kept
     tokens = held.document(longest)[:kept]
-    spelt = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
-    held_bytes = min(max(spelt, 0), int(held.byte_counts[longest]))
+    spelled = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
+    held_bytes = min(max(spelled, 0), int(held.byte_counts[longest]))
     at = int(np.searchsorted(train.starts, where))
     rest = replace(
         train,

@@ -1,4 +1,5 @@
-"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file."""
+"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file. Files are
+cut into spans with whole documents, to be read by several processes."""
 
 from __future__ import annotations
 
@@ -7,25 +8,26 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
-from llama_jax.data.errors import DataError
-from llama_jax.errors import reason_of, shown
+from llama_jax.errors import DataError, reason_of, shown
 
-CHUNK = 1 << 20  # bytes of a text file that are read at once
-ROWS = 1024  # of a table that are read at once
+READ_BYTES = 1 << 20  # bytes of a text file that are read at once
+TABLE_ROWS = 1024  # of a table that are read at once
+SEARCH_BYTES = 1 << 20  # bytes that are read at once to find where a document ends
 COMPRESSED = (".gz", ".zst")
-ARROW = b"ARROW1"  # begins Arrow's form with an index
-END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
+TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
+ARROW_MAGIC = b"ARROW1"  # begins Arrow's form with an index
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow``, ``.bin`` or
-    ``.array_record``; ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
+    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`;
+    ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around a document is not part of it.
@@ -78,7 +80,7 @@ def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None
       DataError: bytes that are not text, by their line.
     """
     line = 1
-    for piece, read in _pieces(path, reading.separator, reading.longest, span):
+    for piece, read in _separated(path, reading.separator, reading.longest, span):
         text = piece.removesuffix(reading.separator)
         begun = text.lstrip()
         if begun:
@@ -97,25 +99,44 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
     with open_bytes(path) as file:
         if span is not None:
             file.seek(span.start)
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            if span is not None and read > span.stop - span.start:
-                return
-            if not line.strip():
-                continue
-            remedy = "JSONL has one object a line"
-            if number == 1 and line.lstrip().startswith(b"["):
-                remedy += f"; if this is an array, jq -c '.[]' {path.name} converts it"
-            try:
-                found = json.loads(line)
-            except UnicodeDecodeError:
-                raise DataError(f"{path}, line {number} is not UTF-8; write the file in that encoding") from None
-            except (ValueError, RecursionError) as error:
-                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise DataError(f"{path}, line {number} is not JSON ({reason}); {remedy}") from None
-            if not isinstance(found, dict):
-                raise DataError(f"{path}, line {number} is a {type(found).__name__}; {remedy}")
+
+        def lines() -> Iterator[bytes]:
+            nonlocal read
+            for line in file:
+                read += len(line)
+                if span is not None and read > span.stop - span.start:
+                    return
+                yield line
+
+        for found, number in json_objects(lines(), str(path)):
             yield found, number, read
+
+
+def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects of lines of JSON, each with the number of its line from 1; empty lines are passed over.
+
+    Args:
+      where: the name of the file, for messages.
+
+    Raises:
+      DataError: a line that is not a JSON object.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        remedy = "JSONL has one object a line"
+        if number == 1 and line.lstrip().startswith(b"["):
+            remedy += f"; if this is an array, jq -c '.[]' {Path(where).name} converts it"
+        try:
+            found = json.loads(line)
+        except UnicodeDecodeError:
+            raise DataError(f"{where}, line {number} is not UTF-8; write the file in that encoding") from None
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"{where}, line {number} is not JSON ({reason}); {remedy}") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{where}, line {number} is a {type(found).__name__}; {remedy}")
+        yield found, number
 
 
 def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
@@ -136,34 +157,43 @@ def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = Non
             yield Document(text, number, read)
 
 
-def parquet_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of a Parquet file; empty ones are passed over. A document's line is its row, from 1.
+def table_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The texts of a column of a Parquet file, or of an Arrow file as the datasets library writes them; empty ones are
+    passed over. A document's line is its row, from 1.
 
     Raises:
-      DataError: pyarrow is missing, a file that is not Parquet or is damaged, or one without a text column of that name.
+      DataError: pyarrow is missing, a file that is not Parquet or Arrow or is damaged, or one without a text column of that
+        name.
     """
-    file = open_parquet(path)
-    _check_column(path, reading, file.schema_arrow.names)
+    row = 0
+    for texts, read in (_parquet_texts if kind_of(path) == ".parquet" else _arrow_texts)(path, reading.field, span):
+        for text in texts:
+            row += 1
+            if not isinstance(text, str | None):
+                kind = type(text).__name__
+                raise DataError(f"{path}: the column {reading.field!r} holds {kind}; name one of texts by `field`")
+            if text:
+                yield Document(text, row, read)
+
+
+def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
+    """The column of each row group, and how many bytes of the file have been read with it."""
+    file, size = open_parquet(path), path.stat().st_size
+    _check_column(path, field, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
-    row, size = 0, path.stat().st_size
     for done, group in enumerate(groups, 1):
-        for text in _damage_named(path, f"row group {group}", _parquet_column(file, group, reading.field)):
-            row += 1
-            if _is_text(path, reading, text):
-                yield Document(text, row, size * done // len(groups))
+        batches = file.iter_batches(TABLE_ROWS, row_groups=[group], columns=[field])
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        yield _damage_named(path, f"row group {group}", texts), size * done // len(groups)
 
 
-def arrow_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of an Arrow file, as the datasets library writes them; otherwise as `parquet_documents`."""
-    row, size = 0, path.stat().st_size
+def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
+    """Likewise of each batch."""
     for _, batch, read in arrow_batches(path, span):
-        _check_column(path, reading, batch.schema.names)
-        column = batch.column(batch.schema.names.index(reading.field))
-        rows = (column.slice(start, ROWS).to_pylist() for start in range(0, len(column), ROWS))
-        for text in _damage_named(path, f"the column {reading.field!r}", (text for some in rows for text in some)):
-            row += 1
-            if _is_text(path, reading, text):
-                yield Document(text, row, min(read, size))
+        _check_column(path, field, batch.schema.names)
+        column = batch.column(batch.schema.names.index(field))
+        texts = (text for at in range(0, len(column), TABLE_ROWS) for text in column.slice(at, TABLE_ROWS).to_pylist())
+        yield _damage_named(path, f"the column {field!r}", texts), min(read, path.stat().st_size)
 
 
 def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, Any, int]]:
@@ -177,7 +207,7 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
 
     def batches() -> Iterator[tuple[int, Any, int]]:
         with pyarrow.memory_map(str(path)) as mapped:
-            if mapped.read(len(ARROW)) == ARROW:  # the form with an index; datasets writes the stream
+            if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the form with an index; datasets writes the stream
                 opened = pyarrow.ipc.open_file(mapped)
                 count = opened.num_record_batches
                 some = range(count) if span is None else range(*span)
@@ -189,30 +219,16 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
                     return
                 if span is None or number >= span.start:
                     yield number, batch, mapped.tell()
-            mapped.seek(mapped.size() - len(END))
-            if mapped.read(len(END)) != END:
+            mapped.seek(mapped.size() - len(ARROW_END))
+            if mapped.read(len(ARROW_END)) != ARROW_END:
                 raise OSError("the end of the stream is missing")
 
     return _damage_named(path, "its batches", batches())
 
 
-def _parquet_column(file: Any, group: int, field: str) -> Iterator[Any]:
-    for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field]):
-        yield from batch.column(0).to_pylist()
-
-
-def _check_column(path: Path, reading: DocumentFormat, names: list[str]) -> None:
-    if reading.field not in names:
-        raise DataError(
-            f"{path} has no column {reading.field!r}; it has {shown(names, 200)}: name the one with the text by `field`"
-        )
-
-
-def _is_text(path: Path, reading: DocumentFormat, text: object) -> bool:
-    """Whether there is any."""
-    if not isinstance(text, str | None):
-        raise DataError(f"{path}: the column {reading.field!r} holds {type(text).__name__}; name one of texts by `field`")
-    return bool(text)
+def _check_column(path: Path, field: str, names: list[str]) -> None:
+    if field not in names:
+        raise DataError(f"{path} has no column {field!r}; it has {shown(names, 200)}: name the one with the text by `field`")
 
 
 Read = TypeVar("Read")
@@ -230,9 +246,11 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
     """The documents of a file: of JSONL, Parquet and Arrow by its name, else of a text file.
 
     Raises:
-      DataError: a file that is damaged or of another kind.
+      DataError: a file that is damaged, or of another kind, such as token ids.
     """
-    kinds = {".jsonl": jsonl_documents, ".parquet": parquet_documents, ".arrow": arrow_documents}
+    if kind_of(path) in TOKENS:
+        raise DataError(f"{path} holds token ids already; give text, JSONL, Parquet or Arrow")
+    kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
         yield from read(path, reading, span)
@@ -240,6 +258,53 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
         if not is_compressed(path) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise DataError(f"{path} is not whole ({reason_of(error)}); copy it again") from None
+
+
+def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None]:
+    """Where a file is cut, into parts of about `size` bytes; None stands for a file that is read as a whole."""
+    return list(_spans_of(path, reading, size))
+
+
+def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span | None]:
+    if is_compressed(path):
+        yield None
+    elif kind_of(path) == ".parquet":
+        description = open_parquet(path).metadata
+        groups = range(description.num_row_groups)
+        yield from _joined((description.row_group(group).total_byte_size for group in groups), size)
+    elif kind_of(path) == ".arrow":
+        yield from _joined((batch.nbytes for _, batch, _ in arrow_batches(path)), size)
+    else:
+        mark = b"\n" if kind_of(path) == ".jsonl" else reading.separator.encode()
+        start, end = 0, path.stat().st_size
+        while start < end:
+            stop = _end_after(path, mark, start + size, end)
+            yield Span(start, stop)
+            start = stop
+
+
+def _joined(sizes: Iterable[int], least: int) -> Iterator[Span]:
+    """Runs of parts that together have at least so many bytes; the last may have fewer."""
+    start = stop = total = 0
+    for stop, size in enumerate(sizes, 1):
+        total += size
+        if total >= least:
+            yield Span(start, stop)
+            start, total = stop, 0
+    if stop > start:
+        yield Span(start, stop)
+
+
+def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
+    """The end of the first mark from `start` on, or of the file."""
+    with path.open("rb") as opened:
+        while start < size:
+            opened.seek(start)
+            found = opened.read(SEARCH_BYTES + len(mark)).find(mark)
+            if found >= 0:
+                return start + found + len(mark)
+            start += SEARCH_BYTES
+    return size
 
 
 def kind_of(path: Path) -> str:
@@ -288,7 +353,7 @@ def pyarrow_for(path: Path) -> Any:
     return pyarrow
 
 
-def _pieces(path: Path, separator: str, longest: int, span: Span | None) -> Iterator[tuple[str, int]]:
+def _separated(path: Path, separator: str, longest: int, span: Span | None) -> Iterator[tuple[str, int]]:
     """Pieces whose concatenation is the file, each with the separator that ends it, and the bytes read so far."""
     rest = ""
     read = 0
@@ -327,7 +392,7 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
         if span is not None:
             file.seek(span.start)
         while True:
-            chunk = file.read(CHUNK if span is None else min(CHUNK, span.stop - span.start - read))
+            chunk = file.read(READ_BYTES if span is None else min(READ_BYTES, span.stop - span.start - read))
             read += len(chunk)
             binary = chunk.find(b"\0")
             if binary >= 0:

@@ -9,16 +9,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from llama_jax.data.errors import DataError
+from llama_jax.errors import DataError
 
-LONGEST = 100_000  # rows of a pattern; weights of five digits have one
+MAX_PERIOD = 100_000  # rows of a pattern; weights of five digits have one
 
 
 def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
     """Each weight over the sum of all, as an exact fraction: 0.7 is 7/10, as it is written.
 
     Raises:
-      DataError: a weight that is no positive number, or shares whose denominator exceeds LONGEST.
+      DataError: a weight that is not a positive number, or shares whose denominator exceeds MAX_PERIOD.
     """
     found = dict[str, Fraction]()
     for name, weight in weights.items():
@@ -31,9 +31,9 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
     whole = sum(found.values())
     found = {name: weight / whole for name, weight in found.items()}
     period = math.lcm(*(share.denominator for share in found.values()))
-    if period > LONGEST:
+    if period > MAX_PERIOD:
         raise DataError(
-            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {LONGEST:,} at most are kept; give"
+            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {MAX_PERIOD:,} at most are kept; give"
             " weights of fewer digits"
         )
     return found

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
-from llama_jax.data.packing import pack
+from llama_jax.data.batches import pack
+from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import token_ids

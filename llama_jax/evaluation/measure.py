@@ -16,8 +16,8 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.opening import Progress
-from llama_jax.data.packing import pack
+from llama_jax.data.batches import pack
+from llama_jax.data.load_corpus import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama

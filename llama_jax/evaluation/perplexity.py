@@ -13,8 +13,8 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.opening import Progress
-from llama_jax.data.pairs import Pairs, joined
+from llama_jax.data.load_corpus import Progress
+from llama_jax.data.preference_batches import Pairs, joined
 from llama_jax.evaluation.measure import (
     LOGIT_CHUNK,
     WindowRows,

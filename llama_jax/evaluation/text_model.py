@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.opening import Progress
+from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import GenerationError, shown
 from llama_jax.evaluation.loglikelihood import Continuation, Score, compiled_measure, score_pairs
 from llama_jax.inference.sampling import Sampling
@@ -17,9 +17,8 @@ from llama_jax.serving.offline import Job, run_jobs
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
-from llama_jax.tokenizers.chat import chat_parts, check_messages
-from llama_jax.tokenizers.template import Renderer
-from llama_jax.tokenizers.text import Text
+from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
+from llama_jax.tokenizers.interface import Text
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of several names the first counts
 USUAL_LIMIT = 256  # tokens of a continuation where a task does not say

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, lay_out, logits_of, read

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama, Row

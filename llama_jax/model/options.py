@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax.sharding import AbstractMesh
 
-from llama_jax.config.numbers import is_floating
+from llama_jax.config.validation import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend, Division
 from llama_jax.ops.cross_entropy import Constrain

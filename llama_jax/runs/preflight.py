@@ -20,11 +20,10 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
+from llama_jax.data.data_files import Data, FoundData
 from llama_jax.data.documents import DocumentFormat, read_documents
-from llama_jax.data.errors import DataError
-from llama_jax.data.sources import Data, FoundData
-from llama_jax.data.vocabulary import examine
-from llama_jax.errors import TokenizerError, TrainingError, UserError, reading, shown
+from llama_jax.data.token_stream import examine
+from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops import project
@@ -41,7 +40,7 @@ from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferen
 from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
-from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
 

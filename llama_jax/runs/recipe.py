@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError, shown
 from llama_jax.model.adapters import Lora, adapter_shapes

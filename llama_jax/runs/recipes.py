@@ -10,7 +10,7 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError
 from llama_jax.runs.recipe import Recipe, RewardSettings
 from llama_jax.runs.user_functions import result_of
-from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions

@@ -17,7 +17,7 @@ from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import FinishReason, GenerationRequest, Ticket, Update
-from llama_jax.tokenizers.text import Text
+from llama_jax.tokenizers.interface import Text
 
 
 @dataclass(eq=False)

@@ -1,21 +1,21 @@
 """Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read."""
 
-from llama_jax.tokenizers.base import Part, TextStream, Tokenizer
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools
+from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
+from llama_jax.tokenizers.interface import Part, TextStream, Tokenizer
 from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer
-from llama_jax.tokenizers.replies import ReplyEncoder, Taught
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer
 
 __all__ = [
+    "EncodedExample",
     "Format",
     "HuggingFaceTokenizer",
     "Message",
     "Part",
     "ReplyEncoder",
     "SentencePieceTokenizer",
-    "Taught",
     "TextStream",
     "TiktokenTokenizer",
     "Tokenizer",

@@ -3,22 +3,27 @@ text for models that only continue one."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, get_args
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict, get_args
 
-from llama_jax.errors import GenerationError, shown
-from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
-
-if TYPE_CHECKING:
-    from llama_jax.tokenizers.template import Renderer
+from llama_jax.child_process import START, ChildProcess, isolated
+from llama_jax.errors import GenerationError, reason_of, shown
+from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
 
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
-PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
+RENDER_SECONDS = 5
+RENDER_MEMORY = 100 << 20  # bytes
+RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages
 
 
 class Message(TypedDict, total=False):
@@ -50,8 +55,8 @@ def encode_chat(
       tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
 
     Raises:
-      GenerationError: messages that are no chat, or that the format does not allow; or a format whose tokens the vocabulary
-        does not have.
+      GenerationError: messages that are not a chat, or that the format does not allow; or a format with tokens that the
+        vocabulary does not have.
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
@@ -70,7 +75,7 @@ def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
     """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts after a reply."""
     ends = set(tokenizer.stop_ids)
-    reply = chr(PRIVATE[-1])
+    reply = chr(PRIVATE_USE[-1])
     chat: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": reply},
@@ -186,6 +191,83 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[P
     return [tokenizer.bos_id, text] if tokenizer.add_bos else [text]
 
 
+# --- the checkpoint's own template ---------------------------------------------------------------------------------------
+
+
+class Renderer:
+    """Renders chat after chat with a checkpoint's own template, which comes from whoever made the checkpoint: in one process
+    of its own, which spares each chat the start of a Python and a compilation. From any thread.
+
+    The process (`template_worker`, which imports Jinja and nothing of this library) is ended when a chat takes over
+    RENDER_SECONDS. On Linux it gets RENDER_MEMORY bytes and a few for each of the request's, and no more.
+    """
+
+    def __init__(self) -> None:
+        script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
+        command, environment = isolated(script, RENDER_PACKAGES, *limits)
+        self._child = ChildProcess(command, environment, RENDER_SECONDS + START)  # unless halted it has a timer of its own
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        bos_token: str,
+        eos_token: str,
+        reply: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """The text of a chat.
+
+        Args:
+          messages: each with its "role" and "content".
+          bos_token, eos_token: what stands for these tokens, "" for none.
+          reply: whether the beginning of the assistant's next message is added.
+          tools: functions that the model may call, as OpenAI describes them.
+          marks: written before and after what the template encloses in ``{% generation %}``: what the assistant says.
+
+        Raises:
+          GenerationError: a template that is not Jinja, refuses the messages, fails, or needs too much time or memory.
+        """
+        values = {
+            "messages": [dict(message) for message in messages],
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "add_generation_prompt": reply,
+            "tools": list(tools) or None,
+            "documents": None,
+        }
+        asked = {"template": template, "values": values, "marks": marks}
+        try:
+            request = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = reason_of(error)
+            raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason})") from None
+        while True:
+            is_new = self._child.process is None
+            answer = self._child.ask(request) or b"e"
+            if answer[:1] == b"t":
+                return answer[1:].decode("utf-8", "surrogatepass")
+            if answer == b"e":  # it was ended, or its memory is full, perhaps with chats before: then a new one is tried
+                self._child.close()
+                if not is_new:
+                    continue
+            limits = f"{RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB"
+            reason = answer[1:].decode() or f"it takes over {limits}, or {sys.executable} fails"
+            raise GenerationError(f"the checkpoint's chat template cannot be used here: {reason}")
+
+    def close(self) -> None:
+        """End the process; a further rendering begins another."""
+        self._child.close()
+
+
+@cache
+def shared_renderer(process: int) -> Renderer:
+    """The renderer of all chats of a process (by its id, as a forked one must have its own pipe) that bring none."""
+    return Renderer()
+
+
 def template_parts(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -205,14 +287,12 @@ def template_parts(
     Raises:
       GenerationError: as `render` raises it; or messages with every character that has no meaning, or nested too deeply.
     """
-    from llama_jax.tokenizers.template import shared_renderer
-
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     pattern = special_pattern(names.values())
     with _depth_told():
         text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
-    unused = list(islice((chr(code) for code in PRIVATE if chr(code) not in text), 3))
+    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), 3))
     if len(unused) < 3:
         raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
     inside, first, last = unused
@@ -274,7 +354,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Sequence[Message], format: Format) -> None:
-    """Raise GenerationError for messages that are no chat, with the number of the message."""
+    """Raise GenerationError for messages that are not a chat, with the number of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, of the user")
     more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.interface import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
-from llama_jax.tokenizers.settings import Settings, pad_id_of
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
+from llama_jax.tokenizers.tokenizer_config import Settings, pad_id_of
 
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
@@ -49,8 +49,8 @@ OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_
 STOPS = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
 PRE = "tokenizer.ggml.pre"
 # What other settings of a tokenizer say.
-TOLD = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
-TOLD |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
+OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
+OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
 MASK = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
@@ -113,7 +113,7 @@ class _Reader:
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
 
     def kinds(self, count: int) -> list[EntryKind]:
-        """What each token is; NORMAL where the file does not say."""
+        """The kind of each token; NORMAL where the file does not say."""
         if "tokenizer.ggml.token_type" not in self.fields:
             return [EntryKind.NORMAL] * count
         found = self.values("token_type", int, count)
@@ -217,7 +217,7 @@ def _template_name(key: str) -> str | None:
 
 def _only_here(key: str, value: Any) -> bool:
     """Whether it is a scalar of a vocabulary that no other setting says."""
-    known = key.removeprefix("tokenizer.ggml.") in TOLD or key.startswith("tokenizer.chat_template")
+    known = key.removeprefix("tokenizer.ggml.") in OTHER_SETTINGS or key.startswith("tokenizer.chat_template")
     return key.startswith("tokenizer.") and not known and type(value) in (bool, int, float, str)
 
 
@@ -431,7 +431,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields do not say: other templates, and what was said in a GGUF that the vocabulary came from."""
+    """The settings that the fields do not hold: other templates, and those of a GGUF that the vocabulary came from."""
     found = {f"tokenizer.chat_template.{name}": text for name, text in settings.chat_templates.items()}
     found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
     pre, wanted = settings.gguf.get(PRE), PRE_TOKENIZERS.get(named[PRE])

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers.base import (
-    EncodesParts,
+from llama_jax.tokenizers.interface import (
     Part,
+    PartsTokenizer,
     check_ids,
     check_text,
-    decode_bytes,
     ending_ids,
     library_errors,
     order_matters,
     special_pattern,
     split_longest,
 )
-from llama_jax.tokenizers.settings import Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 if TYPE_CHECKING:
     import tokenizers
@@ -44,7 +43,7 @@ USUAL_EOS = ("<|end_of_text|>", "</s>")
 
 
 def byte_characters() -> dict[str, int]:
-    """{character: byte}: GPT-2's spelling of bytes, where those that are no printable character go to U+0100 and on."""
+    """{character: byte}: GPT-2's spelling of bytes, where those that are not printable go to U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -59,7 +58,7 @@ def spell(token: bytes) -> str:
     return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins as a tokenizer.json does: an object whose first key is its version."""
     return re.match(rb'\s*\{\s*"(version|added_tokens)"\s*:', start) is not None
 
@@ -84,7 +83,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
     return HuggingFaceTokenizer(library, where, size, settings)
 
 
-class HuggingFaceTokenizer(EncodesParts):
+class HuggingFaceTokenizer(PartsTokenizer):
     """A vocabulary that the tokenizers library runs."""
 
     metadata: Mapping[str, Any] | None = None
@@ -167,10 +166,6 @@ class HuggingFaceTokenizer(EncodesParts):
         with library_errors(f"{self._where} cannot encode a text"):
             found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
         return [self._within(encoding.ids) for encoding in found]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
-        return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""

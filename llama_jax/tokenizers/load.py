@@ -12,12 +12,12 @@ from llama_jax.files import read_whole
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
-from llama_jax.tokenizers.base import Tokenizer
-from llama_jax.tokenizers.settings import Settings, read_settings
+from llama_jax.tokenizers.interface import Tokenizer
+from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
-LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
-LARGEST_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
-KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
+MAX_VOCABULARY_BYTES = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
+MAX_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
+VOCABULARY_KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
 # Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
 NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
@@ -40,10 +40,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 def _load(path: Location) -> Tokenizer:
     if not path.exists():
-        raise TokenizerError(f"{path} does not exist; give {KINDS}, or a folder with one")
+        raise TokenizerError(f"{path} does not exist; give {VOCABULARY_KINDS}, or a folder with one")
     if not path.is_dir():
         if not path.is_file():
-            raise TokenizerError(f"{path} is neither a file nor a folder; give {KINDS}")
+            raise TokenizerError(f"{path} is neither a file nor a folder; give {VOCABULARY_KINDS}")
         if is_gguf(path):
             with open_header(path, TokenizerError) as header:
                 return gguf.from_metadata(header.fields(), str(path))
@@ -100,7 +100,7 @@ def _find(folder: Location, vocab_size: int) -> Tokenizer | None:
 
 def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
     """Warn of a vocabulary so much smaller than the model's that padding does not explain it: it may be another model's."""
-    if vocab_size - tokenizer.vocab_size >= max(LARGEST_PADDING, vocab_size // 10):
+    if vocab_size - tokenizer.vocab_size >= max(MAX_PADDING, vocab_size // 10):
         warnings.warn(
             f"{where} has {tokenizer.vocab_size} tokens, the model {vocab_size}: it may be another model's vocabulary",
             stacklevel=2,
@@ -108,15 +108,15 @@ def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 
 def _read(path: Location, settings: Settings) -> Tokenizer:
-    content = read_whole(path, TokenizerError, LARGEST, "vocabulary")
+    content = read_whole(path, TokenizerError, MAX_VOCABULARY_BYTES, "vocabulary")
     where = str(path)
-    if path.suffix == ".json" or huggingface.recognises(content):
+    if path.suffix == ".json" or huggingface.recognizes(content):
         return huggingface.from_json(content, where, settings)
-    if tiktoken.recognises(content):
+    if tiktoken.recognizes(content):
         return tiktoken.TiktokenTokenizer(content, where, settings)
-    if sentencepiece.recognises(content):
+    if sentencepiece.recognizes(content):
         return sentencepiece.SentencePieceTokenizer(content, where, settings)
-    raise TokenizerError(f"{path} is not {KINDS}; is it whole, and the right file?")
+    raise TokenizerError(f"{path} is not {VOCABULARY_KINDS}; is it whole, and the right file?")
 
 
 def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokenizer]]:
@@ -136,11 +136,11 @@ def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokeni
 
 
 def _looks_like_one(path: Location) -> bool:
-    if path.stat().st_size > LARGEST:
+    if path.stat().st_size > MAX_VOCABULARY_BYTES:
         return False
     with path.open("rb") as file:
         start = file.read(1024)
-    return any(kind.recognises(start) for kind in (huggingface, tiktoken, sentencepiece))
+    return any(kind.recognizes(start) for kind in (huggingface, tiktoken, sentencepiece))
 
 
 def _listed(found: Sequence[tuple[Location, Tokenizer]]) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for.
+    """The rule that a name in `tokenizer.ggml.pre` stands for.
 
     Attributes:
       patterns: regular expressions; each cuts the pieces that the one before it left, at its matches and between them.

@@ -1,7 +1,8 @@
-"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories."""
+"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories; and new ones, made from text or from nothing."""
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -10,26 +11,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import (
-    EncodesParts,
+from llama_jax.tokenizers.interface import (
     Part,
+    PartsTokenizer,
     check_ids,
     check_text,
-    decode_bytes,
     ending_ids,
     library_errors,
     order_matters,
     split_longest,
     split_special,
 )
-from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_settings
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
+BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
+LARGEST_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
+LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
 class EntryKind(IntEnum):
-    """What a piece is, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
+    """The kind of a piece, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -47,12 +50,12 @@ class Entry(NamedTuple):
     kind: EntryKind
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins with the first piece of a SentencePiece protocol buffer (field 1, then its text)."""
     return len(start) >= 3 and start[0] == 0x0A and start[2] == 0x0A
 
 
-class SentencePieceTokenizer(EncodesParts):
+class SentencePieceTokenizer(PartsTokenizer):
     """A SentencePiece model, which the library itself runs."""
 
     metadata: Mapping[str, Any] | None = None
@@ -67,7 +70,7 @@ class SentencePieceTokenizer(EncodesParts):
         swallowing: Iterable[int] = (),
         aliases: Sequence[int] = (),
     ) -> None:
-        """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
+        """Read the serialized model (the content of a ``.model`` file) that was found at `where`.
 
         Args:
           entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
@@ -137,10 +140,6 @@ class SentencePieceTokenizer(EncodesParts):
     def _without_aliases(self, ids: list[int]) -> list[int]:
         size = self.vocab_size
         return [i if i < size else self._aliases[i - size] for i in ids] if self._aliases else ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, without a leading space: to continue a prompt, decode both together."""
-        return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
@@ -233,7 +232,7 @@ def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]
 
 
 def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
-    """A serialised BPE model with these pieces, their ids in this order.
+    """A serialized BPE model with these pieces, their ids in this order.
 
     Args:
       bos, eos: which of the control pieces begin and end a sequence.
@@ -279,3 +278,63 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 def _text(field: int, value: str) -> bytes:
     return _bytes(field, value.encode(errors="surrogateescape"))
+
+
+# --- new vocabularies ----------------------------------------------------------------------------------------------------
+
+SPECIAL_ENTRIES = (
+    Entry("<unk>", 0.0, EntryKind.UNKNOWN),
+    Entry("<s>", 0.0, EntryKind.CONTROL),
+    Entry("</s>", 0.0, EntryKind.CONTROL),
+)
+
+
+def byte_tokenizer() -> SentencePieceTokenizer:
+    """A token for every byte: nothing to learn, and no text that it does not know."""
+    bytes_ = [Entry(f"<0x{byte:02X}>", 0.0, EntryKind.BYTE) for byte in range(256)]
+    model = write_model([*SPECIAL_ENTRIES, *bytes_], bos="<s>", eos="</s>", space_prefix=False, spell_spaces=False)
+    return SentencePieceTokenizer(model, "the byte vocabulary")
+
+
+def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
+    """A byte-pair encoding of `texts` in the manner of Llama 2: spaces begin words, digits stand alone, and bytes stand for
+    what is not in the vocabulary (Touvron et al. 2023, section 2.1).
+
+    Args:
+      size: V at most; a short text gives fewer.
+
+    Raises:
+      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learned.
+    """
+    import sentencepiece
+
+    if size < 300:
+        raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
+    if size > LARGEST_VOCABULARY:
+        raise TokenizerError(f"vocab_size={size} must be at most {LARGEST_VOCABULARY}")
+    model = io.BytesIO()
+    lines = (line[start : start + LONGEST_LINE // 4] for text in texts for line in _lines(text) for start in _starts(line))
+    with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            hard_vocab_limit=False,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            # Not threads by the number of cores: the same text gives the same vocabulary everywhere.
+            num_threads=4,
+            minloglevel=2,
+        )
+    return SentencePieceTokenizer(model.getvalue(), "the new vocabulary")
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _starts(line: str) -> range:
+    return range(0, len(line), LONGEST_LINE // 4)  # a character has at most 4 bytes

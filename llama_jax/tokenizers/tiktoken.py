@@ -10,16 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import (
-    EncodesParts,
+from llama_jax.tokenizers.interface import (
     Part,
+    PartsTokenizer,
     check_ids,
     check_text,
-    decode_bytes,
     ending_ids,
     library_errors,
 )
-from llama_jax.tokenizers.settings import Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 # How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
 SPLIT = (
@@ -48,15 +47,15 @@ LONGEST_TEXT = 400_000
 LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
 MOST_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
-LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
-def recognises(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file begins with the line of a rank."""
-    return LINE.match(start) is not None
+    return RANK_LINE.match(start) is not None
 
 
-class TiktokenTokenizer(EncodesParts):
+class TiktokenTokenizer(PartsTokenizer):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
@@ -98,10 +97,6 @@ class TiktokenTokenizer(EncodesParts):
                 ids.append(part)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
-        return decode_bytes(self, ids)
-
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
         check_ids(self.vocab_size, token)
@@ -114,7 +109,7 @@ class TiktokenTokenizer(EncodesParts):
         write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
 
     def ranks(self) -> list[bytes]:
-        """The tokens that are no special ones, by id."""
+        """The tokens that are not special, by id."""
         return list(self._bytes)
 
 
@@ -122,7 +117,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
     """The tokens of a rank file by rank.
 
     Raises:
-      TokenizerError: a line that is no rank, a rank or a token twice, a rank left out, or a byte that no token is.
+      TokenizerError: a line that is not a rank, a rank or a token twice, a rank left out, or a byte that no token is.
     """
     ranks: dict[int, bytes] = {}
     if content.count(b"\n") > MOST_RANKS:

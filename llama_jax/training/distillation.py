@@ -12,7 +12,7 @@ from jax import lax
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number
+from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Layout, Places

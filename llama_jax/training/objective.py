@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Compute, Layout, Places

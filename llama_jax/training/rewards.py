@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]

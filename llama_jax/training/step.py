@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_positive_int
+from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama

@@ -26,7 +26,7 @@ from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
 from llama_jax.checkpoints.layout import WrittenTensor
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
-from llama_jax.tokenizers.making import train_bpe
+from llama_jax.tokenizers.sentencepiece import train_bpe
 
 KINDS = make_goldens.KINDS
 FOR_LLAMA2C = ["gqa", "mha", "mqa", "one_head", "tied"]  # the others have settings that the format cannot hold

@@ -226,13 +226,25 @@ def test_a_file_of_prompts_is_a_batch_whose_rows_are_what_each_is_alone(run, sto
     assert "prefill" in done.stderr
 
 
-@pytest.mark.parametrize("line", ["Once", '{"text": "Once"}', '{"prompt": ""}', '{"prompt": 3}', '["Once"]', '"Once"'])
-def test_a_line_that_is_no_prompt_is_named(run, tmp_path, line):
+AN_OBJECT = 'must be an object like {"prompt": "Once upon a time"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Once", "is not JSON (Expecting value at column 1); JSONL has one object a line"),
+        ('["Once"]', "is a list; JSONL has one object a line"),
+        ('{"text": "Once"}', AN_OBJECT),
+        ('{"prompt": ""}', AN_OBJECT),
+        ('{"prompt": 3}', AN_OBJECT),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(run, tmp_path, line, message):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Once"}\n' + line)
     done = run("generate", "--prompt-file", file)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f'{file}, line 2 must be an object like {{"prompt": "Once upon a time"}}' in done.stderr
+    assert f"{file}, line 2 {message}" in done.stderr
 
 
 QUERY = NAMES["q"].format(1)

@@ -43,13 +43,13 @@ def test_ids_text_and_mask_are_side_by_side(chats, vocabulary):
     assert "\x1b" not in found.stdout
 
 
-def test_colours(chats, vocabulary):
+def test_colors(chats, vocabulary):
     found = run_here("data", "show", chats, "--tokenizer", vocabulary, "--color", "always").stdout
     plain = run_here("data", "show", chats, "--tokenizer", vocabulary, "--color", "never").stdout
     assert re.sub(r"\x1b\[\d+m", "", found) == plain
     for row in found.split("\n")[2:-2]:
-        colour = "32" if row.removesuffix("\x1b[0m").endswith("target") else "36" if "<|" in row else None
-        assert row.startswith(f"\x1b[{colour}m") == (colour is not None), row
+        color = "32" if row.removesuffix("\x1b[0m").endswith("target") else "36" if "<|" in row else None
+        assert row.startswith(f"\x1b[{color}m") == (color is not None), row
 
 
 def test_which_examples_and_how_long(chats, vocabulary):
@@ -128,12 +128,10 @@ def test_a_build_says_what_it_made_and_what_it_left_out(vocabulary, tmp_path):
     texts = [story, story, f"{story} The end.", "Another one, of which there is but this."]
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
     command = ("data", "build", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--processes", 1)
-    found = run_here(*command, "--near-duplicates", 0.8)
+    found = run_here(*command, "--drop-duplicates")
     assert found.returncode == 0
-    said = rf"[\d,]+ tokens of 2 documents, 1 duplicates left out, 1 near duplicates too; shards in {tmp_path}/out: 1; "
-    assert re.match(said, found.stdout)
-    assert (tmp_path / "out" / "near_duplicates.tsv").read_text().splitlines()[1].split("\t")[1::2] == ["3", "1"]
+    assert re.match(rf"[\d,]+ tokens of 3 documents, 1 duplicates left out in {tmp_path}/out; ", found.stdout)
     found = run_here(*command)
     assert (found.returncode, found.stdout) == (2, "")
-    said = f"llama-jax: error: {tmp_path}/out was built with other near_duplicates, signatures; give another folder"
+    said = f"llama-jax: error: {tmp_path}/out was built with other drop_duplicates; give another folder"
     assert found.stderr.startswith(said)

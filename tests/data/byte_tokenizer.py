@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llama_jax.data import Corpus
-from llama_jax.tokenizers.base import check_text
+from llama_jax.tokenizers.interface import check_text
 
 BOS, EOS = 256, 257
 
@@ -37,6 +38,9 @@ class ByteTokenizer:
         self.encoded += 1
         ids = [(byte + self.shift) % 256 for byte in text.encode()]
         return [self.bos_id] * (self.add_bos if bos is None else bos) + ids + [self.eos_id] * bool(eos)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text, bos=False) for text in texts]
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""

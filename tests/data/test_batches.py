@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, row_count, training_batches, validation_batches
 from llama_jax.data import batches as module
-from llama_jax.data.packing import empty_batch, fill_row, lay_out
+from llama_jax.data.batches import empty_batch, fill_row, order_epoch
 
 LENGTHS = [5, 1, 9, 30, 2, 2, 7]
 CORPUS = corpus_of(LENGTHS)
@@ -28,7 +28,7 @@ def plain(seed, batch, count):
     """Plain: the rows of epoch 0 in its order, of epoch 1 in its order, and so on, B at a time."""
     rows, epoch = [], 0
     while len(rows) < batch * count:
-        order = lay_out(CORPUS, LENGTH, seed, epoch)
+        order = order_epoch(CORPUS, LENGTH, seed, epoch)
         whole = empty_batch(len(order.rows), LENGTH)
         for at, row in enumerate(order.rows):
             fill_row(whole, at, CORPUS, order, row)
@@ -65,7 +65,7 @@ def test_the_state_continues_where_the_run_was_broken_off():
 def test_an_epoch_is_laid_out_once(monkeypatch):
     """Also where a batch holds rows of two."""
     seen = []
-    monkeypatch.setattr(module, "lay_out", lambda *args: seen.append(args[-1]) or lay_out(*args))
+    monkeypatch.setattr(module, "order_epoch", lambda *args: seen.append(args[-1]) or order_epoch(*args))
     taken(training_batches(CORPUS, 3, LENGTH, seed=0), 30)
     assert seen == list(range(len(seen)))
     assert len(seen) > 5
@@ -84,7 +84,7 @@ def test_validation_is_every_row_once_and_in_order(batch, hosts):
     parts = [taken(validation_batches(CORPUS, batch, LENGTH, host=host, hosts=hosts)) for host in range(hosts)]
     rows = np.concatenate(parts, axis=1).reshape(-1, LENGTH + 1, 3)
     assert len(rows) == -(-count // batch) * batch
-    order = lay_out(CORPUS, LENGTH, None, 0)
+    order = order_epoch(CORPUS, LENGTH, None, 0)
     whole = empty_batch(len(rows), LENGTH)
     for row in range(count):
         fill_row(whole, row, CORPUS, order, row)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, split
-from llama_jax.data.duplicates import without
-from llama_jax.data.shuffle import shuffled
+from llama_jax.data.corpus import shuffled, without
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=30)
 

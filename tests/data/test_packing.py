@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, row_count
-from llama_jax.data.packing import empty_batch, fill_row, lay_out
+from llama_jax.data.batches import empty_batch, fill_row, order_epoch
 
 CASES = given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=20),
@@ -19,7 +19,7 @@ CASES = given(
 
 def rows_of(corpus, length, seed, epoch):
     """All rows of an epoch in order of the stream, and the epoch."""
-    order = lay_out(corpus, length, seed, epoch)
+    order = order_epoch(corpus, length, seed, epoch)
     batch = empty_batch(row_count(corpus, length), length)
     for row in range(row_count(corpus, length)):
         fill_row(batch, row, corpus, order, row)
@@ -63,7 +63,7 @@ def test_every_token_is_read_once_and_predicted_once(lengths, length, seed, epoc
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     corpus = corpus_of([3] * 50)
-    orders = [lay_out(corpus, 2, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [order_epoch(corpus, 2, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order.documents) for order in orders}) == 4
     assert len({tuple(order.rows) for order in orders}) == 4
 

@@ -8,9 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.data import DataError, DocumentFormat
-from llama_jax.data.documents import Span, read_documents
-from llama_jax.data.sources import find_files
-from llama_jax.data.units import spans_of
+from llama_jax.data.data_files import find_files
+from llama_jax.data.documents import Span, read_documents, spans_of
 
 TEXTS = [f"Row {n} of them. " * (n % 7) for n in range(50)]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, split, training_batches, validation_batches
-from llama_jax.data.packing import whole_rows
+from llama_jax.data.batches import whole_rows
 from llama_jax.training.batch import predicted
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
-from llama_jax.data.packing import OPEN, pack
+from llama_jax.data.batches import OPEN, pack
 from llama_jax.evaluation.measure import cut_windows, pack_rows, run_ahead
 
 

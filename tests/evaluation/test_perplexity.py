@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
-from llama_jax.data.pairs import Pairs
+from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
 from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
 from llama_jax.model.forward import forward, unembed

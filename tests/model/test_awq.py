@@ -11,7 +11,7 @@ import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.trees import quantize
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 CONFIG = llama_jax.LlamaConfig(260, 64, 2, 4, 2, 128, 128, 1e-5, 1e4, True, qkv_bias=True)
 logits = jax.jit(llama_jax.logits, static_argnums=0)

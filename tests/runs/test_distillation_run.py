@@ -22,7 +22,7 @@ from llama_jax.model.adapters import Lora
 from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 

@@ -20,7 +20,7 @@ from mortal_run import recipe, write_words
 
 import llama_jax
 from llama_jax.data import DocumentFormat
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
@@ -30,7 +30,7 @@ from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.tasks.interface import TaskInputs
 from llama_jax.runs.tasks.language_modeling import data_summary, read_data
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
 RECIPE = replace(recipe(), steps=12, evaluate_every=6, save_every=6, log_every=4)

@@ -13,7 +13,7 @@ from mortal_run import preferring, recipe
 from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
@@ -22,7 +22,7 @@ from llama_jax.runs.metrics import read_run
 from llama_jax.runs.plot import draw
 from llama_jax.runs.tasks.interface import TaskInputs
 from llama_jax.runs.tasks.language_modeling import data_summary, read_data
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), steps=6, evaluate_every=3, save_every=3, log_every=2, ema_decay=0.0)
 

@@ -19,7 +19,7 @@ from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
 from llama_jax.runs.tasks.language_modeling import objective
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
 # Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.

@@ -9,7 +9,7 @@ from mortal_run import preferring, recipe, rewarding, write_words
 from test_loop import StopAt
 
 from llama_jax.data import ChatReading
-from llama_jax.data.sources import find_data
+from llama_jax.data.data_files import find_data
 from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
@@ -18,7 +18,7 @@ from llama_jax.runs.preflight import plan_of, task_kind
 from llama_jax.runs.recipe import fit_to_data
 from llama_jax.runs.recipes import find
 from llama_jax.runs.tasks.interface import TaskInputs
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 CHATS = replace(recipe(), steps=0, batch=16, length=60, chats=ChatReading(), evaluate_every=0, save_every=0, ema_decay=0.0)
 

@@ -21,7 +21,7 @@ from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.runs.recipes import find
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(
     recipe(), steps=80, length=40, chats=ChatReading(), evaluate_every=40, save_every=40, log_every=10, ema_decay=0.0

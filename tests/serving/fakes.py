@@ -23,7 +23,7 @@ from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 BYTES = byte_tokenizer()
 FIRST_BYTE = BYTES.encode("\0", bos=False)[0]  # the id of byte 0; the others follow

@@ -13,7 +13,7 @@ from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.service import connect
 from llama_jax.serving.requests import Update
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 
 def ask(engine, *conversation, **settings):

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeEngine, following, listening, saying, served
 
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 SAID = "Grüße, 🦙! And so on."
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.data.building import build
+from llama_jax.data.build_corpus import build
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
 from llama_jax.storage import StoredPath, locate, location, on_disk, view

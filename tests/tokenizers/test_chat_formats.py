@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
-from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format, sandbox
-from llama_jax.tokenizers.template import shared_renderer
+from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format, template_worker
+from llama_jax.tokenizers.chat import shared_renderer
 
 # The published formats as templates.
 LLAMA_2 = (
@@ -147,10 +147,10 @@ def test_a_template_is_started_and_compiled_once(all_kinds, monkeypatch):
     found = [encode_chat(all_kinds["zephyr"], chat) for chat in chats]
     assert found == [encode_chat(all_kinds["zephyr"], chat, "zephyr") for chat in chats]
     assert len(started) == 1
-    sandbox._compiled.cache_clear()
+    template_worker._compiled.cache_clear()
     for chat in chats:
-        sandbox.rendered(ZEPHYR, {"messages": chat, "eos_token": "</s>"})
-    assert sandbox._compiled.cache_info().misses == 1
+        template_worker.rendered(ZEPHYR, {"messages": chat, "eos_token": "</s>"})
+    assert template_worker._compiled.cache_info().misses == 1
 
 
 def test_the_end_that_only_the_template_knows(tmp_path):

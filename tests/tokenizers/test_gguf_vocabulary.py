@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
-from llama_jax.tokenizers.base import ENDS, order_matters, split_longest, split_special
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
+from llama_jax.tokenizers.interface import ENDS, order_matters, split_longest, split_special
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import EntryKind
 

@@ -10,8 +10,8 @@ from tiktoken.load import load_tiktoken_bpe
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TiktokenTokenizer
-from llama_jax.tokenizers.settings import Settings
 from llama_jax.tokenizers.tiktoken import LONGEST_RUN, LONGEST_TEXT, SPLIT, cut, merges
+from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
 

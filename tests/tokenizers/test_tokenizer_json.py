@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, find_tokenizer, load_tokenizer
-from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognises
-from llama_jax.tokenizers.settings import Settings
+from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognizes
+from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
 SPACES = {kind: vocabularies.FILES[kind][1]() for kind in ("spaces", "first", "never")}
@@ -126,11 +126,11 @@ def test_vocabularies_of_other_families_are_refused_by_name(decoder, name):
         HuggingFaceTokenizer(library, "here", library.get_vocab_size())
 
 
-def test_recognised_by_its_first_key():
-    assert recognises(b'{\n  "version": "1.0", ...')
-    assert recognises(b' {"added_tokens": []')
+def test_recognized_by_its_first_key():
+    assert recognizes(b'{\n  "version": "1.0", ...')
+    assert recognizes(b' {"added_tokens": []')
     for other in (b"", b'{"added_tokens_decoder": {', b'{"metadata": {}, "version": 1}', b"\x0a\x05\x0a<unk>"):
-        assert not recognises(other)
+        assert not recognizes(other)
 
 
 def template(single, *names):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TextStream, load_tokenizer
-from llama_jax.tokenizers.base import special_pattern
+from llama_jax.tokenizers.interface import Text, special_pattern
 
 # U+2581 is how most vocabularies spell a space, so that it cannot come back.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
@@ -199,3 +199,35 @@ def test_a_damaged_file_is_an_error_or_a_vocabulary(tmp_path):
 def test_special_tokens_are_found_the_longer_first(names, text):
     plain = "|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))) or "(?!)"
     assert special_pattern(names).findall(text) == re.findall(plain, text)
+
+
+class Letters:
+    """Each token is the letter of its number."""
+
+    vocab_size = 256
+
+    def token_bytes(self, token):
+        return bytes([token])
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("hello world", ("wor",), "hello "),
+        ("aab", ("ab",), "a"),
+        ("aaab aab", ("aab",), "a"),
+        ("abcabd", ("abd",), "abc"),
+        ("no end", ("x", "yz"), "no end"),
+        ("one two", ("two", "on"), ""),
+        ("almos", ("almost",), "almos"),
+        (b"cut \xf0\x9f".decode("latin-1"), ("\ufffd",), "cut "),
+    ],
+)
+def test_stop_strings_across_tokens(text, stop, shown):
+    written = []
+    out = Text(Letters(), stop, written.append)
+    for letter in text.encode("latin-1"):
+        if out.push(letter):
+            break
+    out.finish()
+    assert out.shown == "".join(written) == shown

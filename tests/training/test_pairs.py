@@ -14,7 +14,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.pairs import PairRows, Pairs, mismatched
+from llama_jax.data.preference_batches import PairRows, Pairs, mismatched
 from llama_jax.model.options import Layout
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.pairs import (

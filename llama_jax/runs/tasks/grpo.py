@@ -18,7 +18,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
+from llama_jax.data.rl_prompts import (
+    Asking,
+    PromptReading,
+    PromptSet,
+    asking,
+    asking_held,
+    hold_apart,
+    open_prompts,
+    without,
+)
 from llama_jax.errors import GenerationError, TrainingError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
 from llama_jax.model.options import Compute, Layout

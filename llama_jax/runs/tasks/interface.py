@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.sources import FoundData
+from llama_jax.data.data_files import FoundData
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes

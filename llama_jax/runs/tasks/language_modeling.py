@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
-from llama_jax.data.batches import Rows
-from llama_jax.data.duplicates import without
+from llama_jax.data.batches import Rows, row_count, whole_rows
+from llama_jax.data.corpus import without
+from llama_jax.data.data_files import FoundData
 from llama_jax.data.mixture import Mixture
-from llama_jax.data.packing import row_count, whole_rows
-from llama_jax.data.sources import FoundData
 from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate

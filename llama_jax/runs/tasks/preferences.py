@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from llama_jax.data.batches import Batches
-from llama_jax.data.conversations import open_judged, open_preferences
+from llama_jax.data.chat_tokens import open_judged, open_preferences
 from llama_jax.data.documents import jsonl_objects
-from llama_jax.data.opening import Progress
-from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
+from llama_jax.data.load_corpus import Progress
+from llama_jax.data.preference_batches import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
 from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama

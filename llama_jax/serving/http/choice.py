@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llama_jax.serving.http.tools import Call, ToolText
 from llama_jax.serving.requests import ScoredToken, Update
 from llama_jax.tokenizers import TextStream, Tokenizer
-from llama_jax.tokenizers.text import Text
+from llama_jax.tokenizers.interface import Text
 
 
 class PlacedToken(NamedTuple):

@@ -30,7 +30,7 @@ from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
-from llama_jax.tokenizers.template import Renderer
+from llama_jax.tokenizers.chat import Renderer
 
 CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests

@@ -1,0 +1,96 @@
+"""The families of models, by what they have beyond Llama."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from llama_jax.errors import ConfigError
+
+Kind = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "smollm3",
+    "cwm",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "granite",
+    "phi3",
+    "llama4_text",
+]
+
+# What the families have beyond Llama: fields, and the names that `features` gives to what layers and values add.
+KINDS: dict[Kind, set[str]] = {
+    "llama": set(),
+    "mistral": {"window"},
+    "qwen2": {"qkv_bias"},
+    "qwen3": {"qk_norm=head"},
+    "mixtral": {"window", "experts"},
+    "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False"},
+    "cwm": {"layers with a window"},
+    "smollm3": {"layers without rope", "layers with a window"},
+    "ministral3": {"query_scaling", "window"},
+    "olmo2": {"norm=post", "qk_norm=all"},
+    "olmo3": {"norm=post", "qk_norm=all", "window", "layers with a window", "layers with unscaled rope"},
+    "gemma3_text": {
+        "norm=both",
+        "norm_offset",
+        "qk_norm=head",
+        "activation",
+        "embedding_multiplier",
+        "attention_multiplier",
+        "window",
+        "layers with a window",
+        "layers with unscaled rope",
+    },
+    "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    "phi3": {"window", "rotary_dim"},
+    "llama4_text": {
+        "experts with sigmoid scores beside a shared one",
+        "qk_norm=l2",
+        "query_scaling with offset=1 and rotated=False",
+        "layers without rope",
+        "layers with chunks",
+    },
+}
+_FIELDS = ("window", "qkv_bias", "norm_offset", "rotary_dim", "attention_multiplier")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def features(config: Any) -> set[str]:
+    """The features of a model of this configuration beyond Llama, in the words of `KINDS`."""
+    found = {name for name in _FIELDS if getattr(config, name)}
+    found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
+    found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
+    found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
+    found |= {"activation"} if config.activation != "silu" else set()
+    found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
+    if config.experts:
+        scores = " with sigmoid scores" if config.expert_scores == "sigmoid" else ""
+        found.add(f"experts{scores}{' beside a shared one' if config.shared_expert else ''}")
+    if (scaling := config.query_scaling) is not None:
+        usual = scaling.rotated and not scaling.offset
+        found.add("query_scaling" if usual else f"query_scaling with offset={scaling.offset} and rotated={scaling.rotated}")
+    found |= {"layers with chunks"} if any(layer.chunk for layer in config.layers) else set()
+    found |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
+    found |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
+    found |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()
+    return found
+
+
+def kind_of(config: Any) -> Kind:
+    """The first of the families that has all that a model of this configuration has.
+
+    Raises:
+      ConfigError: none has.
+    """
+    here = features(config)
+    for kind, theirs in KINDS.items():
+        if here <= theirs:
+            return kind
+    raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")

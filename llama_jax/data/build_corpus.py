@@ -1,0 +1,322 @@
+"""Tokenizing many files ahead of training into one corpus file, on all cores.
+
+The result depends on the files, the tokenizer and the settings alone, not on the number of processes or of interruptions.
+The files are cut into spans of some megabytes, each of which becomes a part, a corpus file too; a part that is there is not
+made again. In the end the parts are joined.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.corpus import fingerprints
+from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_corpus, read_info, write_corpus
+from llama_jax.data.data_cache import UNFINISHED
+from llama_jax.data.data_files import Paths, describe, find_files, untouched
+from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, spans_of
+from llama_jax.data.token_stream import Vocabulary, examine, read_tokens
+from llama_jax.errors import DataError, shown
+from llama_jax.storage import locate, on_disk, resolved
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.writing import appearing, cannot_write, hold, remove, sign
+
+# Bytes of a file that become a part, at least and at most: to put one on the disk for good takes some 30 ms.
+PART_BYTES = (8 << 20, 64 << 20)
+PART_COUNT = 128  # parts, where that leaves them between these sizes: enough for the processes of a large machine
+CORPUS_NAME = "tokens.corpus"
+PART_NAME, ALL_PARTS = "part-{:05d}.unfinished", "part-*.unfinished"
+BUILD_LOCK = ".lock"
+Call = tuple[Any, ...]
+"""A function of a module, and its arguments: whatever can be pickled."""
+Progress = Callable[[int, int], None]
+"""Called after each call with how many are done, of how many."""
+Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
+"""Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a corpus is made.
+
+    Attributes:
+      reading: where documents end, see `DocumentFormat`.
+      unit: approximate bytes of a file that a process takes at a time: no document is in two parts. Compressed files are
+        read whole. None means a 128th of all files, between 8 and 64 MiB.
+      drop_duplicates: whether to keep only the first of documents with the same tokens.
+    """
+
+    reading: DocumentFormat = DocumentFormat()
+    unit: int | None = None
+    drop_duplicates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit is not None and self.unit < 1:
+            raise DataError(f"unit={self.unit} must be at least 1 byte")
+
+
+class PartJob(NamedTuple):
+    """The settings of a process, the same for all parts."""
+
+    folder: str
+    tokenizer: str
+    reading: DocumentFormat
+
+
+def build(
+    paths: Paths,
+    out: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    *,
+    options: BuildOptions = BuildOptions(),
+    processes: int | None = None,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
+) -> CorpusInfo:
+    """Tokenize files into ``tokens.corpus`` in a folder, which `open_corpus` and ``train`` map.
+
+    A build that was stopped in the folder is continued; if it is finished its description is returned. ``origin`` in that
+    has the sources with their bytes and SHA-256, the tokenizer, the settings, and the number of duplicates left out.
+
+    Args:
+      paths: text, JSONL, Parquet and Arrow, text and JSONL also compressed by gzip or zstd, or folders of them.
+      tokenizer: a vocabulary's file or folder; every process reads it.
+      processes: by default one for each core that this one may use; 1 starts no other.
+      workers: replace processes of this machine; they see `out`, the files and the tokenizer under the same paths.
+      progress: called after each part with the numbers done and in all.
+
+    Raises:
+      DataError: files that cannot be read, that changed or that hold no document; a folder that holds something else, was
+        begun with other settings, or in which another process builds.
+    """
+    files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
+    for path in map(locate, [paths] if isinstance(paths, str | os.PathLike) else paths):
+        if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
+            raise DataError(f"{folder} is inside {path}, and would be read as data next time; give a folder elsewhere")
+    for file in files:
+        if kind_of(file) in TOKENS:
+            raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
+    with _held(folder), process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool:
+        return _build(files, folder, tokenizer, options, pool, progress)
+
+
+def _build(
+    files: Sequence[Path],
+    folder: Path,
+    tokenizer: str | os.PathLike[str],
+    options: BuildOptions,
+    workers: Workers,
+    progress: Progress | None,
+) -> CorpusInfo:
+    where, reading = os.fspath(resolved(locate(tokenizer))), options.reading
+    vocabulary = examine(load_tokenizer(tokenizer))
+    sources = workers([(describe, file) for file in files], None)
+    size = options.unit or min(max(sum(source.size for source in sources) // PART_COUNT, PART_BYTES[0]), PART_BYTES[1])
+    plan: dict[str, Any] = {
+        "files": [str(file) for file in files],
+        "sources": [[source.size, source.sha256] for source in sources],
+        "fingerprint": vocabulary.fingerprint,
+        "reading": asdict(reading),
+        "drop_duplicates": options.drop_duplicates,
+    }
+    info = _begin(folder, plan, size)
+    spans = workers([(spans_of, file, reading, size) for file in files], None) if info is None else []
+    units = [(str(file), span) for file, some in zip(files, spans, strict=False) for span in some]
+    parts = [folder / PART_NAME.format(number) for number in range(len(units))]
+    if info is None:
+        job = PartJob(str(folder), where, reading)
+        workers([(make_part, job, number, *unit) for number, unit in enumerate(units)], progress)
+        for file, source in zip(files, sources, strict=True):
+            if not untouched(file, source):
+                raise DataError(f"{file} changed while it was read; remove {folder}, and build when nothing writes to it")
+        info = _join(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
+    for path in (*folder.glob(ALL_PARTS), folder / UNFINISHED):
+        remove(path)
+    if not info.documents:
+        remove(folder / CORPUS_NAME)
+        named = f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
+        raise DataError(f"{named} no document; are these the right files?")
+    return info
+
+
+def make_part(job: PartJob, number: int, path: str, span: Span | None) -> None:
+    """Write the part of a span of a file, unless it is there whole."""
+    part = Path(job.folder) / PART_NAME.format(number)
+    with suppress(DataError, FileNotFoundError):
+        read_corpus(part)
+        return
+    tokenizer, vocabulary = _loaded(job.tokenizer)
+    write_corpus(part, read_tokens(Path(path), tokenizer, vocabulary, job.reading, span), vocabulary.size, {})
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: str) -> tuple[Tokenizer, Vocabulary]:
+    tokenizer = load_tokenizer(path)
+    return tokenizer, examine(tokenizer)
+
+
+def _join(path: Path, parts: Sequence[Path], vocabulary: Vocabulary, origin: dict[str, Any]) -> CorpusInfo:
+    """Write the documents of all parts in order; with `drop_duplicates` only the first of those with the same tokens."""
+    corpora = [read_corpus(part)[0] for part in parts]
+    duplicates = 0
+    if origin["drop_duplicates"] and corpora:
+        marks = np.concatenate([fingerprints(corpus) for corpus in corpora])
+        kept = np.zeros(len(marks), bool)
+        kept[np.unique(marks, return_index=True)[1]] = True
+        duplicates = len(kept) - int(kept.sum())
+        ends = np.cumsum([corpus.document_count for corpus in corpora])[:-1]
+        corpora = [one.select(np.flatnonzero(here)) for one, here in zip(corpora, np.split(kept, ends), strict=True)]
+
+    def blocks() -> Iterator[TokenBlock]:
+        for corpus in corpora:
+            yield from blocks_of(corpus)
+
+    return write_corpus(path, blocks(), vocabulary.size, origin | {"duplicates": duplicates})
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock a folder, which is created if missing and removed again if nothing was written.
+
+    Raises:
+      DataError: another process holds the lock, or the folder cannot be written to.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = hold(folder / BUILD_LOCK, partial(_taken, folder), "build")
+    except OSError as error:
+        raise DataError(cannot_write(folder, error)) from None
+    try:
+        with suppress(OSError):  # on a full disk it is held all the same
+            sign(lock)
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / BUILD_LOCK).unlink()
+        os.close(lock)
+        with suppress(OSError):  # of a folder that is not empty
+            for path in missing:
+                path.rmdir()
+
+
+def _taken(folder: Path, holder: str) -> DataError:
+    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or give another folder")
+
+
+def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
+    """Note the plan of a build in a folder, where it can begin or go on; the description of one that is finished.
+
+    Raises:
+      DataError: the folder holds something else, or a build of another plan.
+    """
+    noted = folder / UNFINISHED
+    if (folder / CORPUS_NAME).is_file():
+        info = read_info(folder / CORPUS_NAME)
+        _check_plan(folder, info.origin, plan)
+        return info
+    plan = plan | {"unit": size}
+    if noted.is_file():
+        try:
+            found = json.loads(noted.read_bytes())
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise DataError(f"{noted} is damaged; remove {folder}, and build again")
+        if any(folder.glob(ALL_PARTS)):
+            _check_plan(folder, found, plan)
+            return None
+    else:
+        try:
+            other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
+        except OSError as error:
+            raise DataError(cannot_write(folder, error)) from None
+        if other is not None:
+            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or a new one")
+    with appearing(noted, raises=DataError) as target:
+        target.write_text(json.dumps(plan), "utf-8")
+    return None
+
+
+def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
+    changed = [name for name, value in plan.items() if found.get(name) != value]
+    if changed:
+        raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
+
+
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+def cpu_count() -> int:
+    """The number of cores that this process may use, if the system says so; else of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def process_pool(processes: int) -> Iterator[Workers]:
+    """This many processes, started when there is work and ended with this object; 1 runs in the first process itself."""
+    if processes == 1:
+        yield call_serially
+        return
+    # Anew and not by fork: the threads of libraries that are imported here would be missing there.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
+        yield partial(_call_in, pool)
+
+
+def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """Workers that are this process."""
+    found = []
+    for function, *args in calls:
+        found.append(function(*args))
+        if progress is not None:
+            progress(len(found), len(calls))
+    return found
+
+
+def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """Run calls in a pool; those that have begun are finished also where another one fails."""
+    running: list[Future[Any]] = [pool.submit(*call) for call in calls]
+    try:
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            if progress is not None:
+                progress(done, len(calls))
+    except BrokenProcessPool:
+        raise DataError(
+            "a process ended early, perhaps for lack of memory; the same command continues with the rest, and with"
+            " fewer --processes takes less memory"
+        ) from None
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    return [future.result() for future in running]
+
+
+def _begin_process() -> None:
+    """Set up a worker: Ctrl-C is left to the first process; the worker ends with that one, however it dies; and libraries
+    start no threads of their own in it, since it is one of many."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+
+
+def _end_with_the_first() -> None:
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)

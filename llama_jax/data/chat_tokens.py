@@ -1,0 +1,304 @@
+"""Chats and preferences as tokens, with the assistant's messages as their targets."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.chat_jsonl import Example, read_chats, read_judged, read_preferences
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.data_files import Paths, describe, find_files, untouched
+from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
+from llama_jax.tokenizers import Format, Tokenizer
+from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
+from llama_jax.tokenizers.interface import special_pattern
+
+TooLong = Literal["cut", "drop"]
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """How lines of chats become tokens.
+
+    Attributes:
+      format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
+      too_long: what to do with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
+        reply does not end, "drop" leaves it out. Both are counted.
+      special: whether ``<|eot_id|>`` and the like are special tokens in a prompt and a completion that are texts, as in
+        files with rendered chats; by default they are text. In messages they are always text.
+
+    Raises:
+      DataError: another `too_long`.
+    """
+
+    format: Format = "auto"
+    too_long: TooLong = "cut"
+    special: bool = False
+
+    def __post_init__(self) -> None:
+        if self.too_long not in ("cut", "drop"):
+            raise DataError(f"too_long={self.too_long!r} must be cut or drop")
+
+
+@dataclass
+class ExampleCounts:
+    """Counts of the examples read, kept and dropped.
+
+    Attributes:
+      read: examples in the files.
+      kept: those that are trained on; the others are in the next two counts, and in `same`.
+      without_targets: dropped, because nothing of the assistant's messages is left in them.
+      too_long: dropped by `ChatReading.too_long`.
+      cut: kept in part.
+      tokens, targets: of the kept examples.
+      longest: tokens of the longest example, before it is cut.
+      same: pairs that are dropped, because both answers have the same tokens after they are cut.
+    """
+
+    read: int = 0
+    kept: int = 0
+    without_targets: int = 0
+    too_long: int = 0
+    cut: int = 0
+    tokens: int = 0
+    targets: int = 0
+    longest: int = 0
+    same: int = 0
+
+    def __str__(self) -> str:
+        share = self.targets / max(self.tokens, 1)
+        dropped = f"{self.without_targets:,} dropped without a target, {self.too_long:,} as too long"
+        if self.same:
+            dropped += f", {self.same:,} as both answers are the same when cut"
+        return (
+            f"{self.kept:,} of {self.read:,} examples, {self.tokens:,} tokens, {share:.1%} of them targets; {dropped};"
+            f" {self.cut:,} cut; the longest has {self.longest:,} tokens"
+        )
+
+
+class Chats(NamedTuple):
+    """Conversations to train on, each a document with targets, and counts of the lines."""
+
+    corpus: Corpus
+    counts: ExampleCounts
+
+
+class Preferences(NamedTuple):
+    """Two corpora: document n of the first is preferred to document n of the second; targets are the answers."""
+
+    chosen: Corpus
+    rejected: Corpus
+    counts: ExampleCounts
+
+
+class Judged(NamedTuple):
+    """Single answers, and which of them are good: bool[N]."""
+
+    answers: Corpus
+    desirable: np.ndarray
+    counts: ExampleCounts
+
+
+def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
+    """The conversations of JSONL files as tokens and targets, in memory; see `read_chats` for the forms of a line.
+
+    Args:
+      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      length: T, predicted tokens of the rows that they are for: a conversation has T + 1 tokens at most.
+
+    Raises:
+      DataError: a line that cannot be used, by its file, line and field; or files without any target.
+
+    Warns if no target is a token that ends a reply, since a model trained on them never ends one; and if texts contain the
+    names of special tokens as plain text.
+    """
+    found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
+    return Chats(found[0], counts)
+
+
+def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
+    """Preferred and rejected answers as tokens and targets; see `read_preferences`, and `open_chats` for the rest.
+
+    A pair is dropped if one of its answers is, or if both answers are the same after they are cut. Counts of tokens include
+    both answers, each with the prompt.
+    """
+    found, counts, _ = _read(paths, tokenizer, length, reading, read_preferences)
+    return Preferences(found[0], found[1], counts)
+
+
+def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Judged:
+    """Single answers as tokens and targets, with their labels; see `read_judged`, and `open_chats` for the rest."""
+    found, counts, desirable = _read(paths, tokenizer, length, reading, read_judged)
+    return Judged(found[0], np.array(desirable, bool), counts)
+
+
+def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:
+    """The examples in JSONL files, each with its file.
+
+    Raises:
+      DataError: another file, or one that changes meanwhile.
+    """
+    files = find_files(paths)
+    for file in files:
+        if file.suffix.lower() != ".jsonl":
+            raise DataError(f"{file} is not a .jsonl, which has one object a line; give files of that name")
+    for file in files:
+        source = describe(file)
+        yield from ((file, example) for example in read(file))
+        if not untouched(file, source):
+            raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+
+
+def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[EncodedExample, ...]:
+    """The tokens of an example, once for each of its answers.
+
+    Args:
+      special: see `ChatReading`.
+
+    Raises:
+      GenerationError, TokenizerError: see `ReplyEncoder`.
+    """
+    found = []
+    for answer in example.answers:
+        if isinstance(example.prompt, str) and isinstance(answer, str):
+            found.append(encoder.pair(example.prompt, answer, special=special))
+        elif isinstance(answer, str) or (isinstance(example.prompt, str) and example.prompt):
+            raise GenerationError("an answer that is a text follows a prompt that is one, and messages follow messages")
+        else:
+            found.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
+    return tuple(found)
+
+
+def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
+    """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
+    if len(encoded.ids) <= length + 1:
+        return encoded
+    return None if too_long == "drop" else EncodedExample(encoded.ids[: length + 1], encoded.targets[: length + 1])
+
+
+def _read(
+    paths: Paths,
+    tokenizer: Tokenizer,
+    length: int,
+    reading: ChatReading,
+    read: Callable[[Path], Iterator[Example]],
+) -> tuple[list[Corpus], ExampleCounts, list[bool | None]]:
+    if length < 1:
+        raise DataError(f"length={length} must be at least 1 token")
+    counts = ExampleCounts()
+    sides: list[_CorpusBuilder] = []
+    desirable: list[bool | None] = []
+    special = special_pattern(tokenizer.special_tokens)
+    spelled = ""  # where a text spells a special token
+    with ReplyEncoder(tokenizer, reading.format) as encoder:
+        for file, example in examples_of(paths, read):
+            where = f"{file}, line {example.line}"
+            if not isinstance(example.answers[0], str):
+                _ = encoder.format  # that there is none is no fault of the line
+            try:
+                found = encode_example(encoder, example, special=reading.special)
+            except (GenerationError, TokenizerError) as error:
+                raise DataError(f"{where}: {error}") from None
+            counts.read += 1
+            counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in found))
+            if not spelled and not reading.special:
+                texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
+                spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
+            sides = sides or [_CorpusBuilder(tokenizer.vocab_size) for _ in found]
+            if _take(sides, found, length, reading.too_long, counts):
+                desirable.append(example.desirable)
+        if not counts.targets:
+            named = ", ".join(map(str, find_files(paths)))
+            raise DataError(
+                f"{named}: no example has a target ({counts}); is `messages` of the assistant, is `length` long enough, and"
+                " does {% generation %} in the chat template enclose what the assistant says?"
+            )
+        lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
+        corpora = [side.corpus(lengths) for side in sides]
+        _warn(corpora, encoder, spelled)
+    return corpora, counts, desirable
+
+
+def _take(
+    sides: list[_CorpusBuilder], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
+) -> bool:
+    """Add an example to the corpora, or to those that are dropped; whether it is kept."""
+    kept = [shortened(encoded, length, too_long) for encoded in found]
+    whole = [encoded for encoded in kept if encoded is not None]
+    if len(whole) < len(kept):
+        counts.too_long += 1
+    elif not all(any(encoded.targets[1:]) for encoded in whole):  # the first is predicted from nothing
+        counts.without_targets += 1
+    elif len(whole) == 2 and whole[0].ids == whole[1].ids:
+        counts.same += 1
+    else:
+        counts.kept += 1
+        counts.cut += any(len(one.ids) < len(encoded.ids) for one, encoded in zip(whole, found, strict=True))
+        for side, encoded in zip(sides, whole, strict=True):
+            side.add(encoded)
+            counts.tokens += len(encoded.ids)
+            counts.targets += sum(encoded.targets)
+        return True
+    return False
+
+
+def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
+    ends = encoder.ends
+    for corpus in corpora:
+        if not np.isin(corpus.tokens[corpus.targets], ends).any():
+            warnings.warn(
+                f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so a model trained"
+                " on this never ends one; put the end of a turn into {% generation %} in the chat template, name the"
+                " token as eos_token beside the vocabulary, or give longer rows if all are cut",
+                stacklevel=4,
+            )
+            break
+    if spelled:
+        warnings.warn(
+            f"{spelled} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
+            " with special=True, or give messages",
+            stacklevel=4,
+        )
+
+
+@dataclass
+class _CorpusBuilder:
+    """Documents with their targets as they come."""
+
+    vocab_size: int
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    targets: bytearray = field(default_factory=bytearray)
+    stops: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, encoded: EncodedExample) -> None:
+        self.tokens.extend(encoded.ids)
+        self.targets.extend(encoded.targets)
+        self.stops.append(len(self.tokens))
+
+    def corpus(self, lengths: np.ndarray) -> Corpus:
+        """The documents as a corpus, given how many bytes each token of the vocabulary has."""
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        tokens = np.array(self.tokens, dtype)
+        targets = np.array(self.targets, np.uint8).astype(bool)
+        stops = np.array(self.stops, np.int64)
+        starts = np.concatenate([[0], stops[:-1]])
+        bytes_so_far = np.concatenate([[0], np.cumsum(lengths[tokens] * targets)])
+        digest = hashlib.sha256(stops.astype("<i8").tobytes())
+        digest.update(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+        digest.update(targets.tobytes())
+        return Corpus(
+            tokens=tokens,
+            starts=starts,
+            stops=stops,
+            byte_counts=bytes_so_far[stops] - bytes_so_far[starts],
+            vocab_size=self.vocab_size,
+            digest=digest.hexdigest(),
+            targets=targets,
+        )

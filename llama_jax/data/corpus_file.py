@@ -1,0 +1,167 @@
+"""The file of a tokenized corpus: written whole or not at all, checked whole when it is opened.
+
+    8 bytes     CORPUS_MAGIC
+    8 bytes     size of the description
+    32 bytes    SHA-256 of the description, which holds that of the data
+    tokens      uint16 or uint32 [all], padded to a multiple of 8 bytes
+    starts      int64[N + 1], where documents begin, and the end of the last
+    bytes       int64[N], UTF-8 bytes of each document's text
+    description JSON, a `CorpusInfo`
+
+All numbers are little-endian. A cache has such files, a build makes one, and so do its processes for their parts of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.corpus import Corpus
+from llama_jax.errors import DataError, UserError
+from llama_jax.writing import appearing
+
+CORPUS_SUFFIX = ".corpus"
+CORPUS_MAGIC = b"llamajx2"
+CORPUS_HEADER = struct.Struct("<8sQ32s")
+
+
+class TokenBlock(NamedTuple):
+    """Tokens of several documents, one after the other; the first may go on from the block before, the last into the next.
+
+    Attributes:
+      tokens: int[n].
+      starts: int[N], where in them documents begin.
+      byte_counts: int, UTF-8 bytes of the text here of each document: N, or N + 1 if the first goes on from before.
+      read: bytes of the source file that have been read so far.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    byte_counts: np.ndarray
+    read: int = 0
+
+
+class CorpusInfo(NamedTuple):
+    """The description of a corpus file.
+
+    Attributes:
+      token_type: of the ids, "uint16" or "uint32".
+      documents, tokens, text_bytes: their numbers; bytes are those of the texts in UTF-8.
+      vocab_size: V.
+      sha256: of the tokens and documents.
+      origin: what the corpus was made from.
+    """
+
+    token_type: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    vocab_size: int
+    sha256: str
+    origin: dict[str, Any]
+
+
+def write_corpus(
+    path: Path,
+    blocks: Iterable[TokenBlock],
+    vocab_size: int,
+    origin: dict[str, Any],
+    *,
+    raises: Callable[[str], UserError] = DataError,
+) -> CorpusInfo:
+    """Write blocks as they come: under `path` appears the whole corpus, or nothing.
+
+    Args:
+      origin: what the corpus was made from, in values of JSON, for `CorpusInfo`.
+      raises: makes the error of a text that says that it cannot be written, and why.
+    """
+    name = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = np.dtype(name).newbyteorder("<")
+    starts, byte_counts = array("q"), array("q")
+    total = 0
+    digest = hashlib.sha256()
+    with appearing(path, raises=raises) as target, target.open("wb") as file:
+
+        def put(content: Any) -> None:
+            digest.update(content)
+            file.write(content)
+
+        file.write(bytes(CORPUS_HEADER.size))
+        for block in blocks:
+            goes_on = len(block.byte_counts) - len(block.starts)
+            if goes_on:
+                byte_counts[-1] += int(block.byte_counts[0])
+            starts.frombytes((block.starts + total).astype(np.int64).tobytes())
+            byte_counts.frombytes(block.byte_counts[goes_on:].astype(np.int64).tobytes())
+            total += len(block.tokens)
+            put(np.ascontiguousarray(block.tokens, dtype).view(np.uint8).data)
+        put(bytes(-total * dtype.itemsize % 8))
+        starts.append(total)
+        for numbers in (starts, byte_counts):
+            put(np.array(numbers, "<i8").tobytes())
+        info = CorpusInfo(name, len(byte_counts), total, sum(byte_counts), vocab_size, digest.hexdigest(), origin)
+        text = json.dumps(info._asdict()).encode()
+        file.write(text)
+        file.seek(0)
+        file.write(CORPUS_HEADER.pack(CORPUS_MAGIC, len(text), hashlib.sha256(text).digest()))
+    return info
+
+
+def read_info(path: Path) -> CorpusInfo:
+    """The description of a corpus file, without a look at its data.
+
+    Raises:
+      DataError: a file that is not a corpus, or one whose description is damaged.
+    """
+    with path.open("rb") as file:
+        header = file.read(CORPUS_HEADER.size)
+        magic, length, checksum = CORPUS_HEADER.unpack(header) if len(header) == CORPUS_HEADER.size else (b"", 0, b"")
+        if magic == CORPUS_MAGIC and CORPUS_HEADER.size + length <= path.stat().st_size:
+            file.seek(-length, 2)
+            text = file.read()
+            if hashlib.sha256(text).digest() == checksum:
+                return CorpusInfo(**json.loads(text))
+    raise DataError(f"{path} is not a whole corpus of tokens")
+
+
+def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
+    """The corpus in a file, its tokens mapped, and its description. All of it is read once to check it.
+
+    Raises:
+      DataError: a file that is not what was written.
+    """
+    info = read_info(path)  # authentic; its sizes are those of the file if the data has the check sum
+    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+    length = CORPUS_HEADER.unpack(mapped[: CORPUS_HEADER.size].tobytes())[1]
+    data = mapped[CORPUS_HEADER.size : len(mapped) - length]
+    if hashlib.sha256(data.data).hexdigest() != info.sha256:
+        raise DataError(f"{path} is not a whole corpus of tokens")
+    dtype = np.dtype(info.token_type).newbyteorder("<")
+    size = info.tokens * dtype.itemsize
+    numbers = np.array(data[-(-size // 8) * 8 :].view("<i8"))
+    corpus = Corpus(
+        tokens=data[:size].view(dtype),
+        starts=numbers[: info.documents],
+        stops=numbers[1 : info.documents + 1],
+        byte_counts=numbers[info.documents + 1 :],
+        vocab_size=info.vocab_size,
+        digest=info.sha256,
+    )
+    return corpus, info
+
+
+def blocks_of(corpus: Corpus) -> Iterator[TokenBlock]:
+    """The documents of a corpus as blocks, one for each run of documents that lie one after the other in its tokens."""
+    breaks = np.flatnonzero(corpus.starts[1:] != corpus.stops[:-1]) + 1
+    for documents in np.split(np.arange(corpus.document_count), breaks):
+        if len(documents):
+            start = corpus.starts[documents[0]]
+            tokens = corpus.tokens[start : corpus.stops[documents[-1]]]
+            yield TokenBlock(tokens, corpus.starts[documents] - start, corpus.byte_counts[documents])

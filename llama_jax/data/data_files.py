@@ -1,0 +1,206 @@
+"""The files that a corpus is made from, also in the layouts of the Hugging Face hub and its datasets library, and whether
+they are still the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, on_this_machine
+from llama_jax.data.mixture import shares
+from llama_jax.errors import DataError, shown
+from llama_jax.storage import resolved
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+DATA_KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
+DATA_SUFFIXES = (*DATA_KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
+SPLIT_NAME = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
+SHARD_NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
+# On the hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
+HUB_FILE = re.compile(rf"{SPLIT_NAME}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
+DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_NAME}(?:{SHARD_NUMBERS})?\.arrow")
+
+
+@dataclass(frozen=True)
+class WeightedData:
+    """A source of a mixture, as it is given.
+
+    Attributes:
+      name: its name in metrics and messages.
+      paths: its files and folders, see `find_files`.
+      weight: its share of the rows is this over the sum of all weights, exactly as it is written: 0.7 is 7/10.
+    """
+
+    name: str
+    paths: Paths
+    weight: float | str = 1
+
+
+Data = Paths | Sequence[WeightedData]
+
+
+class FoundData(NamedTuple):
+    """The files of a source; of data that are not a mixture the name is empty and the share 1."""
+
+    name: str
+    files: list[Path]
+    share: Fraction
+
+
+def find_data(data: Data) -> list[FoundData]:
+    """The files of each source of a mixture by name, with its share; of plain paths a single source.
+
+    Raises:
+      DataError: see `find_files` and `mixture.shares`; a name twice or that is none; paths beside sources.
+    """
+    given = [data] if isinstance(data, str | os.PathLike) else list(data)
+    named = [source for source in given if isinstance(source, WeightedData)]
+    plain = [path for path in given if not isinstance(path, WeightedData)]
+    if not named:
+        return [FoundData("", find_files(plain), Fraction(1))]
+    if plain:
+        raise DataError(f"{plain[0]} has no name and weight, others have: give all as SOURCE_NAME=PATH:WEIGHT, or none")
+    for name, times in Counter(source.name for source in named).items():
+        if not SOURCE_NAME.fullmatch(name):
+            raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
+        if times > 1:
+            raise DataError(f"two sources are called {name}; put their files into one folder, or give them two names")
+    parts = shares({source.name: source.weight for source in named})
+    named.sort(key=lambda source: source.name)  # in whatever order they are given
+    found = [FoundData(source.name, find_files(source.paths), parts[source.name]) for source in named]
+    _check_once([file for source in found for file in source.files])
+    return found
+
+
+class Source(NamedTuple):
+    """A file as it was when it was read."""
+
+    size: int
+    modified: int
+    sha256: str
+
+
+def find_files(paths: Paths) -> list[Path]:
+    """The files to read, in the order given; of a folder those with a suffix of DATA_SUFFIXES below it, by name.
+
+    What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders. Of a dataset as the
+    Hugging Face hub has it, or `save_to_disk` writes it, all files of a folder are read that has one split of it.
+
+    Raises:
+      DataError: nothing at a path, nothing to read in a folder, an empty file, a file twice, or a folder with several
+        splits of a dataset or with a build that is not finished.
+    """
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        given = resolved(on_this_machine(path, DATA_SUFFIXES))
+        if not given.exists():
+            raise DataError(f"{path} does not exist; give files of text, or a folder of them")
+        if given.is_dir():
+            check_finished(given)
+            inside = sorted(
+                file
+                for file in given.rglob("[!.]*")
+                if file.name.lower().endswith(DATA_SUFFIXES)
+                and not any(part.startswith(".") for part in file.relative_to(given).parts)
+                and file.is_file()
+            )
+            if not inside:
+                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_KINDS)}; give the files by name")
+            found += _one_split(given, inside)
+        elif given.is_file():
+            found.append(given)
+        else:
+            raise DataError(f"{path} is neither a file nor a folder; give files of text, or a folder of them")
+    if not found:
+        raise DataError("no files of data were given; give files of text, or a folder of them (--data PATH)")
+    _check_once(found)
+    for file in found:
+        if not file.stat().st_size:
+            raise DataError(f"{file} is empty; is it the right file?")
+    return found
+
+
+def check_finished(folder: Path) -> None:
+    """Raise DataError for a build in a folder, or below it, that is not finished."""
+    for found in folder.rglob(UNFINISHED):
+        if not any(part.startswith(".") for part in found.parent.relative_to(folder).parts):
+            raise DataError(
+                f"{found.parent} holds a build that is not finished; the same `llama-jax data build` continues it"
+            )
+
+
+def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """The files below a folder that are the one split of a dataset; all of them if the folder is not a dataset.
+
+    Raises:
+      DataError: it holds several splits, which would all be trained on.
+    """
+    for file in files:
+        for above in (file.parent, *file.parent.parents):
+            if (above / SAVED_SPLITS).is_file():
+                names = sorted(entry.name for entry in above.iterdir() if (entry / SAVED_STATE).is_file())
+                raise _several(folder, names, f"{above}/{names[0] if names else 'SOURCE_NAME'}")
+            if above == folder:
+                break
+    found = [file for file in files if file.suffix != ".arrow" or _is_saved(file)]
+    splits: dict[str, Path] = {}
+    for file in found:
+        if (match := HUB_FILE.fullmatch(file.name) or DATASETS_CACHE_FILE.fullmatch(file.name)) is not None:
+            splits.setdefault(match["split"], file)
+    if len(splits) > 1:
+        name, file = next((pair for pair in splits.items() if pair[0] == "train"), next(iter(splits.items())))
+        raise _several(folder, sorted(splits), f"{file.parent}/*{name}*")
+    return found
+
+
+def _is_saved(file: Path) -> bool:
+    """Whether an Arrow file belongs to the dataset saved in its folder, which may also hold cached results of computations.
+
+    Raises:
+      DataError: the list of its files is damaged.
+    """
+    state = file.parent / SAVED_STATE
+    if not state.is_file():
+        return True
+    try:
+        names = {entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{state} does not list the files of a dataset ({type(error).__name__}); save it again") from None
+    return file.name in names
+
+
+def _several(folder: Path, names: list[str], example: str) -> DataError:
+    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; give one of them, as {example}")
+
+
+def _check_once(files: Sequence[Path]) -> None:
+    for file, times in Counter(files).items():
+        if times > 1:
+            raise DataError(f"{file} is given twice; its documents would count twice, and could be on both sides of a split")
+
+
+def describe(path: Path) -> Source:
+    """The file as it is now."""
+    stat = path.stat()
+    with path.open("rb") as file:
+        return Source(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def untouched(path: Path, source: Source) -> bool:
+    """Whether nothing has written to a file: then its content need not be read to know that it is the same."""
+    stat = path.stat()
+    return (stat.st_size, stat.st_mtime_ns) == (source.size, source.modified)
+
+
+def unchanged(path: Path, source: Source) -> bool:
+    """Whether a file has the same content, which is read only where something has written to it."""
+    return untouched(path, source) or (path.stat().st_size == source.size and describe(path).sha256 == source.sha256)

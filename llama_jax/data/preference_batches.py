@@ -1,0 +1,236 @@
+"""Pairs of answers as batches, of which each row holds several."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from llama_jax.data.batches import HostRows, fill_whole, pack
+from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
+from llama_jax.errors import DataError
+from llama_jax.training.pairs import PairBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """N pairs of texts with targets: two corpora of as many documents.
+
+    Attributes:
+      first, second: the chosen and the rejected answers; or, where `desirable` is there, answers and the same prompts with
+        the answers of others, see `mismatched`.
+      desirable: bool[N], which of the first are good; None of pairs of which the first is preferred.
+    """
+
+    first: Corpus
+    second: Corpus
+    desirable: np.ndarray | None = None
+
+    @property
+    def count(self) -> int:
+        return self.first.document_count
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64[N]: tokens of the longer text of each."""
+        return np.maximum(self.first.stops - self.first.starts, self.second.stops - self.second.starts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens and targets of both, and of what is desirable."""
+        good = b"" if self.desirable is None else np.packbits(self.desirable).tobytes()
+        return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
+
+    def select(self, numbers: np.ndarray) -> Pairs:
+        """These alone, in that order."""
+        good = None if self.desirable is None else self.desirable[numbers]
+        return Pairs(self.first.select(numbers), self.second.select(numbers), good)
+
+
+class PairSplit(NamedTuple):
+    """Pairs without a pair, and as a rule without a prompt, in common."""
+
+    train: Pairs
+    validation: Pairs
+
+
+def prompt_ends(corpus: Corpus) -> np.ndarray:
+    """int64[N]: where in `tokens` the prompt of each document ends and its first target is."""
+    assert corpus.targets is not None
+    places = np.flatnonzero(corpus.targets)
+    at = np.searchsorted(places, corpus.starts)
+    found = places[np.minimum(at, len(places) - 1)]
+    return np.minimum(np.where(at < len(places), found, corpus.stops), corpus.stops)
+
+
+def prompts_of(corpus: Corpus) -> Corpus:
+    """The documents up to their first targets."""
+    return replace(corpus, stops=prompt_ends(corpus))
+
+
+def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> PairSplit:
+    """Split pairs at random, the same way for the same seed. Pairs with the same prompt go to the same part, unless all have
+    the same prompt.
+
+    Args:
+      validation: the share to validate on, as near as prompts allow.
+
+    Raises:
+      DataError: there are fewer than two pairs, or all are the same.
+    """
+    if pairs.count < 2:
+        raise DataError("the data is a single example, of which nothing can be kept for validation; give more")
+    order, chosen = shuffled(pairs.count, seed, 0), max(1, round(validation * pairs.count))
+    prompts = prompts_of(pairs.first)
+    same = len(np.unique(fingerprints(prompts))) < 2
+    order, chosen = keep_together(pairs.first if same else prompts, order, chosen)
+    return PairSplit(pairs.select(np.sort(order[chosen:])), pairs.select(np.sort(order[:chosen])))
+
+
+def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
+    """The pairs that are not among others.
+
+    Raises:
+      DataError: all of them are.
+    """
+
+    def marks(found: Pairs) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return fingerprints(found.first) * np.uint64(31) + fingerprints(found.second)
+
+    left = np.flatnonzero(~np.isin(marks(pairs), marks(others)))
+    if not len(left):
+        raise DataError("all of the training data is in the validation data too; give others for one of them")
+    return pairs if len(left) == pairs.count else pairs.select(left)
+
+
+def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
+    """int64[N]: for each of N marks the place of the next one with another value, from the end back to the beginning; None
+    where all are the same."""
+    lasts = np.flatnonzero(marks != np.roll(marks, -1))  # of runs with the same value
+    if not len(lasts):
+        return None
+    run = np.searchsorted(lasts, np.arange(len(marks))) % len(lasts)
+    return (lasts[run] + 1) % len(marks)
+
+
+def mismatched(answers: Corpus, length: int) -> Corpus:
+    """Every prompt with the answer of the next document that has another prompt, of T + 1 tokens at most: of these KTO
+    estimates its divergence (Ethayarajh et al. 2024, section 4.1).
+
+    Args:
+      length: T.
+
+    Raises:
+      DataError: all prompts are the same.
+    """
+    marks = fingerprints(prompts_of(answers))
+    count, partner = len(marks), next_that_differs(marks)
+    if partner is None:
+        raise DataError(
+            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; give more"
+            " prompts, or another preference.kind"
+        )
+    ends = prompt_ends(answers)
+    prompts = ends - answers.starts
+    sizes = np.minimum(prompts + (answers.stops - ends)[partner], length + 1)
+    stops = np.cumsum(sizes)
+    starts = stops - sizes
+    tokens, targets = np.zeros(int(sizes.sum()), answers.tokens.dtype), np.zeros(int(sizes.sum()), bool)
+    for number in range(count):
+        begin, prompt = int(starts[number]), int(prompts[number])
+        said = int(sizes[number]) - prompt
+        source = int(ends[partner[number]])
+        tokens[begin : begin + prompt] = answers.tokens[answers.starts[number] : ends[number]]
+        tokens[begin + prompt : begin + prompt + said] = answers.tokens[source : source + said]
+        assert answers.targets is not None
+        targets[begin + prompt : begin + prompt + said] = answers.targets[source : source + said]
+    return replace(
+        answers, tokens=tokens, targets=targets, starts=starts, stops=stops, byte_counts=np.zeros(count, np.int64)
+    )
+
+
+def joined(corpora: tuple[Corpus, ...]) -> Corpus:
+    """The documents of several corpora with targets as one, in order."""
+    offsets = np.cumsum([0, *(len(one.tokens) for one in corpora)])
+    shifted = [(one.starts + by, one.stops + by) for one, by in zip(corpora, offsets, strict=False)]
+    return replace(
+        corpora[0],
+        tokens=np.concatenate([one.tokens for one in corpora]),
+        targets=np.concatenate([np.asarray(one.targets) for one in corpora]),
+        starts=np.concatenate([starts for starts, _ in shifted]),
+        stops=np.concatenate([stops for _, stops in shifted]),
+        byte_counts=np.concatenate([one.byte_counts for one in corpora]),
+        digest="-".join(one.digest for one in corpora),
+    )
+
+
+class PairRows:
+    """The batches of one host by number, for `Batches`."""
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        batch: int,
+        length: int,
+        *,
+        seed: int | None,
+        host: int = 0,
+        hosts: int = 1,
+        reference: np.ndarray | None = None,
+    ) -> None:
+        """With a seed, epoch after epoch; with None one pass in order, whose last batch is filled up with nothing.
+
+        Args:
+          batch: B, rows of a step on all hosts together, each of both sides.
+          length: T, predicted tokens of a side of a row.
+          host, hosts: see `training_batches`.
+          reference: float32[N, 2], log-probabilities by the reference.
+
+        Raises:
+          DataError: an invalid seed or batch.
+        """
+        self._host = HostRows(batch, seed, host, hosts)
+        order = np.arange(pairs.count) if seed is None else shuffled(pairs.count, seed, 0)
+        packed = pack(pairs.sizes[order].tolist(), length + 1)
+        self.members = [order[row].tolist() for row in packed]
+        self.most = max(map(len, self.members))
+        self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
+        self._order = lru_cache(maxsize=1)(partial(row_order, len(self.members), seed))
+
+    def __len__(self) -> int:
+        return self._host.batch_count(len(self.members))
+
+    def __getitem__(self, number: int) -> PairBatch:
+        """This host's rows of a global batch."""
+        rows = self._host.rows(number)
+        share, most, pairs = len(rows), self.most, self._pairs
+        tokens, segment_ids, positions = (np.zeros((share, 2, self._length + 1), np.int32) for _ in range(3))
+        there = np.zeros((share, most), bool)
+        made = PairBatch(
+            tokens,
+            segment_ids,
+            positions,
+            np.zeros(tokens.shape, bool),
+            there,
+            None if pairs.desirable is None else np.zeros_like(there),
+            None if self._reference is None else np.zeros((share, 2, most), np.float32),
+        )
+        for at in range(share):
+            members = self.row(number, at)
+            for side, corpus in enumerate((pairs.first, pairs.second)):
+                fill_whole(made, (at, side), corpus, members)
+            there[at, : len(members)] = True
+            if made.desirable is not None and pairs.desirable is not None:
+                made.desirable[at, : len(members)] = pairs.desirable[members]
+            if made.reference is not None and self._reference is not None:
+                made.reference[at, :, : len(members)] = self._reference[members].T
+        return made
+
+    def row(self, number: int, at: int) -> list[int]:
+        """The pairs of row `at` of this host's share of a batch."""
+        epoch, row = divmod(self._host.rows(number)[at], len(self.members))
+        return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]

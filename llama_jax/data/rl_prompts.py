@@ -1,0 +1,198 @@
+"""Prompts to train on by rewards: their tokens, and the columns that judge the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.chat_jsonl import read_prompts
+from llama_jax.data.chat_tokens import examples_of
+from llama_jax.data.corpus import check_seed, row_order, shuffled
+from llama_jax.data.data_files import Paths, find_files
+from llama_jax.errors import DataError, GenerationError, TokenizerError
+from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
+
+ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside those by which data are shuffled
+
+
+@dataclass(frozen=True)
+class PromptReading:
+    """How lines of prompts become tokens.
+
+    Attributes:
+      format: of prompts that are messages, see `tokenizers.resolve_format`. A text has none.
+      special: whether "<|eot_id|>" and the like are special tokens in a text; by default they are text.
+    """
+
+    format: Format = "auto"
+    special: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet:
+    """Prompts, in the order of their files.
+
+    Attributes:
+      ids: the tokens of each.
+      columns: for each field of the lines, its values for all prompts; "prompt" is among them.
+      stops: the tokens that end an answer.
+      digest: SHA-256 of all this except the stops.
+      dropped: prompts that were left out because they were too long.
+    """
+
+    ids: tuple[tuple[int, ...], ...] = field(repr=False)
+    columns: dict[str, list[Any]] = field(repr=False)
+    stops: tuple[int, ...]
+    digest: str
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.ids))
+
+    def select(self, numbers: Sequence[int] | np.ndarray) -> PromptSet:
+        """These alone, by their numbers here, in that order."""
+        columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
+        ids = tuple(self.ids[i] for i in numbers)
+        return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)
+
+
+class Asking(NamedTuple):
+    """Prompts of a step.
+
+    Attributes:
+      numbers: int64[P], of the prompts.
+      seeds: uint32[P * group], of the answers' random streams.
+    """
+
+    numbers: np.ndarray
+    seeds: np.ndarray
+
+
+def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: PromptReading = PromptReading()) -> PromptSet:
+    """The prompts of JSONL files, in memory; see `read_prompts` for the form of a line.
+
+    A text begins with BOS where the vocabulary has one; messages are a chat up to where the assistant's reply begins.
+
+    Args:
+      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      longest: tokens of a prompt at most; longer ones are left out and counted.
+
+    Raises:
+      DataError: a line that cannot be used, by its file, line and field; files of other columns; or nothing that is short
+        enough.
+      GenerationError: messages, and no format for them.
+    """
+    ids: list[tuple[int, ...]] = []
+    columns: dict[str, list[Any]] = {}
+    sizes: list[int] = []
+    with ReplyEncoder(tokenizer, reading.format) as encoder:
+        for file, example in examples_of(paths, read_prompts):
+            if not isinstance(example.prompt, str):
+                _ = encoder.format  # that there is none is no fault of the line
+            try:
+                found = encoder.prompt(example.prompt, example.tools, special=reading.special)
+            except (GenerationError, TokenizerError) as error:
+                raise DataError(f"{file}, line {example.line}: {error}") from None
+            if not found:
+                raise DataError(f"{file}, line {example.line}: prompt='' has no token; give at least one")
+            columns = columns or {name: [] for name in example.columns}
+            if set(columns) != set(example.columns):
+                others = ", ".join(sorted(set(columns) ^ set(example.columns)))
+                raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
+            sizes.append(len(found))
+            if len(found) <= longest:
+                ids.append(tuple(found))
+                for name, value in example.columns.items():
+                    columns[name].append(value)
+        stops = encoder.ends
+    if not ids:
+        named = ", ".join(map(str, find_files(paths)))
+        short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
+        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; give longer rows, or shorter answers")
+    return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
+
+
+def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
+    """Split prompts at random into those to train on and a share to evaluate on. Both keep their order; identical prompts go
+    to the same part.
+
+    Raises:
+      DataError: all prompts are the same.
+    """
+    each = list(dict.fromkeys(prompts.ids))
+    if len(each) < 2:
+        raise DataError("the data has a single prompt, so none can be held out; give more, or others with --validation-data")
+    count = min(max(round(share * len(each)), 1), len(each) - 1)
+    chosen = {each[i] for i in shuffled(len(each), seed, 0)[:count]}
+    is_held = np.array([ids in chosen for ids in prompts.ids])
+    train, held = (prompts.select(np.flatnonzero(one)) for one in (~is_held, is_held))
+    return replace(train, dropped=prompts.dropped), held
+
+
+def without(prompts: PromptSet, others: PromptSet) -> PromptSet:
+    """The prompts that are not among others.
+
+    Raises:
+      DataError: all are.
+    """
+    known = set(others.ids)
+    rest = [i for i, ids in enumerate(prompts.ids) if ids not in known]
+    if not rest:
+        raise DataError("all prompts of the data are in the validation data; give others")
+    return replace(prompts.select(rest), dropped=prompts.dropped)
+
+
+def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> Asking:
+    """The prompts of batch `number`, from 0: all of them in another order in every epoch; a batch may span its end.
+
+    The random streams of the answers depend on the seed, the prompt's position in the whole training and the answer alone,
+    so that a resumed run samples the same.
+
+    Args:
+      count: how many prompts there are.
+      prompts: P, of a batch.
+      group: answers to each.
+
+    Raises:
+      DataError: an invalid seed.
+    """
+    check_seed(seed)
+    places = number * prompts + np.arange(prompts)
+    epochs, at = np.divmod(places, count)
+    numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])
+    return Asking(numbers, _seeds(places, group, seed, ANSWERS))
+
+
+def asking_held(numbers: np.ndarray, group: int, seed: int) -> Asking:
+    """Prompts by their numbers int64[P], with random streams that are the same at every evaluation."""
+    return Asking(numbers, _seeds(numbers, group, seed, HELD))
+
+
+_order = lru_cache(maxsize=2)(row_order)
+
+
+def _seeds(places: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
+    """uint32[P * group]; those of a group differ."""
+    key = np.array([seed, stream], np.uint64)
+    drawn = [np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64)).random_raw() for place in places]
+    of_prompts = (np.array(drawn, np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return (of_prompts[:, None] + np.arange(group, dtype=np.uint32)).reshape(-1)
+
+
+def _digest(ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]) -> str:
+    found = hashlib.sha256()
+    for row in ids:
+        found.update(np.array([len(row), *row], "<u4").tobytes())
+    found.update(json.dumps(columns, sort_keys=True).encode())
+    return found.hexdigest()

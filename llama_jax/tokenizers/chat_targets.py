@@ -1,0 +1,270 @@
+"""Chats and prompts with their answers as training data: ids, and which of them the assistant says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from llama_jax.errors import GenerationError, TokenizerError
+from llama_jax.tokenizers.chat import (
+    Format,
+    Message,
+    Renderer,
+    chat_parts,
+    check_messages,
+    encode_chat,
+    reply_ends,
+    resolve_format,
+    takes_tools,
+    template_parts,
+)
+from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class EncodedExample(NamedTuple):
+    """A text as a model is taught it.
+
+    Attributes:
+      ids: its tokens.
+      targets: as many; whether each is to be predicted.
+    """
+
+    ids: list[int]
+    targets: list[bool]
+
+
+class ReplyEncoder:
+    """Encodes chat after chat for training, with one process for the checkpoint's template: to be used in a `with`.
+
+    What the assistant says is known in one of two ways. A template encloses it in ``{% generation %}``, as transformers'
+    `return_assistant_tokens_mask` asks for; else, as in the built-in formats, by rendered prefixes: it is what the chat has
+    beyond the messages before it and the beginning of a reply. The token that ends a turn then belongs to it, white space
+    after that does not. A token that is partly the assistant's is a target.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, format: Format = "auto") -> None:
+        """Prepare for a vocabulary.
+
+        Args:
+          format: of chats, see `resolve_format`; it is looked at when the first chat comes.
+        """
+        self.tokenizer = tokenizer
+        self._asked = format
+        self._resolved: Format | None = None
+        self._renderer = Renderer()
+        self._bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+
+    def __enter__(self) -> ReplyEncoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._renderer.close()
+
+    @property
+    def format(self) -> Format:
+        """The format that is meant; GenerationError where there is none."""
+        if self._resolved is None:
+            self._resolved = resolve_format(self.tokenizer, self._asked)
+        return self._resolved
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end what is generated: of a chat, where one has been encoded."""
+        return self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved)
+
+    def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
+        """A whole chat; the targets are all that the assistant says in it.
+
+        Args:
+          messages: see `encode_chat`; the last need not be the user's.
+          given: how many of the first messages are given: what the assistant says in these is not a target.
+          tools: functions that the model may call, for a template that takes them.
+
+        Raises:
+          GenerationError: messages that are not a chat, or that the format cannot hold; a template that writes what came
+            before otherwise when more follows, so that what the assistant says is not known.
+          TokenizerError: text that cannot be encoded, or whose tokens are not known to be its own.
+        """
+        format = self.format
+        check_messages(messages, format)
+        if tools and not takes_tools(self.tokenizer, format):
+            raise GenerationError("the chat format takes no tools; leave them out")
+        if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
+            spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
+            parts, said = _joined(spans)
+            if given:
+                end = _end_of(self._parts(messages[:given], tools, reply=False), parts)
+                if end is None:
+                    raise GenerationError(
+                        f"the chat template writes the first {given} messages, which are given, otherwise when more follow;"
+                        " give the whole chat as `messages`, in which all that the assistant says is a target"
+                    )
+                said[:end] = [False] * end
+        else:
+            parts, said = self._by_prefixes(messages, given, tools)
+        return self._checked(self._encoded(parts, said))
+
+    def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
+        """A text that goes on as another one does, without any chat format: BOS, prompt, answer and EOS, of which the answer
+        and EOS are targets; BOS where the vocabulary's own rule says so, EOS where it has one.
+
+        Args:
+          special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. A BOS or an
+            EOS that is there already is then not put there again.
+        """
+        named = self.tokenizer.special_tokens if special else {}
+        said = [(part, at == 1) for at, text in enumerate((prompt, answer)) for part in split_special(text, named)]
+        bos, eos = [self.tokenizer.bos_id] * self.tokenizer.add_bos, [self.tokenizer.eos_id] * (self.tokenizer.eos_id >= 0)
+        if said and said[0][0] in bos:
+            del said[0]
+        if said and said[-1][1] and said[-1][0] in eos:
+            del said[-1]
+        # The two are not parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
+        found = self._encoded(*_joined(said))
+        return self._checked(
+            EncodedExample([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)])
+        )
+
+    def prompt(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, special: bool = False
+    ) -> list[int]:
+        """Ids of what an answer follows: a chat up to where the assistant's reply begins, or BOS and a text; BOS where the
+        vocabulary's own rule says so.
+
+        Args:
+          special: whether "<|eot_id|>" and the like in a text are special tokens. A BOS that is there already is then not
+            put there again.
+
+        Raises:
+          GenerationError, TokenizerError: as `encode_chat` and `Tokenizer.encode` raise them.
+        """
+        if not isinstance(prompt, str):
+            return encode_chat(self.tokenizer, prompt, self.format, self._renderer, tools)
+        named = self.tokenizer.special_tokens if special else {}
+        bos = [self.tokenizer.bos_id] * self.tokenizer.add_bos
+        found = self.tokenizer.encode_parts(split_special(prompt, named)) if prompt else []
+        return found if bos and found[:1] == bos else [*bos, *found]
+
+    def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[Part]:
+        return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)
+
+    def _by_prefixes(
+        self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Part], list[bool]]:
+        """The parts of a chat, and what of them are replies: see `_joined`."""
+        whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
+        if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
+            whole = [*whole, self.tokenizer.eos_id]
+        said = [False] * sum(map(_size, whole))
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or i < given:
+                continue
+            begin = _end_of(self._parts(messages[:i], tools, reply=True), whole)
+            last = i + 1 == len(messages)
+            end = len(said) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
+            if begin is None or end is None or end < begin:
+                raise GenerationError(
+                    f"where message {i}, from 'assistant', begins and ends cannot be known: the chat template writes earlier"
+                    " messages otherwise when more follow; put {% generation %} and {% endgeneration %} around what the"
+                    " assistant says in the template, or choose another format"
+                )
+            said[begin:end] = [True] * (end - begin)
+        _without_last_space(whole, said)
+        return whole, said
+
+    def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> EncodedExample:
+        """The ids of parts; a token is a target if it is partly what the assistant says."""
+        ids = self.tokenizer.encode_parts(parts)
+        targets: list[bool] = []
+        at = 0
+        for number, part in enumerate(parts):
+            if isinstance(part, str):
+                begin = len(targets)
+                following = parts[number + 1] if number + 1 < len(parts) else None
+                assert not isinstance(following, str)
+                stop = len(ids) if following is None else ids.index(following, begin)
+                targets += self._within(part, said[at : at + len(part)], ids[begin:stop])
+            else:
+                assert ids[len(targets)] == part
+                targets.append(said[at])
+            at += _size(part)
+        return EncodedExample(ids, targets)
+
+    def _checked(self, encoded: EncodedExample) -> EncodedExample:
+        bos = self.tokenizer.bos_id
+        if encoded.ids[:2] == [bos, bos] and bos != self.tokenizer.eos_id:
+            raise GenerationError("the text begins with two begin-of-sequence tokens; leave out one of them")
+        return encoded
+
+    def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
+        """Whether each token of a text has a byte of the characters that the assistant says."""
+        if not any(said):
+            return [False] * len(ids)
+        tokens = [self._bytes[token] for token in ids]
+        spelled = b"".join(tokens)
+        # Vocabularies that spell a space as U+2581 know no other one.
+        for given in (text, text.replace(SPACE, " ")):
+            flags = [flag for character, flag in zip(given, said, strict=True) for _ in character.encode()]
+            wanted = given.encode()
+            if spelled not in (wanted, b" " + wanted):  # the special token before may take the white space away
+                wanted = wanted.lstrip()
+                flags = flags[len(flags) - len(wanted) :]
+            if spelled == b" " + wanted:  # the space that a vocabulary puts before a text is part of what follows
+                flags = flags[:1] + flags
+            elif spelled != wanted:
+                continue
+            ends = list(accumulate(map(len, tokens)))
+            return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]
+        raise TokenizerError(
+            "the vocabulary does not round-trip this text, so that its tokens cannot be told apart: it normalizes the text,"
+            " or has no token for a character of it; normalize it yourself (NFC), or remove what is unknown"
+        )
+
+
+def _size(part: Part) -> int:
+    """Characters of a text; a special token counts as one."""
+    return len(part) if isinstance(part, str) else 1
+
+
+def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]:
+    """The parts, with neighboring texts as one; and whether the assistant says each character and each special token."""
+    parts: list[Part] = []
+    said: list[bool] = []
+    for part, flag in spans:
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += part
+        elif part != "":
+            parts.append(part)
+        said += [flag] * _size(part)
+    return parts, said
+
+
+def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
+    """How many characters and special tokens a beginning of parts has; None where it is not one."""
+    prefix, _ = _joined([(part, False) for part in prefix])
+    if not prefix:
+        return 0
+    full, last = len(prefix) - 1, prefix[-1]
+    if prefix[:full] != list(whole[:full]) or full >= len(whole):
+        return None
+    there = whole[full]
+    is_beginning = last == there or (isinstance(last, str) and isinstance(there, str) and there.startswith(last))
+    return sum(map(_size, prefix)) if is_beginning else None
+
+
+def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
+    """Take the mark from white space after the token that ends a turn, where nothing that the assistant says follows."""
+    begin = 0
+    for before, part in pairwise(parts):
+        begin += _size(before)
+        if isinstance(before, int) and isinstance(part, str) and said[begin - 1]:
+            end = begin + len(part)
+            stop = next((at for at in range(begin, end) if not said[at]), end)
+            if not part[: stop - begin].strip() and not any(said[stop : stop + 1]):
+                said[begin:stop] = [False] * (stop - begin)

@@ -1,0 +1,356 @@
+"""The interface of tokenizers; text that arrives token by token, ended by stop strings; and what all vocabularies share."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from llama_jax.errors import TokenizerError, reason_of, shown
+
+Part = str | int  # plain text, or the id of a special token
+# The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
+# calls its eos.
+ENDS = {
+    *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+}
+MOST_COMPARED = 1 << 24  # letters
+DEEPEST = 16  # letters; a pattern of longer names would be nested too deeply
+
+
+class Tokenizer(Protocol):
+    """A vocabulary of V ids; special tokens in user text are text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos_id(self) -> int:
+        """The begin-of-sequence token, or -1 if the vocabulary has none."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The end-of-sequence token, or -1 if the vocabulary has none."""
+        ...
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a text begins with the begin-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether a text ends with the end-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, for `generate(stop_tokens=...)`.
+
+        The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
+        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Not the latter
+        where a ``generation_config.json`` lists the ends and names the BOS apart, as a saved one does. Of a vocabulary in
+        GGUF: exactly those at which llama.cpp ends.
+        """
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens by their names; `encode` recognizes the names in a text only with `special=True`."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's own chat format in Jinja, if it has one; see `tokenizers.chat`."""
+        ...
+
+    @property
+    def space_prefix(self) -> bool:
+        """Whether encoding adds a space before a text, which decoding removes again."""
+        ...
+
+    def encode(self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False) -> list[int]:
+        """Ids of the text between the begin-of-sequence and the end-of-sequence token.
+
+        Args:
+          bos, eos: whether they are put there; by default as the vocabulary's own rule says (`add_bos`, `add_eos`).
+          special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
+
+        Raises:
+          TokenizerError: a requested token that the vocabulary does not have, or text that UTF-8 cannot encode.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text as `encode` gives them without the tokens that begin and end a sequence; faster than one by one.
+
+        Raises:
+          TokenizerError: one of them cannot be encoded.
+        """
+        ...
+
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of plain texts with special tokens between them, each text encoded as the continuation of what precedes it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; special tokens give nothing."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to those before it: UTF-8, which may begin or end inside a character."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` reads the same tokenizer."""
+        ...
+
+
+class TextStream:
+    """Text from tokens one by one: a character is returned when its last byte has come, never in parts."""
+
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
+        """Start after some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
+        self._tokenizer = tokenizer
+        self._drop_space = at_start and tokenizer.space_prefix
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token; nothing for the padding of a model's vocabulary beyond V."""
+        if token >= self._tokenizer.vocab_size:
+            return ""
+        new = self._tokenizer.token_bytes(token)
+        if self._drop_space and new:
+            new = new.removeprefix(b" ")
+            self._drop_space = False
+        return self._decoder.decode(new)
+
+    def finish(self) -> str:
+        """The rest when no token follows: an incomplete character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class Text:
+    """Turns tokens into text and ends at a stop string, holding back what may be the beginning of one.
+
+    Attributes:
+      shown: what was written so far.
+      ended: whether a stop string has been met.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None], *, at_start: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer, at_start=at_start)
+        self._stop = stop
+        self._write = write
+        self._held = ""
+        self.ended = False
+        self.shown = ""
+
+    @property
+    def length(self) -> int:
+        """Characters so far, those held back included."""
+        return len(self.shown) + len(self._held)
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string has been met."""
+        self._add(self._stream.push(token))
+        return self.ended
+
+    def finish(self) -> None:
+        """Give out what was held back, now that nothing follows."""
+        if not self.ended:
+            self._add(self._stream.finish())
+            if not self.ended:
+                self._show(self._held)
+            self._held = ""
+
+    def _add(self, text: str) -> None:
+        if not self._stop:
+            self._show(text)
+            return
+        self._held += text
+        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self.ended = bool(found)
+        if found:
+            ready = min(found)
+        else:
+            held = self._held  # of which no beginning of a stop string can be more: some have thousands of characters
+            starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
+            ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
+        self._show(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _show(self, text: str) -> None:
+        self.shown += text
+        self._write(text)
+
+
+def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds special tokens in a text, the longer first where one begins another."""
+    return _pattern_of(tuple(names))
+
+
+@lru_cache(maxsize=8)  # to make one takes longer than to look through a chat with it
+def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(_letter_by_letter([name for name in names if name]) or "(?!)")
+
+
+def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
+    """A pattern that tries each letter once; Gemma's 6,000 names one after the other would take a second for 100 kB."""
+    if depth == DEEPEST:
+        return f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
+    rests: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        rests.setdefault(name[0], []).append(name[1:])
+    body = "|".join(re.escape(letter) + _letter_by_letter(rest, depth + 1) for letter, rest in rests.items())
+    if body and "" in names:
+        return f"(?:{body})?"
+    return f"(?:{body})" if len(rests) > 1 else body
+
+
+def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
+    """The text with its special tokens as ids."""
+    parts: list[Part] = []
+    end = 0
+    for found in special_pattern(special_tokens).finditer(text):
+        parts += [text[end : found.start()], special_tokens[found.group()]]
+        end = found.end()
+    return [part for part in [*parts, text[end:]] if part != ""]
+
+
+def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
+    """The text with tokens as ids, of which the longest is taken first, wherever in the text it is, as in llama.cpp."""
+    parts: list[Part] = [text]
+    for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, str):
+                for piece in part.split(name):
+                    found += [piece, tokens[name]]
+                found.pop()
+            else:
+                found.append(part)
+        parts = found
+    return [part for part in parts if part != ""]
+
+
+def order_matters(names: Iterable[str]) -> bool:
+    """Whether `split_longest` differs from `split_special` in some text, as where a longer token begins in a shorter one."""
+    sizes = {name: len(name.encode(errors="surrogateescape")) for name in names if name}
+    if sum(size * size for size in sizes.values()) > MOST_COMPARED:
+        return True
+    beginning: dict[str, list[str]] = {}
+    for name in sizes:
+        for n in range(1, len(name)):
+            beginning.setdefault(name[:n], []).append(name)
+    for name, size in sizes.items():
+        for n in range(1, len(name)):
+            for other in beginning.get(name[n:], ()):
+                text = name[:n] + other
+                if sizes[other] > size and not any(
+                    sizes.get(text[:end], 0) >= sizes[other] for end in range(len(other), len(text) + 1)
+                ):
+                    return True
+    return False
+
+
+class PartsTokenizer:
+    """`Tokenizer.encode`, `encode_batch` and `decode` of a vocabulary, by its `encode_parts` and `token_bytes`."""
+
+    def encode(
+        self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
+    ) -> list[int]:
+        """Ids of the text; see `Tokenizer.encode`."""
+        if not isinstance(text, str):
+            raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
+        bos = self.add_bos if bos is None else bos
+        eos = self.add_eos if eos is None else eos
+        for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
+            if asked and token < 0:
+                raise TokenizerError(
+                    f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
+                    " tokenizer_config.json beside it"
+                )
+        ids = self.encode_parts(split_special(text, self.special_tokens) if special else [text])
+        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def encode_batch(self: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text; see `Tokenizer.encode_batch`."""
+        return [self.encode_parts([text]) for text in texts]
+
+    def decode(self: Tokenizer, ids: Sequence[int]) -> str:
+        """The text of the ids, without a space that encoding adds: to continue a prompt, decode both together. Special
+        tokens give nothing, and what is not UTF-8 shows as U+FFFD."""
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.space_prefix else text
+
+
+def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
+    """The tokens of `Tokenizer.stop_ids`.
+
+    Args:
+      named: the ends that the model's files name.
+      whole: whether those are all, so that a BOS among none of them ends nothing.
+    """
+    special = tokenizer.special_tokens
+    begin = tokenizer.bos_id if tokenizer.add_bos and not whole else -1
+    ends = {begin, tokenizer.eos_id, *(special[name] for name in ending_names(special)), *named}
+    return tuple(sorted(token for token in ends if token >= 0))
+
+
+def ending_names(names: Iterable[str]) -> set[str]:
+    """Those of the names that end what is generated; `<|end|>` and `</s>` do not beside certain others."""
+    found = ENDS.intersection(names)
+    calls = found & {"<|call|>", "<|calls|>"}
+    if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
+        found.discard("<|end|>")
+    if "<|tool_response>" in found:
+        found.discard("</s>")
+    return found
+
+
+def check_ids(vocab_size: int, *ids: int) -> None:
+    """Raise TokenizerError for an id outside the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise TokenizerError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def check_text(text: str) -> None:
+    """Raise TokenizerError for text that UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}"
+        ) from None
+
+
+@contextmanager
+def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
+    """Turn whatever a tokenizer library raises, the panics of one written in Rust included, into a TokenizerError."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = reason_of(error, 160) or "damaged"
+        if "retry-limit" in reason:  # Oniguruma's, of a text that the pattern could match in too many ways
+            remedy = (
+                "its pattern for cutting texts backtracks too often on this one: simplify the pattern, or shorten the text"
+            )
+        elif "Onig" in reason:
+            remedy = "correct its pattern for cutting texts (pre_tokenizer)"
+        raise TokenizerError(f"{what} ({reason}); {remedy}") from None

@@ -1,0 +1,230 @@
+"""The settings in the files beside a vocabulary: Hugging Face's ``tokenizer_config.json`` and its neighbors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama_jax.errors import TokenizerError, shown
+from llama_jax.files import read_object, read_text
+from llama_jax.storage import Location
+from llama_jax.tokenizers.interface import Tokenizer
+
+LARGEST_ID = 1 << 31
+# Of ``tokenizer_config.json``: what `Settings` says in its own words, and what is of one file or one program.
+OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
+OWN_SETTINGS |= {"added_tokens_decoder"}
+OF_A_FILE = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
+GGUF_SETTINGS = "gguf"  # under which a saved one keeps what a GGUF says of its vocabulary and no other setting does
+
+
+class AddedToken(NamedTuple):
+    """A token that follows a vocabulary's own; a special one is hidden, and no user's text becomes it."""
+
+    text: str
+    id: int
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that a vocabulary itself does not hold; none by default.
+
+    Attributes:
+      bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
+      pad_token, pad_id: the text and the id of the padding token; -1 for none.
+      stop_ids: tokens that end a reply.
+      all_stop_ids: whether those are all.
+      add_bos, add_eos: whether a text begins with the one and ends with the other.
+      chat_template: the chat format in Jinja.
+      chat_templates: further ones by their names, such as "tool_use".
+      added_tokens: tokens that follow the vocabulary's own.
+      extra_tokens: texts of further special tokens, which a ``tokenizer.json`` need not have.
+      add_prefix_space: whether a text begins with a space, which Llama's class of transformers decides by this alone.
+      gguf: scalar fields of a GGUF's vocabulary, by their keys.
+      more: other settings of ``tokenizer_config.json``, written again as they are.
+    """
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    pad_id: int = -1
+    stop_ids: tuple[int, ...] = ()
+    all_stop_ids: bool = False
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+    chat_template: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    added_tokens: tuple[AddedToken, ...] = ()
+    extra_tokens: tuple[str, ...] = ()
+    add_prefix_space: bool | None = None
+    gguf: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_settings(folder: Location) -> Settings:
+    """The settings in a folder, as transformers writes them; none where it has no such files.
+
+    The ends in a list of ``generation_config.json`` that names the BOS apart are all there are (`Tokenizer.stop_ids`).
+
+    ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
+    ``chat_template.jinja``, which counts more; the ends of a reply from ``generation_config.json``, else ``config.json``.
+
+    Raises:
+      TokenizerError: a file that is not JSON, or a value of the wrong kind.
+    """
+    config = _read(folder / "tokenizer_config.json")
+    names = _read(folder / "special_tokens_map.json") | config
+    generation, model = _read(folder / "generation_config.json"), _read(folder / "config.json")
+    listed = isinstance(generation.get("eos_token_id"), list) and "bos_token_id" in generation
+    if generation.get("eos_token_id") is None:
+        generation = model | {key: value for key, value in generation.items() if value is not None}
+    where = str(folder)
+    own = folder / "chat_template.jinja"
+    templates = _templates(where, config.get("chat_template"))
+    template = read_text(own, TokenizerError) if own.is_file() else templates.pop("default", None)
+    pad = generation.get("pad_token_id")
+    is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+    return Settings(
+        bos_token=_token_text(where, "bos_token", names.get("bos_token")),
+        eos_token=_token_text(where, "eos_token", names.get("eos_token")),
+        pad_token=_token_text(where, "pad_token", names.get("pad_token")),
+        pad_id=pad if type(pad) is int and 0 <= pad < LARGEST_ID else -1,  # old files have -1 for none
+        stop_ids=_ids(where, "eos_token_id", generation.get("eos_token_id")),
+        all_stop_ids=listed,
+        add_bos=_flag(where, "add_bos_token", config.get("add_bos_token")),
+        add_eos=_flag(where, "add_eos_token", config.get("add_eos_token")),
+        chat_template=template,
+        chat_templates={name: text for name, text in templates.items() if name != "default"},
+        gguf=_scalars(where, config.get(GGUF_SETTINGS)),
+        more={name: value for name, value in names.items() if name not in OWN_SETTINGS | OF_A_FILE | {GGUF_SETTINGS}},
+        added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
+        extra_tokens=_extra_tokens(where, names),
+        add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
+    )
+
+
+def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, tokenizer_class: str) -> None:
+    """Write what `read_settings` reads of a tokenizer that is saved; the class is transformers' name for its kind."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    template: Any = tokenizer.chat_template
+    if settings.chat_templates:
+        named = dict(settings.chat_templates) | ({} if template is None else {"default": template})
+        template = [{"name": name, "template": text} for name, text in named.items()]
+    config = {
+        "tokenizer_class": tokenizer_class,
+        "bos_token": names.get(tokenizer.bos_id),
+        "eos_token": names.get(tokenizer.eos_id),
+        "pad_token": settings.pad_token,
+        "add_bos_token": tokenizer.add_bos,
+        "add_eos_token": tokenizer.add_eos,
+        "chat_template": template,
+        GGUF_SETTINGS: settings.gguf or None,
+        **settings.more,
+    }
+    # A list beside a BOS is all of the ends, see `read_settings`; of a BOS that no file names among them nothing is said.
+    assumed = not settings.all_stop_ids and tokenizer.bos_id not in settings.stop_ids
+    ends = [token for token in tokenizer.stop_ids if not (assumed and token == tokenizer.bos_id)]
+    one = assumed and len(ends) == 1
+    ids = {"bos": -1 if assumed and not one else tokenizer.bos_id, "eos": ends[0] if one else ends}
+    ids["pad"] = pad_id_of(tokenizer, settings)
+    generation = {f"{name}_token_id": token for name, token in ids.items() if token != -1}
+    for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+        text = json.dumps({key: value for key, value in content.items() if value is not None}, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def pad_id_of(tokenizer: Tokenizer, settings: Settings) -> int:
+    """The id of the padding token, or -1."""
+    found = tokenizer.special_tokens.get(settings.pad_token or "", settings.pad_id)
+    return found if found < tokenizer.vocab_size else -1
+
+
+def _read(path: Location) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    return read_object(path, TokenizerError) if path.is_file() else {}
+
+
+def _token_text(where: str, name: str, value: Any) -> str | None:
+    """A token is a text, or an object with its text under "content"."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(where, name, value, "a text")
+
+
+def _flag(where: str, name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise _wrong(where, name, value, "true or false")
+
+
+def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
+    """One id, a list of ids, or nothing."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
+        raise _wrong(where, name, value, "a token id or a list of them")
+    return tuple(ids)
+
+
+def _templates(where: str, value: Any) -> dict[str, str]:
+    """One template, or a list of named ones, of which "default" is for chats, by their names."""
+    if isinstance(value, list):
+        found: dict[Any, Any] = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+    else:
+        found = {} if value is None else {"default": value}
+    if all(isinstance(each, str) for each in (*found, *found.values())):
+        return found
+    raise _wrong(where, "chat_template", value, "a text")
+
+
+def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
+    """The special tokens without a role, else those under the older name; in an object the keys are roles."""
+    name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
+    value = names.get(name) or []
+    if not isinstance(value, list | dict):
+        raise _wrong(where, name, value, "texts")
+    texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def _scalars(where: str, value: Any) -> dict[str, Any]:
+    """The scalar settings of a saved GGUF vocabulary."""
+    found = {} if value is None else value
+    if isinstance(found, dict) and all(type(each) in (bool, int, float, str) for each in found.values()):
+        return found
+    raise _wrong(where, GGUF_SETTINGS, value, "an object of texts and numbers")
+
+
+def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:
+    """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}."""
+    try:
+        older = {_id(number): AddedToken(text, _id(number), True) for text, number in by_text.items()}
+        newer = {
+            _id(number): AddedToken(
+                str(token["content"]), _id(number), *(bool(token.get(name)) for name in AddedToken._fields[2:])
+            )
+            for number, token in (by_id or {}).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _wrong(where, "added tokens", by_id or by_text, "tokens with ids") from None
+    return tuple(token for _, token in sorted((older | newer).items()))
+
+
+def _id(number: Any) -> int:
+    found = int(number)
+    if not 0 <= found < LARGEST_ID:  # larger ones can be chosen to have one hash
+        raise ValueError(f"an id of {shown(found)}")
+    return found
+
+
+def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
+    return TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again")

@@ -1,0 +1,384 @@
+"""A build: the same bytes by however many processes and interruptions, and the same documents as the files themselves."""
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from llama_jax.checkpoints.bundled import bundled
+from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
+from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
+from llama_jax.data.corpus_file import read_info
+from llama_jax.data.data_cache import UNFINISHED
+from llama_jax.data.data_files import describe
+from llama_jax.errors import UserError
+from llama_jax.tokenizers import load_tokenizer
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
+from llama_jax.writing import hold, sign
+
+SMALL = BuildOptions(unit=2000)
+TOKENIZER = bundled()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(bundled())
+
+
+def stories(count, seed=0):
+    words = ["once", "upon", "a", "time", "there", "was", "little", "dog", "who", "saw", "the", "red", "ball", "and"]
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(words, rng.integers(3, 60))).capitalize() + "." for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of stories in every format, some of them twice; and all of them in order."""
+    folder = tmp_path_factory.mktemp("files")
+    some = [stories(40, seed) for seed in range(6)]
+    (folder / "a.txt").write_text("\n<|endoftext|>\n".join(some[0]))
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some[1]))
+    with gzip.open(folder / "c.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in [*some[2], *some[0][:7]]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": some[3]}), folder / "d.parquet", row_group_size=9)
+    with pyarrow.output_stream(str(folder / "e.txt.zst"), compression="zstd") as file:
+        file.write("<|endoftext|>".join(some[4]).encode())
+    table = pyarrow.table({"id": range(40), "text": some[5]})
+    with pyarrow.ipc.new_stream(str(folder / "f.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=11)
+    return folder, [*some[0], *some[1], *some[2], *some[0][:7], *some[3], *some[4], *some[5]]
+
+
+def contents(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def built(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built") / "out"
+    return folder, build(files[0], folder, TOKENIZER, options=SMALL, processes=1)
+
+
+def texts_of(corpus, tokenizer):
+    return [tokenizer.decode(corpus.document(number).tolist()).strip() for number in range(corpus.document_count)]
+
+
+def test_it_holds_the_documents_of_the_files_in_order(files, built, tokenizer, tmp_path):
+    folder, info = built
+    corpus = open_corpus(folder, tokenizer, cache=tmp_path / "none")
+    assert not (tmp_path / "none").exists(), "it is mapped as it is"
+    assert texts_of(corpus, tokenizer) == files[1]
+    direct = open_corpus(files[0], tokenizer, cache=tmp_path)
+    np.testing.assert_array_equal(corpus.tokens, direct.tokens)
+    np.testing.assert_array_equal(corpus.byte_counts, direct.byte_counts)
+    assert corpus.digest == direct.digest
+    assert (info.documents, info.tokens) == (corpus.document_count, corpus.token_count)
+    assert info.text_bytes == sum(map(len, files[1]))
+    assert info.origin["duplicates"] == 0
+    assert read_info(folder / CORPUS_NAME) == info
+    assert list(contents(folder)) == [CORPUS_NAME]
+
+
+def test_it_is_read_beside_other_files(files, built, tokenizer, tmp_path):
+    together = open_corpus([built[0], files[0] / "a.txt"], tokenizer, cache=tmp_path)
+    assert texts_of(together, tokenizer) == [*files[1], *files[1][:40]]
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_bytes(files, built, tmp_path):
+    told = []
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2, progress=lambda *of: told.append(of))
+    assert contents(tmp_path / "out") == contents(built[0])
+    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
+
+
+DYING = """
+import os, signal, sys
+from llama_jax.data.build_corpus import BuildOptions, build
+
+def die(done, of):
+    if done == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    build(*sys.argv[1:], options=BuildOptions(unit=2000), processes=2, progress=die)
+"""
+
+
+@pytest.mark.slow
+def test_killed_with_its_processes_it_goes_on_to_the_same_bytes(files, built, tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    command = [sys.executable, tmp_path / "dying.py", files[0], tmp_path / "out", TOKENIZER]
+    # Its output ends when the last process that has it does.
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert "Traceback" not in done.stderr  # Python's own tracker of semaphores says that it cleans up
+    assert len(list((tmp_path / "out").glob("part-*"))) >= 4
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    assert contents(tmp_path / "out") == contents(built[0])
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, monkeypatch):
+    made, real = [], build_corpus.write_corpus
+
+    def dying(path, *rest, **named):
+        if len(made) in (3, 9):
+            made.append(None)
+            raise KeyboardInterrupt
+        made.append(path.name)
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(build_corpus, "write_corpus", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+        assert (tmp_path / "out" / UNFINISHED).is_file()
+    info = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    assert contents(tmp_path / "out") == contents(built[0])
+    found = [name for name in made if name is not None]
+    assert found == [*(PART_NAME.format(number) for number in range(len(found) - 1)), CORPUS_NAME]  # each once
+    assert len(found) > 10
+    monkeypatch.setattr(build_corpus, "write_corpus", None)
+    assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
+
+
+def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
+    dropping = BuildOptions(unit=2000, drop_duplicates=True)
+    info = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
+    kept = list(dict.fromkeys(files[1]))
+    assert texts_of(open_corpus(tmp_path / "out", tokenizer), tokenizer) == kept
+    assert info.origin["duplicates"] == len(files[1]) - len(kept) >= 7
+    assert info.text_bytes == sum(map(len, kept))
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "aa"])
+@pytest.mark.parametrize("searched", [1, 7, 1 << 20])
+def test_documents_are_the_same_however_small_the_units_are(separator, searched, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(documents, "SEARCH_BYTES", searched)
+    path, reading = tmp_path / "a.txt", DocumentFormat(separator=separator)
+    path.write_bytes("\ufeff".encode() + separator.join(["One.", "", "Zwei Grüße.", " \n ", "Three.", "Four"]).encode())
+    whole = open_corpus(path, tokenizer, cache=tmp_path / "cache", reading=reading)
+    for unit in (1, 5, 17):
+        folder = tmp_path / str(unit)
+        build(path, folder, TOKENIZER, options=BuildOptions(reading, unit), processes=1)
+        np.testing.assert_array_equal(open_corpus(folder, tokenizer, cache=tmp_path / "cache").tokens, whole.tokens)
+
+
+def test_what_cannot_be_built(files, built, tmp_path):
+    (tmp_path / "ids.bin").write_bytes(b"\1\0" * 20)
+    (tmp_path / "cut.jsonl.gz").write_bytes((files[0] / "c.jsonl.gz").read_bytes()[:-30])
+    (tmp_path / "cut.parquet").write_bytes((files[0] / "d.parquet").read_bytes()[:-30])
+    (tmp_path / "cut.txt.zst").write_bytes((files[0] / "e.txt.zst").read_bytes()[:-30])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thing").write_text("")
+    column = BuildOptions(DocumentFormat(field="body"))
+    for paths, out, options, message in (
+        (tmp_path / "ids.bin", "out", SMALL, "ids.bin holds token ids already"),
+        (tmp_path / "cut.jsonl.gz", "out1", SMALL, r"cut.jsonl.gz is not whole \(.*\); copy it again"),
+        (tmp_path / "cut.txt.zst", "out2", SMALL, r"cut.txt.zst is not whole \(.*\); copy it again"),
+        (tmp_path / "cut.parquet", "out3", SMALL, "cut.parquet is not a whole Parquet file"),
+        (files[0] / "d.parquet", "out4", column, r"d.parquet has no column 'body'; it has \['text'\]"),
+        (files[0] / "a.txt", "other", SMALL, "other holds 'thing', and no build"),
+        (files[0] / "a.txt", built[0], SMALL, "was built with other files, sources; give another folder"),
+    ):
+        with pytest.raises(DataError, match=message):
+            build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
+
+
+class Pool:
+    """Processes that are this one; `calls` has what they were told."""
+
+    made = 0
+    calls: list
+
+    def __init__(self, *_):
+        type(self).made += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *args):
+        self.calls.append((function, *args))
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_path, monkeypatch):
+    monkeypatch.setattr(Pool, "made", 0)
+    monkeypatch.setattr(Pool, "calls", [], raising=False)
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    progress = []
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, progress=lambda *of: progress.append(of))
+    assert Pool.made == 1
+    count = len(progress)
+    assert progress == [(done, count) for done in range(1, count + 1)]
+    assert [call[0] for call in Pool.calls] == [describe] * 6 + [documents.spans_of] * 6 + [make_part] * count
+
+
+def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
+    class Dying(Pool):
+        def submit(self, function, *args):
+            future = Future()
+            future.set_exception(BrokenProcessPool("died"))
+            return future
+
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Dying)
+    with pytest.raises(DataError, match=r"a process ended early.*the same command continues"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
+
+
+def test_it_is_not_built_into_what_is_read(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
+    with pytest.raises(DataError, match=r"texts/out is inside .*texts, and would be read as data next time"):
+        build(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
+
+
+def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Pool, "calls", [], raising=False)
+    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
+    empty = tmp_path / "a.parquet"
+    with pyarrow.parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})):
+        pass
+    assert pyarrow.parquet.read_metadata(empty).num_row_groups == 0
+    (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
+    for paths, message in ((empty, "a.parquet holds"), ([empty, tmp_path / "b.jsonl"], "and 1 more hold")):
+        for processes in (1, 2):
+            options = BuildOptions(drop_duplicates=processes == 2)
+            with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
+                build(paths, tmp_path / "out", TOKENIZER, options=options, processes=processes)
+            assert not (tmp_path / "out").exists()
+
+
+def stopped(files, folder, monkeypatch, part=3, options=SMALL):
+    """A build in a folder that ended before a part."""
+
+    def ending(job, number, *unit):
+        if number == part:
+            raise KeyboardInterrupt
+        make_part(job, number, *unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_corpus, "make_part", ending)
+        with pytest.raises(KeyboardInterrupt):
+            build(files, folder, TOKENIZER, options=options, processes=1)
+
+
+@pytest.mark.parametrize("content", ["", "[1", "[1]"])
+def test_a_broken_plan_is_named_with_a_remedy(content, files, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    (tmp_path / "out" / UNFINISHED).write_text(content)
+    with pytest.raises(DataError, match=rf"{UNFINISHED} is damaged; remove {tmp_path}/out, and build again"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+
+
+def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    (tmp_path / "out" / PART_NAME.format(0)).unlink()
+    (tmp_path / "out" / PART_NAME.format(1)).write_bytes(b"something else")
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    assert contents(tmp_path / "out") == contents(built[0])
+
+
+def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    other = BuildOptions(unit=3000, drop_duplicates=True)
+    with pytest.raises(DataError, match="out was built with other drop_duplicates, unit; give another folder"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monkeypatch):
+    folder = tmp_path / "all" / "out"
+    stopped(files[0], folder, monkeypatch, part)
+    (tmp_path / "all" / "more.txt").write_text("More.")
+    message = f"{folder} holds a build that is not finished; the same `llama-jax data build` continues it"
+    for given in (folder, [files[0], folder], tmp_path / "all"):
+        with pytest.raises(DataError, match=message):
+            open_corpus(given, tokenizer, cache=tmp_path / "cache")
+    build(files[0], folder, TOKENIZER, options=SMALL, processes=1)
+    assert open_corpus(folder, tokenizer).document_count == len(files[1])
+
+
+def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path):
+    own = built[1].origin["fingerprint"][:12]
+    message = rf"was built with the tokenizer {bundled()} \(fingerprint {own}\), and is read with another one"
+    for given in (built[0], [built[0] / CORPUS_NAME, files[0] / "a.txt"]):
+        with pytest.raises(DataError, match=message + rf".* use --tokenizer {bundled()}"):
+            open_corpus(given, byte_tokenizer(), cache=tmp_path)
+
+
+def test_a_damaged_corpus_is_named(built, tokenizer, tmp_path):
+    content = (built[0] / CORPUS_NAME).read_bytes()
+    path = tmp_path / CORPUS_NAME
+    for damaged in (content[:-1], content[:1000] + b"?" + content[1001:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens"):
+            open_corpus(path, tokenizer, cache=tmp_path / "cache")
+
+
+def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
+    wrong = BuildOptions(DocumentFormat(field="body"))
+    with pytest.raises(DataError, match="no column 'body'"):
+        build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
+    assert build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).documents == 40
+
+
+def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
+    (tmp_path / "out").mkdir()
+    lock = hold(tmp_path / "out" / BUILD_LOCK, UserError, "build")
+    sign(lock)
+    with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
+        build(files[0], tmp_path / "out", TOKENIZER, processes=1)
+    os.close(lock)
+    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    assert not (tmp_path / "out" / BUILD_LOCK).exists()
+
+
+def test_the_processes_of_a_build_do_without_jax():
+    code = "import sys, llama_jax.data.build_corpus; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.gz"
+
+    def growing(*arguments):
+        make_part(*arguments)
+        with gzip.open(path, "at") as file:
+            file.write('{"text": "More."}\n')
+
+    with gzip.open(path, "wt") as file:
+        file.write('{"text": "One."}\n')
+    monkeypatch.setattr(build_corpus, "make_part", growing)
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; remove .*, and build when nothing writes"):
+        build(path, tmp_path / "out", TOKENIZER, processes=1)
+
+
+def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
+    monkeypatch.setattr(build_corpus, "PART_COUNT", 5)
+    for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
+        monkeypatch.setattr(build_corpus, "PART_BYTES", bounds)
+        parts = []
+        build(path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of))
+        assert parts[-1] == (count, count)
