@@ -144,14 +144,14 @@ def _own_pages(batch: int, parts: int, count: int, entry: np.ndarray) -> jax.Arr
     return jnp.asarray(row[:, None] * count + entry, jnp.int32)
 
 
-def pages_of(capacity: int, window: int | None, sinks: int, at_once: int) -> tuple[int, int]:
+def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page: int = PAGE) -> tuple[int, int]:
     """Pages of a row that are kept for good, those of the sinks, and others, which with a window are a ring."""
-    whole = -(-capacity // PAGE)
+    whole = -(-capacity // page)
     if window is None:
         return 0, whole
-    first = min(-(-sinks // PAGE), whole)
+    first = min(-(-sinks // page), whole)
     # The most pages that the positions which `at_once` new tokens see can touch: what is overwritten is out of all windows.
-    return first, min((window + at_once - 3) // PAGE + 2, whole - first)
+    return first, min((window + at_once - 3) // page + 2, whole - first)
 
 
 def cache_bytes(

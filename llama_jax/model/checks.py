@@ -67,7 +67,9 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, places:
     if rows != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {rows} rows")
     pages = cache.pages.shape[1] // rows
-    if cache.window is not None and pages < sum(pages_of(cache.capacity, cache.window, cache.sinks, new)):
+    if cache.window is not None and pages < sum(
+        pages_of(cache.capacity, cache.window, cache.sinks, new, cache.pages.shape[2])
+    ):
         raise GenerationError(
             f"{new} tokens at once do not fit into the {pages} pages of a row with window={cache.window} and"
             f" sinks={cache.sinks}; make the cache with at_once={new}"

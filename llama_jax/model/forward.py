@@ -228,8 +228,9 @@ def _mixing_of(
         if own_attention:
             dense = gathered(view, seen.query_positions.size, heads.queries.dtype)
             return attend(heads.queries, dense, seen, window=window, **options)
-        queries, sink_queries = (None if x is None else _by_token(x) for x in (heads.queries, heads.sink_queries))
+        sink_queries = None if heads.sink_queries is None else _by_token(heads.sink_queries)
         masks: dict[str, Any] = {"window": window, "chunk": some[mask[1]], "sinks": cache.sinks}
+        queries = _by_token(heads.queries)
         mixed = ops.attend_paged(
             queries, view, scale=config.score_scale, sink_queries=sink_queries, division=division, **masks
         )

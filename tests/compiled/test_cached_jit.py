@@ -21,8 +21,7 @@ from llama_jax import compiled, ops
 from llama_jax.cli.runtime import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
-from llama_jax.inference.state import enlarge
-from llama_jax.model.cache import init_cache
+from llama_jax.model.cache import branch, init_cache
 from llama_jax.model.options import Layout
 from llama_jax.ops.platform import native_code
 from llama_jax.serving.engine import Engine
@@ -295,17 +294,17 @@ def test_the_digest_is_of_the_sources(tmp_path, monkeypatch):
 
 def test_programs_in_one_process_are_told_apart(folder):
     """By dtypes and shardings too, of which the quick look at the arguments sees nothing where they are in a tree."""
-    program = compiled.jit(enlarge, static_argnums=(1, 2))
+    program = compiled.jit(branch, static_argnums=(1, 2))
     devices = jax.devices()
     sharding = NamedSharding(Mesh(devices[:2], ("rows",)), PartitionSpec())
     for _ in range(2):
         for dtype in (jnp.float32, jnp.bfloat16):
             for where in (devices[0], devices[1], sharding):
                 cache = jax.device_put(init_cache(make_goldens.KINDS["gqa"], 2, 4, dtype), where)
-                grown = program(cache, 8, Layout())
-                assert grown.k[0].dtype == dtype
-                assert grown.k[0].devices() == cache.k[0].devices()
-                assert grown.capacity == 8
+                found = program(cache, 2, 8)
+                assert found.pages.dtype == dtype
+                assert found.pages.devices() == cache.pages.devices()
+                assert found.length.shape == (4,)
 
 
 def test_a_program_over_a_mesh_is_found(folder, loads):
@@ -351,7 +350,7 @@ def test_functions_of_the_users_are_not_stored(folder, caplog):
         return x
 
     with caplog.at_level(logging.INFO, "llama_jax.compiled"):
-        grown = compiled.jit(enlarge, static_argnums=(1, 2))(
+        grown = compiled.jit(branch, static_argnums=(1, 2))(
             init_cache(make_goldens.KINDS["gqa"], 1, 4, jnp.float32), 8, Layout(constrain=own)
         )
         assert compiled.jit(lambda x: x + 1)(1) == 2

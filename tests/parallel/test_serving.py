@@ -36,7 +36,7 @@ from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
 from llama_jax.parallel.pmapped import pmap_generate, replicate
 from llama_jax.parallel.serving import param_shardings
-from llama_jax.runs.rollout_program import sampler
+from llama_jax.runs.tasks.grpo import make_sampler
 
 # Of four key/value heads tensor=8 makes eight, and 250 tokens become 256 rows.
 CONFIG = LlamaConfig(
@@ -184,7 +184,7 @@ def test_groups_of_answers_are_those_of_one_device(text, params):
     options = RolloutOptions(group=2, most=21, stop=tuple(range(0, 250, 25)))
     expected = jax.jit(partial(roll_out, CONFIG, options=options))(params, prompts)
     spread = jax.device_put(params, param_shardings(CONFIG, sizes, fitted=False))
-    found = jax.jit(sampler(CONFIG, make_mesh(sizes), options, Compute()))(spread, prompts)
+    found = jax.jit(make_sampler(CONFIG, make_mesh(sizes), options, Compute()))(spread, prompts)
     for name in ("tokens", "valid", "stopped"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
