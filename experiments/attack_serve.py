@@ -50,6 +50,7 @@ from llama_jax.serving.requests import GenerationRequest, Ticket, Update
 MEGABYTE = 1 << 20
 END_SECONDS = 2.0  # beyond the time for draining, within which the process must have ended
 GAP_MS = 150.0  # that the longest gap with attackers may exceed the longest one without
+SETTLING = 2.0  # seconds between windows that belong to none
 SHORTEST_GAP = 0.02  # seconds
 ENDLESS = 200  # tokens that an attacker asks for, more than any normal client
 GROWTH = 1.1  # of memory from the first half of the attacks to the second, besides 64 MB
@@ -251,15 +252,17 @@ class Attackers:
     async def _slow(self, kind: str, chosen: random.Random) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
         content = chosen.choice([b"GET / HTTP/1.1\r\nX: ", requests_of("/v1/completions", b"", 10**6)]) + b"a" * 100
-        if chosen.random() < 0.4:  # an answer that nobody reads
-            writer.write(requests_of("/v1/completions", self.endless))
-            await asyncio.sleep(3)
-        else:
-            for at in range(0, len(content), 20):
-                writer.write(content[at : at + 20])
-                await asyncio.sleep(0.3)
-        self.counts[kind] += 1
-        writer.transport.abort()
+        try:
+            if chosen.random() < 0.4:  # an answer that nobody reads
+                writer.write(requests_of("/v1/completions", self.endless))
+                await asyncio.sleep(3)
+            else:
+                for at in range(0, len(content), 20):
+                    writer.write(content[at : at + 20])
+                    await asyncio.sleep(0.3)
+            self.counts[kind] += 1
+        finally:
+            writer.transport.abort()
 
     async def _broken(self, kind: str, chosen: random.Random) -> None:
         chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -273,11 +276,15 @@ class Attackers:
         async def one(kind: str, seed: int) -> None:
             chosen = random.Random(seed)
             while not ended.is_set():
-                if not going.is_set():
+                attacking = asyncio.create_task(self.attack(kind, chosen)) if going.is_set() else None
+                while attacking is not None and not attacking.done() and going.is_set() and not ended.is_set():
+                    await asyncio.wait([attacking], timeout=0.2)
+                if attacking is None:
                     await asyncio.sleep(0.05)
                     continue
-                with suppress(OSError, ValueError):
-                    await self.attack(kind, chosen)
+                attacking.cancel()  # so that none goes on in a window without attackers
+                with suppress(OSError, ValueError, asyncio.CancelledError):
+                    await attacking
 
         await asyncio.gather(*(one(kind, seed) for kind in kinds for seed in range(count)))
 
@@ -356,7 +363,9 @@ async def measure(arguments: Arguments, normal: Normal, going: Event, process: s
         window.__init__()  # type: ignore[misc]
     for number in range(max(1, round(30 * arguments.minutes / arguments.window))):
         for name in ("without", "with"):
+            normal.now = "between"
             going.set() if name == "with" else going.clear()
+            await asyncio.sleep(SETTLING)
             normal.now, begun = name, time.perf_counter()
             largest = 0
             while time.perf_counter() - begun < arguments.window:
@@ -429,7 +438,7 @@ def main(arguments: Arguments) -> None:
                 time.sleep(0.1)
             attackers.start()
             told.get()
-            windows = {name: Window() for name in ("without", "with", "ending")}
+            windows = {name: Window() for name in ("without", "with", "between", "ending")}
             normal = Normal(port, asked, windows)
             found = asyncio.run(measure(arguments, normal, going, process))
             ended.set()

@@ -14,9 +14,10 @@ from test_api import error_of
 from test_server import Connection, process, until_draining
 
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.http import json_body, service
+from llama_jax.serving.http import json_process, service
 from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
+from llama_jax.serving.http.errors import ApiError
+from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.GRAMMAR_THREADS, service.GRAMMARS_WAITING
@@ -208,12 +209,13 @@ def test_all_bodies_share_a_budget():
 
 
 @pytest.mark.parametrize("size", [100, 2 * SMALL_BODY])
-def test_large_bodies_are_parsed_on_another_thread(monkeypatch, size):
-    found = []
-    monkeypatch.setattr(service, "parse_json", lambda body: (found.append(threading.current_thread()), parse_json(body))[1])
+def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
+    """`json.loads` holds up every thread of its process."""
+    found, parse = [], json.loads
+    monkeypatch.setattr(json_process.json, "loads", lambda *text, **more: (found.append(True), parse(*text, **more))[1])
     answer = talk(FakeEngine(), lambda client: client.post("/tokenize", {"prompt": "a" * size}))
-    assert answer.json == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
-    assert (found[0] is threading.main_thread()) == (size < SMALL_BODY)
+    assert found == [True] * (size < SMALL_BODY)
+    assert parse(answer.body) == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
 
 
 @pytest.mark.parametrize(
@@ -226,16 +228,48 @@ def test_large_bodies_are_parsed_on_another_thread(monkeypatch, size):
     ],
 )
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(monkeypatch, text):
-    monkeypatch.setattr(json_body.json, "loads", None)
-    with pytest.raises(json_body.ApiError, match="more than 262144 strings, commas and brackets"):
-        parse_json(bytearray(text, "utf-8"))
+    monkeypatch.setattr(json_process.json, "loads", None)
+    with pytest.raises(json_process.JsonError, match="more than 262144 strings, commas and brackets"):
+        json_process.parse(text.encode())
+
+
+@pytest.fixture(scope="module")
+def parser():
+    found = JsonParser()
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize(
     "value", [",[{" * 600_000, '"\\,' * 600_000, list(range(200_000))], ids=["text", "quotes", "numbers"]
 )
-def test_a_long_text_is_one_part(value):
-    assert parse_json(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+def test_a_long_text_is_one_part(parser, value):
+    assert parser.parse(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "code"),
+    [
+        (b'{"prompt": "a"', "the body is not JSON: ", "invalid_json"),
+        (b'{"prompt": NaN}', "the body is not JSON: NaN is not a number in JSON", "invalid_json"),
+        (b"\xff", "the body is not JSON: ", "invalid_json"),
+        (b"[" * 100_000, "the body is nested too deeply", None),
+        (b"[" + b"[]," * 400_000 + b"1]", "the body has more than 262144 strings", None),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 2 * SMALL_BODY])
+def test_what_is_wrong_with_a_body_does_not_depend_on_who_parses_it(parser, content, said, code, padding):
+    with pytest.raises(ApiError) as error:
+        parser.parse(bytearray(b" " * padding + content))
+    assert error.value.status == 400
+    assert error.value.message.startswith(said)
+    assert error.value.code == code
+
+
+def test_a_body_is_text_with_everything_that_json_allows(parser):
+    value = {"a": ["\ud800", "\U0001f600\0", 10**30, -0.5, 1e300, True, None, {}], "pad": "a" * 2 * SMALL_BODY}
+    assert parser.parse(bytearray(json.dumps(value), "utf-8")) == value
+    assert parser.parse(bytearray("\ufeff" + json.dumps(value, ensure_ascii=False), "utf-8", "surrogatepass")) == value
 
 
 def test_more_messages_than_tokens_are_refused_by_their_number():

@@ -24,7 +24,7 @@ from llama_jax.serving.http.bodies import (
 from llama_jax.serving.http.choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.exchange import Exchange, Switchboard
-from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, parse_json
+from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
@@ -115,8 +115,10 @@ class Service:
         self._ends = tokenizer.stop_ids
         self._chat_ends = () if chat is None else reply_ends(tokenizer, chat)
         self._grammars = Grammars(tokenizer, self.limits.vocab_size, self._ends)
-        self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
+        same = set(self._ends) == set(self._chat_ends)
+        self._chat_grammars = self._grammars if same else Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
+        self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", TEXT_THREADS)
         self._long_texts = DaemonThreadPool("long texts", LONG_THREADS, LONG_WAITING)
         self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
@@ -168,8 +170,8 @@ class Service:
             left.cancel()
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
-        """What `read` makes of a JSON body; a large one in a thread."""
-        run = lambda: read(parse_json(body))
+        """What `read` makes of a JSON body; of a large one in a thread."""
+        run = lambda: read(self._json.parse(body))
         return await self._checked(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
@@ -349,7 +351,8 @@ class Service:
         return None
 
     def close(self) -> None:
-        """End the processes that render chats and compile grammars."""
+        """End the processes that parse bodies, render chats and compile grammars."""
+        self._json.close()
         self._renderer.close()
         self._grammars.close()
         self._chat_grammars.close()
