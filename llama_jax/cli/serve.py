@@ -300,7 +300,8 @@ class Serve(AdapterOptions, DraftOptions):
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {options.rows} rows · a cache of {engine.pages.count * PAGE:,} tokens",
+            f" · context {engine.context} tokens · {options.rows} rows"
+            f" · a cache of {engine.scheduler.pages.count * PAGE:,} tokens",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")

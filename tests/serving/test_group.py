@@ -90,7 +90,7 @@ class First:
 def test_followers_make_the_same_calls_and_keep_no_more(model):
     first = First(model)
     answers = first.serve(0, 12)
-    assert first.engine.pages.evicted
+    assert first.engine.scheduler.pages.evicted
     assert first.engine.stats().cached_tokens
     for request, updates, _ in answers:
         if updates[-1].finish == "length":
@@ -112,8 +112,8 @@ def test_followers_make_the_same_calls_and_keep_no_more(model):
         for told in first.told:
             follower.take(told)
         sizes.append(len(follower.arrays))
-    settings = len(jax.tree.leaves(first.engine._settings[1]))
-    assert max(sizes) < len(jax.tree.leaves(first.engine.state)) + 2 * settings + 10
+    settings = len(jax.tree.leaves(first.engine.scheduler._settings[1]))
+    assert max(sizes) < len(jax.tree.leaves(first.engine.scheduler.state)) + 2 * settings + 10
 
 
 @pytest.mark.slow
