@@ -20,7 +20,7 @@ from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
 from llama_jax.tokenizers import load_tokenizer
 
-THREADS, WAITING = service.GRAMMAR_THREADS, service.GRAMMARS_WAITING
+THREADS, WAITING = service.beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
 
 
 class Compiling:
@@ -131,7 +131,7 @@ def test_a_process_ends_although_grammars_compile():
     with process(drain=0.3) as running:
         body = {"prompt": "a", "response_format": {"type": "regex", "regex": "a?" * 10_000}}
         calls = [Connection(running.address, "POST", "/v1/completions", body) for _ in range(8)]
-        while not re.search(r"num_requests_waiting [1-6]\.0", Connection(running.address, "GET", "/metrics").rest()):
+        while not re.search(r"num_requests_waiting [1-7]\.0", Connection(running.address, "GET", "/metrics").rest()):
             pass
         running.send_signal(signal.SIGTERM)
         until_draining(running.address)
@@ -168,6 +168,26 @@ def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(mo
         return answer
 
     assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
+
+
+@pytest.mark.parametrize(("cores", "at_once"), [(2, 1), (64, service.LONG_THREADS)])
+def test_long_texts_leave_the_engine_most_of_the_cores(monkeypatch, cores, at_once):
+    told, begun = threading.Event(), []
+    encode = lambda self, *given: (begun.append(given), told.wait(20), [])[2]
+    monkeypatch.setattr(type(BYTES), "encode", encode)
+    monkeypatch.setattr(service.os, "cpu_count", lambda: cores)
+
+    async def conversation(client):
+        calls = [client.begin("POST", "/tokenize", {"prompt": "a" * 2 * SMALL_BODY}) for _ in range(5)]
+        while len(begun) < at_once or client.service._long_texts.waiting < 5 - at_once:
+            await asyncio.sleep(0)
+        found = len(begun)
+        told.set()
+        return found, [await call.response() for call in calls]
+
+    found, answers = talk(FakeEngine(), conversation)
+    assert found == at_once
+    assert {answer.status for answer in answers} == {200}
 
 
 def unfinished(client, content):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from llama_jax.tokenizers.template import Renderer
 
 CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
+# Threads at most, see `beside_engine`.
 TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
 LONG_THREADS = 2  # for longer ones, and the bodies that they come in: they take seconds, and the others do not wait for them
 LONG_WAITING = 32  # further requests are refused
@@ -119,9 +121,9 @@ class Service:
         self._chat_grammars = self._grammars if same else Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
         self._json = JsonParser()
-        self._texts = DaemonThreadPool("texts", TEXT_THREADS)
-        self._long_texts = DaemonThreadPool("long texts", LONG_THREADS, LONG_WAITING)
-        self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
+        self._texts = DaemonThreadPool("texts", beside_engine(TEXT_THREADS))
+        self._long_texts = DaemonThreadPool("long texts", beside_engine(LONG_THREADS), LONG_WAITING)
+        self._compiling = DaemonThreadPool("grammars", beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING)
         self.metrics.compiling = lambda: self.compiling
         self._ending: asyncio.Future[None] = self.switchboard.loop.create_future()
         self.bodies = BodyReader(self.limits.largest_body, BODIES * self.limits.largest_body)
@@ -379,6 +381,11 @@ def connect(
     limits = replace(limits, context=engine.context, longest_prompt=longest)
     names = TokenNames(served.tokenizer)
     return Service(engine, served, limits, seconds, wedged_after, switchboard, metrics, names)
+
+
+def beside_engine(most: int) -> int:
+    """Threads of a pool: at most a fourth of the processor's cores, which the steps of an engine may need."""
+    return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
