@@ -323,8 +323,8 @@ def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slot
 
 
 def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
-    """`serving.group.launched`, which then waits: XLA runs two programs at once where neither needs the other, and the sums
-    of one over all processes would meet those of the other.
+    """`serving.multihost_engine.launched`, which then waits: XLA runs two programs at once where neither needs the other,
+    and the sums of one over all processes would meet those of the other.
     """
     return jax.block_until_ready(plain(program, *args))
 

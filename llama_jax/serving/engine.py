@@ -22,28 +22,19 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked, room_of
-from llama_jax.serving.choosing import ChosenTokens, unpack
-from llama_jax.serving.model import BURST, ServedModel
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import digests_of
-from llama_jax.serving.requests import (
-    BusyError,
-    ClosedError,
-    FinishReason,
-    GenerationRequest,
-    Ticket,
-    Update,
-)
+from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
+from llama_jax.serving.row_sampling import ChosenTokens, unpack
 from llama_jax.serving.rows import Pending, ServedRow, scored, scores_of
 from llama_jax.serving.scheduler import Scheduler
+from llama_jax.serving.served_model import BURST, ServedModel
 from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.thread_pool import DaemonThreadPool
-from llama_jax.serving.warming import warm
+from llama_jax.serving.warmup import warm
 
 CONSTRAINT_THREADS = 2
-CONSTRAINT_SECONDS = (
-    0.005  # that a turn waits for what the constraints of its rows allow; then it goes on without these rows
-)
+CONSTRAINT_SECONDS = 0.005  # that a turn waits for what the constraints of its rows allow; then it goes on without them
 BURST_SECONDS = 0.025  # that several tokens of a turn may take, because a request that arrives meanwhile waits
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.pages import PAGE
-from llama_jax.serving.choosing import ChosenTokens, Wishes, unpack
 from llama_jax.serving.drafting import Kind, KnownRow
-from llama_jax.serving.model import STOPS
 from llama_jax.serving.programs import RowSettings, StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
+from llama_jax.serving.row_sampling import ChosenTokens, Wishes, unpack
+from llama_jax.serving.served_model import STOPS
 
 
 @dataclass(eq=False)

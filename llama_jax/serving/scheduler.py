@@ -15,12 +15,12 @@ import numpy as np
 
 from llama_jax.model.pages import PAGE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
-from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import PagePool
 from llama_jax.serving.programs import RowSettings
 from llama_jax.serving.requests import Ticket
 from llama_jax.serving.rows import Pending, RowPart, ServedRow, batch_of, pages_of, settings_of
+from llama_jax.serving.served_model import ServedModel
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from fakes import FakeEngine, ids, listening, saying, served
 from uvicorn.server import ServerState
 
 from llama_jax.serving.http import connection
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.request_schema import Limits
 
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"

@@ -18,10 +18,10 @@ from llama_jax.model.trees import quantize
 from llama_jax.model.window import CacheOptions
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.model import BURST
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.rows import pages_of
+from llama_jax.serving.served_model import BURST
 
 SMALL = EngineOptions(rows=4, context=128, piece=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context

@@ -15,9 +15,9 @@ from test_server import Connection, process, until_draining
 
 from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_process, service
-from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
+from llama_jax.serving.http.request_schema import Limits
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
-from llama_jax.serving.http.bodies import (
+from llama_jax.serving.http.asyncio_bridge import Exchange, Switchboard
+from llama_jax.serving.http.completion_choice import Choice, TokenNames
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
+from llama_jax.serving.http.metrics import ServerMetrics
+from llama_jax.serving.http.request_schema import (
     USUAL_COMPLETION,
     Asked,
     ChatAsked,
@@ -22,11 +27,6 @@ from llama_jax.serving.http.bodies import (
     chat_fields,
     completion_fields,
 )
-from llama_jax.serving.http.choice import Choice, TokenNames
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
-from llama_jax.serving.http.exchange import Exchange, Switchboard
-from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
-from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import DaemonThreadPool

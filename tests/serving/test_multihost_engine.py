@@ -25,11 +25,11 @@ from llama_jax import Sampling
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.group import Follower, follow, leading
-from llama_jax.serving.model import ServedModel
+from llama_jax.serving.multihost_engine import Follower, follow, leading
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
+from llama_jax.serving.served_model import ServedModel
 
 SMALL = EngineOptions(rows=4, context=128, piece=16, prefix_bytes=30_000)
 
