@@ -1,11 +1,15 @@
 """Requests that cost much: grammars that compile for ever and large bodies hold up neither other requests nor the end."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import vocabularies
@@ -125,6 +129,36 @@ def test_what_is_being_prepared_is_refused_when_the_server_drains(monkeypatch):
         assert error_of(answer, 503)["code"] == "draining"
 
 
+def children(script):
+    """The priorities of the processes of a script that this process has started, as differences from its own."""
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    own, found = os.getpriority(os.PRIO_PROCESS, 0), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and script in (folder / "cmdline").read_text():
+                found.append(os.getpriority(os.PRIO_PROCESS, int(folder.name)) - own)
+    return found
+
+
+def test_one_process_of_low_priority_compiles_the_grammars_of_completions_and_chats():
+    pytest.importorskip("llguidance")
+
+    async def conversation(client):
+        constraint = {"response_format": {"type": "regex", "regex": "[a-z]+"}}
+        messages = [{"role": "user", "content": "Hello"}]
+        answers = [
+            await client.post("/v1/completions", {"prompt": "a", **constraint}),
+            await client.post("/v1/chat/completions", {"messages": messages, **constraint}),
+        ]
+        return answers, children("grammar_check.py")
+
+    answers, found = talk(FakeEngine(says=saying("hi")), conversation)
+    assert [answer.status for answer in answers] == [200, 200]
+    assert found == [10]
+
+
 def test_a_process_ends_although_grammars_compile():
     """It waits for no thread and no other process, and says nothing of those that it left."""
     pytest.importorskip("llguidance")
@@ -233,8 +267,13 @@ def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
     """`json.loads` holds up every thread of its process."""
     found, parse = [], json.loads
     monkeypatch.setattr(json_process.json, "loads", lambda *text, **more: (found.append(True), parse(*text, **more))[1])
-    answer = talk(FakeEngine(), lambda client: client.post("/tokenize", {"prompt": "a" * size}))
+
+    async def conversation(client):
+        return await client.post("/tokenize", {"prompt": "a" * size}), children("json_process.py")
+
+    answer, priorities = talk(FakeEngine(), conversation)
     assert found == [True] * (size < SMALL_BODY)
+    assert priorities == [10] * (size > SMALL_BODY)
     assert parse(answer.body) == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
 
 

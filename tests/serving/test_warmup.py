@@ -12,7 +12,7 @@ from llama_jax.model.options import Compute
 from llama_jax.model.window import CacheOptions
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
-from llama_jax.serving import warming
+from llama_jax.serving import warmup
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.rows import batch_of, settings_of
@@ -38,8 +38,8 @@ def test_what_is_compiled_ahead_is_what_is_run(model, monkeypatch):
         ahead.end()
         running.begin()
 
-    warming_ahead = warming.compile_ahead
-    monkeypatch.setattr(warming, "compile_ahead", compile_ahead)
+    warming_ahead = warmup.compile_ahead
+    monkeypatch.setattr(warmup, "compile_ahead", compile_ahead)
     engine = Engine(*model, SMALL)
     engine.warm(lambda done, of: told.append((done, of)))
     running.end()
