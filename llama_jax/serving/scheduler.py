@@ -67,9 +67,9 @@ class Scheduler:
         found: list[Ticket] = []
         left = self._options.piece
         for one in sorted([*there, *waiting], key=lambda one: (0 if oldest_first else one.left, _age(one))):
-            begin = [each for each in found if each.row is None]
             if found and (one.left > left or one.request.score_prompt):
                 continue
+            begin = [each for each in found if each.row is None]
             if one.row is None and (len(begin) == len(self._seats) or (begin and not self._fits(one, begin))):
                 continue
             found.append(one)
