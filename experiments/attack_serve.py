@@ -4,8 +4,8 @@ A server of a model in float32 runs in a process of its own. Normal clients stre
 `llama_jax.generate` gives beforehand; attackers, in another process, come and go by turns, so that windows with and without
 them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores; the
 attackers' one has the lowest priority, as their work is done by other machines elsewhere.
-Gaps of streams are measured by the clients, who have to share the cores, and inside the server: when its engine delivers tokens
-and when its event loop takes them.
+Gaps of streams are measured by the clients, who have to share the cores, and inside the server: when its engine delivers
+tokens and when its event loop takes them.
 `failed` lists what must not happen; the exit status is 1 where there is any.
 
     pip install -e ".[serve]"
