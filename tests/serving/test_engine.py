@@ -280,8 +280,8 @@ class TestPrefixCache:
         for start in (20, 150, 300, 20):
             client = Client(small, prompt=[1, *range(start, start + 80)], max_new_tokens=1)
             exhaust(small)
-            assert small.pages.held_bytes <= 3 * piece
-            assert len(small.pages) == 3
+            assert small.scheduler.pages.held_bytes <= 3 * piece
+            assert len(small.scheduler.pages) == 3
         assert client.updates[0].cached == 0
         again = Client(small, prompt=[1, *range(20, 36)], max_new_tokens=1)
         exhaust(small)
