@@ -108,7 +108,7 @@ class JsonParser:
                 return json_process.parse(content)
             except json_process.JsonError as error:
                 raise refused(str(error), code=error.code) from None
-        answer = self._child.ask(content)
+        answer = self._child.ask(bytes(content))
         if answer is None:
             raise refused(f"the body takes over {PARSE_SECONDS} s or too much memory to parse; send less")
         value = marshal.loads(memoryview(answer)[1:])

@@ -28,7 +28,7 @@ class JsonError(ValueError):
         self.code = code
 
 
-def parse(content: bytes) -> Any:
+def parse(content: bytes | bytearray) -> Any:
     """The value of a JSON body.
 
     Raises:
