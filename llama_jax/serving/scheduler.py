@@ -7,7 +7,7 @@ read again when there is room, and they go on as if nothing had been.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
@@ -52,7 +52,7 @@ class Scheduler:
         self._seats = list(reversed(range(options.rows)))  # that are free
         self._settings: tuple[list[object], RowSettings] | None = None  # on the device, and what they were made of
 
-    def readers(self, queue: Collection[Ticket], oldest_first: bool) -> list[Ticket]:
+    def readers(self, queue: Iterable[Ticket], oldest_first: bool) -> list[Ticket]:
         """Those that read in the next step: the first a piece, and others all that they lack, where that fits in as well.
 
         They are taken from the rows that have more to read and the requests that wait, by age or by what they have to read:
