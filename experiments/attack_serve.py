@@ -4,6 +4,8 @@ A server of a model in float32 runs in a process of its own. Normal clients stre
 `llama_jax.generate` gives beforehand; attackers, in another process, come and go by turns, so that windows with and without
 them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores; the
 attackers' one has the lowest priority, as their work is done by other machines elsewhere.
+Gaps of streams are measured by the clients, who have to share the cores, and inside the server: when its engine delivers
+tokens and when its event loop takes them.
 `failed` lists what must not happen; the exit status is 1 where there is any.
 
     pip install -e ".[serve]"
@@ -29,21 +31,30 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tyro
 from bench_serve import READY_SECONDS, answers, free_port, percentile
 from measuring import cpu_name, settings, versions, write_report
 from soak_serve import Clients, Kind, Report, kinds, resident, streamed
 
+from llama_jax.cli import main as command_line
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.http.asyncio_bridge import Exchange, Switchboard
+from llama_jax.serving.requests import GenerationRequest, Ticket, Update
+
 MEGABYTE = 1 << 20
 END_SECONDS = 2.0  # beyond the time for draining, within which the process must have ended
 GAP_MS = 150.0  # that the longest gap with attackers may exceed the longest one without
+SETTLING = 2.0  # seconds between windows that belong to none
+SHORTEST_GAP = 0.02  # seconds
+ENDLESS = 200  # tokens that an attacker asks for, more than any normal client
 GROWTH = 1.1  # of memory from the first half of the attacks to the second, besides 64 MB
 
 
@@ -69,12 +80,20 @@ class Arguments:
 
 @dataclass
 class Window:
-    """What normal clients met with or without attackers; times in ms."""
+    """What normal clients met with or without attackers; times in ms.
+
+    Attributes:
+      spans: when it was, by `time.perf_counter`.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
-    seconds: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(end - begin for begin, end in self.spans)
 
     def shown(self) -> dict[str, Any]:
         found: dict[str, Any] = {"seconds": round(self.seconds, 1), **self.counts}
@@ -95,6 +114,13 @@ class Normal:
         self.windows = windows
         self.now = "without"
         self.ending = False
+
+    def split(self, stamps: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+        """The gaps that ended within each window."""
+        return {
+            name: [gap for end, gap in stamps if any(begin <= end <= until for begin, until in window.spans)]
+            for name, window in self.windows.items()
+        }
 
     async def run(self, seed: int) -> None:
         chosen = random.Random(seed)
@@ -195,7 +221,7 @@ class Attackers:
         self.port = port
         self.counts: Counter[str] = Counter()
         self.patterns, self.bodies = patterns(), bodies()
-        self.endless = b'{"prompt":"Once","max_tokens":200,"stream":true,"ignore_eos":true}'
+        self.endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
 
     async def send(self, kind: str, content: bytes, seconds: float = 30.0) -> None:
         """Send bytes, and count the status of what is answered within this time."""
@@ -228,15 +254,17 @@ class Attackers:
     async def _slow(self, kind: str, chosen: random.Random) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
         content = chosen.choice([b"GET / HTTP/1.1\r\nX: ", requests_of("/v1/completions", b"", 10**6)]) + b"a" * 100
-        if chosen.random() < 0.4:  # an answer that nobody reads
-            writer.write(requests_of("/v1/completions", self.endless))
-            await asyncio.sleep(3)
-        else:
-            for at in range(0, len(content), 20):
-                writer.write(content[at : at + 20])
-                await asyncio.sleep(0.3)
-        self.counts[kind] += 1
-        writer.transport.abort()
+        try:
+            if chosen.random() < 0.4:  # an answer that nobody reads
+                writer.write(requests_of("/v1/completions", self.endless))
+                await asyncio.sleep(3)
+            else:
+                for at in range(0, len(content), 20):
+                    writer.write(content[at : at + 20])
+                    await asyncio.sleep(0.3)
+            self.counts[kind] += 1
+        finally:
+            writer.transport.abort()
 
     async def _broken(self, kind: str, chosen: random.Random) -> None:
         chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -250,13 +278,73 @@ class Attackers:
         async def one(kind: str, seed: int) -> None:
             chosen = random.Random(seed)
             while not ended.is_set():
-                if not going.is_set():
+                attacking = asyncio.create_task(self.attack(kind, chosen)) if going.is_set() else None
+                while attacking is not None and not attacking.done() and going.is_set() and not ended.is_set():
+                    await asyncio.wait([attacking], timeout=0.2)
+                if attacking is None:
                     await asyncio.sleep(0.05)
                     continue
-                with suppress(OSError, ValueError):
-                    await self.attack(kind, chosen)
+                attacking.cancel()  # so that none goes on in a window without attackers
+                with suppress(OSError, ValueError, asyncio.CancelledError):
+                    await attacking
 
         await asyncio.gather(*(one(kind, seed) for kind in kinds for seed in range(count)))
+
+
+class Stamps:
+    """Gaps of normal streams as the server sees them: when its engine delivered tokens, and when its event loop took them.
+
+    Each is a line of a file, as it happens: where, the end by `time.perf_counter`, which all processes of a machine share,
+    and ms.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def install(self) -> None:
+        """Stamp what the engine and the event loop of this process deliver from now on."""
+        engine_submit, submit, put = Engine.submit, Switchboard.submit, Exchange.put
+        takes = WeakKeyDictionary[Exchange, Callable[[], None]]()
+
+        def stamped_engine_submit(engine: Engine, request: GenerationRequest, deliver: Callable[[Update], None]) -> Ticket:
+            stamp = self.stamping("engine") if is_normal(request) else lambda: None
+            return engine_submit(engine, request, lambda update: (stamp(), deliver(update))[1])
+
+        def stamped_submit(switchboard: Switchboard, requests: Sequence[GenerationRequest]) -> Exchange:
+            exchange = submit(switchboard, requests)
+            if is_normal(requests[0]):
+                takes[exchange] = self.stamping("loop")
+            return exchange
+
+        def stamped_put(exchange: Exchange, index: int, update: Update) -> None:
+            takes.get(exchange, lambda: None)()
+            put(exchange, index, update)
+
+        Engine.submit, Switchboard.submit, Exchange.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
+
+    def stamping(self, where: str) -> Callable[[], None]:
+        """What is called whenever a stream gets tokens."""
+        last = 0.0
+
+        def stamp() -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if last and now - last >= SHORTEST_GAP:
+                print(where, now, 1e3 * (now - last), file=self._file)
+            last = now
+
+        return stamp
+
+
+def is_normal(request: GenerationRequest) -> bool:
+    """Whether a request can be that of a normal client: those of attackers are constrained, or endless."""
+    return request.constraint is None and request.max_new_tokens < ENDLESS
+
+
+def serve(path: str) -> None:
+    """The function of the server's process: the command, and the stamps of its gaps in a file."""
+    Stamps(Path(path)).install()
+    command_line()
 
 
 def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Event, told: Any) -> None:
@@ -277,13 +365,15 @@ async def measure(arguments: Arguments, normal: Normal, going: Event, process: s
         window.__init__()  # type: ignore[misc]
     for number in range(max(1, round(30 * arguments.minutes / arguments.window))):
         for name in ("without", "with"):
+            normal.now = "between"
             going.set() if name == "with" else going.clear()
+            await asyncio.sleep(SETTLING)
             normal.now, begun = name, time.perf_counter()
             largest = 0
             while time.perf_counter() - begun < arguments.window:
                 await asyncio.sleep(0.25)
                 largest = max(largest, resident(process.pid))
-            normal.windows[name].seconds += time.perf_counter() - begun
+            normal.windows[name].spans.append((begun, time.perf_counter()))
             memory[name].append(round(largest / 1e6))
         print(f"{number}: {dict(normal.windows['with'].counts)}, MB {memory['with'][-1]}", flush=True)
     normal.now, normal.ending, begun = "ending", True, time.perf_counter()
@@ -326,13 +416,22 @@ def main(arguments: Arguments) -> None:
     asked = [Kind(kind.body | {"stream": True, "logprobs": None, **USAGE}, kind.text, kind.tokens) for kind in greedy]
     port, context = free_port(), multiprocessing.get_context("spawn")
     going, ended, told = context.Event(), context.Event(), context.Queue()
-    command = [sys.executable, "-c", "from llama_jax.cli import main; main()", "serve", "--port", str(port)]
+    folder = tempfile.TemporaryDirectory()
+    stamps = Path(folder.name) / "stamps"
+    command = [
+        sys.executable,
+        "-c",
+        f"import attack_serve; attack_serve.serve({str(stamps)!r})",
+        "serve",
+        "--port",
+        str(port),
+    ]
     command += [] if arguments.model is None else ["--model", str(arguments.model)]
     command += ["--rows", str(arguments.rows), "--dtype", "float32", "--drain", str(arguments.drain)]
     attackers = context.Process(
         target=attack, args=(port, arguments.attackers, arguments.kinds, going, ended, told), daemon=True
     )
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+    with folder, tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
             begun = time.perf_counter()
             while not asyncio.run(answers(port, "/ready")):
@@ -341,11 +440,16 @@ def main(arguments: Arguments) -> None:
                 time.sleep(0.1)
             attackers.start()
             told.get()
-            windows = {name: Window() for name in ("without", "with", "ending")}
+            windows = {name: Window() for name in ("without", "with", "between", "ending")}
             normal = Normal(port, asked, windows)
             found = asyncio.run(measure(arguments, normal, going, process))
             ended.set()
             found |= {name: window.shown() for name, window in windows.items()} | {"attackers": told.get(timeout=60)}
+            stamped = [line.split() for line in stamps.read_text().splitlines()]
+            for where in ("engine", "loop"):
+                gaps = [(float(end), float(gap)) for name, end, gap in stamped if name == where]
+                for window, values in normal.split(gaps).items():
+                    found[window][f"gap of the server's {where} longest, ms"] = max(values, default=0.0)
         finally:
             process.kill()
             attackers.kill()

@@ -34,7 +34,7 @@ class Turns:
 
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
         engine = Engine(config, params, EngineOptions(rows=rows, context=CONTEXT, cache_tokens=rows * CONTEXT))
-        self._model, self._state = engine.model, engine.state
+        self._model, self._state = engine.model, engine.scheduler.state
         self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
         self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
         starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE, dtype=np.int32)

@@ -224,8 +224,8 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.model.cache import PAGE
     from llama_jax.model.options import Compute
     from llama_jax.serving import programs
-    from llama_jax.serving.model import BURST
     from llama_jax.serving.rows import batch_of, settings_of
+    from llama_jax.serving.served_model import BURST
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)

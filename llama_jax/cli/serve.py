@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
     from llama_jax.parallel.processes import Processes
-    from llama_jax.serving.http.bodies import Limits
-    from llama_jax.serving.http.mounted import Mounted
-    from llama_jax.serving.http.server import ServerOptions, Started
+    from llama_jax.serving.http.asgi import Mounted
+    from llama_jax.serving.http.request_schema import Limits
+    from llama_jax.serving.http.server import ServerOptions, Started, Startup
     from llama_jax.serving.http.service import Served
-    from llama_jax.serving.http.starting import Startup
     from llama_jax.serving.memory import MemoryPlan
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Tokenizer
@@ -149,7 +148,7 @@ class Serve(AdapterOptions, DraftOptions):
         self._check()
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.parallel.processes import Processes
-        from llama_jax.serving.http.mounted import Mounted
+        from llama_jax.serving.http.asgi import Mounted
 
         use_compilation_cache(self.no_cache)
         begun = time.perf_counter()
@@ -175,8 +174,8 @@ class Serve(AdapterOptions, DraftOptions):
 
     def _follow(self, joined: Processes) -> None:
         """Make the calls of process 0, until that ends."""
-        from llama_jax.serving.group import follow
-        from llama_jax.serving.model import ServedModel
+        from llama_jax.serving.multihost_engine import follow
+        from llama_jax.serving.served_model import ServedModel
 
         for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
             signal.signal(number, signal.SIG_IGN)
@@ -188,7 +187,7 @@ class Serve(AdapterOptions, DraftOptions):
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
     def _startup(self) -> Startup:
-        from llama_jax.serving.http.starting import Startup
+        from llama_jax.serving.http.server import Startup
 
         return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
 
@@ -274,10 +273,10 @@ class Serve(AdapterOptions, DraftOptions):
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
-        from llama_jax.serving.group import leading
         from llama_jax.serving.http.server import Started
         from llama_jax.serving.memory import return_freed_memory
-        from llama_jax.serving.model import ServedModel
+        from llama_jax.serving.multihost_engine import leading
+        from llama_jax.serving.served_model import ServedModel
 
         begun, startup = time.perf_counter(), startup or self._startup()
         self._begin(joined, startup)
@@ -300,7 +299,8 @@ class Serve(AdapterOptions, DraftOptions):
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {options.rows} rows · a cache of {engine.pages.count * PAGE:,} tokens",
+            f" · context {engine.context} tokens · {options.rows} rows"
+            f" · a cache of {engine.scheduler.pages.count * PAGE:,} tokens",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
@@ -347,7 +347,7 @@ class Serve(AdapterOptions, DraftOptions):
         )
 
     def _server_options(self, most_connections: int) -> ServerOptions:
-        from llama_jax.serving.http.guard import Access
+        from llama_jax.serving.http.auth import Access
         from llama_jax.serving.http.server import ServerOptions
 
         access = Access(
@@ -360,7 +360,7 @@ class Serve(AdapterOptions, DraftOptions):
         return ServerOptions(access=access, drain_seconds=self.drain, seconds=self.timeout, wedged_after=self.wedged)
 
     def _limits(self, vocab_size: int, context: int) -> Limits:
-        from llama_jax.serving.http.bodies import Limits
+        from llama_jax.serving.http.request_schema import Limits
 
         return Limits(
             vocab_size=vocab_size,

@@ -296,8 +296,8 @@ def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax
 
 
 def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
-    """`serving.group.launched`, which then waits: XLA runs two programs at once where neither needs the other, and the sums
-    of one over all processes would meet those of the other.
+    """`serving.multihost_engine.launched`, which then waits: XLA runs two programs at once where neither needs the other,
+    and the sums of one over all processes would meet those of the other.
     """
     return jax.block_until_ready(plain(program, *args))
 

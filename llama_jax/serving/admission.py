@@ -12,8 +12,8 @@ from llama_jax.inference.checks import checked_prompts, room_before_turning, tok
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.checks import check_tokens
-from llama_jax.serving.model import STOPS, ServedModel
 from llama_jax.serving.requests import MOST_ALTERNATIVES, BusyError, GenerationRequest, Ticket
+from llama_jax.serving.served_model import STOPS, ServedModel
 
 
 class Queue:

@@ -24,7 +24,7 @@ class Grammars:
     """Grammars over one vocabulary. Thread-safe; the tables of the vocabulary are made when they are first needed.
 
     Each grammar is first compiled in a process of its own, which is killed if that takes too long or too much memory, and
-    then here, which takes as long again.
+    then here, which takes up to as long again.
 
     Args:
       tokenizer: of V' ids.
@@ -90,7 +90,7 @@ class Grammars:
             )
         if answer != b"t":
             raise UserError(f"the {what} {answer[1:].decode()}")
-        matcher, mask = check.compile_grammar(self._tables, grammar)
+        matcher, mask = check.compile_grammar(self._tables, grammar, tried=True)
         return GrammarConstraint(matcher, mask, self._vocab_size, self._ends)
 
 

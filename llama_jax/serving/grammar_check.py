@@ -17,9 +17,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 SECONDS = 2  # of a processor, for a grammar and its first mask
-WALL_SECONDS = 10  # the same on a busy machine
+WALL_SECONDS = 20  # the same on a busy machine
 MEMORY = 256 << 20  # bytes for all grammars that one process compiles, besides its tables of the vocabulary
-NICENESS = 5  # rather than the engine, this waits for a processor
+NICENESS = 10  # rather than the engine, this waits for a processor: beside busy cores it gets a tenth of one
 LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
     step_lexer_fuel=50_000,  # expressions of a mask, about 4 ms
@@ -54,8 +54,9 @@ class GrammarVocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def tables(self) -> Any:
-        """llguidance's tables of the vocabulary."""
-        return LLTokenizer(TokenizerWrapper(self), eos_token=self.ends)
+        """llguidance's tables of the vocabulary, in two steps that each hold Python's lock: 0.1 s for 49,152 tokens."""
+        bare = LLTokenizer(TokenizerWrapper(self), eos_token=self.ends, slices=[])
+        return bare.with_slices(LLTokenizer.general_slices())
 
     def __call__(self, text: str) -> list[int]:
         """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
@@ -69,22 +70,25 @@ class GrammarVocabulary:
         return ids
 
 
-def compile_grammar(tables: Any, grammar: str) -> tuple[Any, bytes]:
+def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any, bytes]:
     """A matcher in its first state, and its mask: bit i % 8 of byte i // 8 is set where token i may begin the text.
+
+    Args:
+      tried: it is known to have a second mask, too: some limits are only noticed there.
 
     Raises:
       GrammarError: the rest of a sentence that begins with the grammar.
     """
     matcher = LLMatcher(tables, grammar, log_level=0, limits=LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
-    tried = matcher
-    if not matcher.is_error():  # some limits are only noticed at the second token
-        tried = matcher.deep_copy()
+    last = matcher
+    if not tried and not matcher.is_error():
+        last = matcher.deep_copy()
         byte = next((byte for byte in enumerate(mask) if byte[1]), (0, 1))
-        tried.consume_token(8 * byte[0] + (byte[1] & -byte[1]).bit_length() - 1)
-        tried.compute_bitmask()
-    if tried.is_error():
-        reason = " ".join(tried.get_error().replace("<non-verbose/>", "").split())[:300]
+        last.consume_token(8 * byte[0] + (byte[1] & -byte[1]).bit_length() - 1)
+        last.compute_bitmask()
+    if last.is_error():
+        reason = " ".join(last.get_error().replace("<non-verbose/>", "").split())[:300]
         if reason.startswith("Unsatisfiable schema") or "NoExtensionBias" in reason:
             detail = reason.partition("Unsatisfiable schema: ")[2]
             raise GrammarError(f"allows no text{f' ({detail})' if detail else ''}; relax it")

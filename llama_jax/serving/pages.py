@@ -88,6 +88,15 @@ class PagePool:
             self.share(found)
         return found
 
+    def in_use(self, digests: Sequence[bytes]) -> int:
+        """Pages of the first pieces, as far as these are kept, that rows use: sharing them takes none of the available."""
+        found = 0
+        for digest in digests:
+            if digest not in self._pieces:
+                break
+            found += sum(self._users[page] > 1 for page in self._pieces[digest])
+        return found
+
     def used(self, digests: Sequence[bytes]) -> None:
         """Mark pieces as used by a prompt; the first must outlive the last, which cannot be found without it."""
         for digest in reversed(digests):

@@ -27,7 +27,7 @@ from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.serving.choosing import (
+from llama_jax.serving.row_sampling import (
     ChosenTokens,
     Wishes,
     choose_packed,

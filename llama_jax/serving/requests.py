@@ -118,6 +118,7 @@ class Ticket:
       arrays: the request of a state of one row.
       deliver: called on the engine's thread with what is new.
       arrived: by `time.monotonic`.
+      digests: of the prompt's pieces, see `pages.digests_of`.
       number: in the order of arrival.
       row: while it is served; the engine's own, as is the following.
       ended: it has had its last update.
@@ -127,6 +128,7 @@ class Ticket:
     arrays: Request
     deliver: Callable[[Update], None]
     _cancel: Callable[[Ticket], None]
+    digests: Sequence[bytes] = ()
     arrived: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=itertools.count().__next__)
     row: Any = None

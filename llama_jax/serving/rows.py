@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,11 +13,11 @@ import numpy as np
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.cache import PAGE
-from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.drafting import Kind, KnownRow
-from llama_jax.serving.model import STOPS
 from llama_jax.serving.programs import RowSettings, StepBatch
-from llama_jax.serving.requests import GenerationRequest, Ticket
+from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
+from llama_jax.serving.row_sampling import ChosenTokens, Wishes, unpack
+from llama_jax.serving.served_model import STOPS
 
 
 @dataclass(eq=False)
@@ -27,7 +27,6 @@ class ServedRow:
     Attributes:
       seat: its number.
       tokens: of prompt and continuation, as far as the host knows them.
-      digests: of its prompt's pieces, see `pages.digests_of`.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
       followed: its tokens as those see it that draft; None where nothing is drafted.
       pages: of its tokens in order, and of some more.
@@ -44,7 +43,6 @@ class ServedRow:
     ticket: Ticket
     seat: int
     tokens: list[int]
-    digests: list[bytes]
     allowed: np.ndarray | None
     followed: KnownRow | None
     pages: list[int] = field(default_factory=list)
@@ -154,3 +152,23 @@ def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSetting
             wishes.constrained[r] = True
             wishes.allowed[r] = row.allowed
     return RowSettings(request, wishes)
+
+
+def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
+    """One token of a choice."""
+    beside: Iterator[tuple[int, float]] = zip(
+        choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
+    )
+    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
+
+
+def scores_of(row: ServedRow) -> list[ScoredToken]:
+    """The tokens of a prompt, each with its log-probability given those before it."""
+    found = [ScoredToken(row.tokens[0], None)]
+    for packed in row.scores:  # by whole columns: rows of all requests wait for this
+        choice = unpack(packed)
+        ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
+        beside = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+        rows = zip(choice.token.tolist(), choice.logprob.tolist(), beside, strict=True)
+        found += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
+    return found[: len(row.request.prompt)]  # what follows the last token is not part of the prompt

@@ -21,6 +21,7 @@ from llama_jax import compiled, ops
 from llama_jax.cli.runtime import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
+from llama_jax.inference.state import lay_out
 from llama_jax.model.cache import branch, init_cache
 from llama_jax.model.options import Layout
 from llama_jax.ops.platform import native_code
@@ -350,11 +351,10 @@ def test_functions_of_the_users_are_not_stored(folder, caplog):
         return x
 
     with caplog.at_level(logging.INFO, "llama_jax.compiled"):
-        grown = compiled.jit(branch, static_argnums=(1, 2))(
-            init_cache(make_goldens.KINDS["gqa"], 1, 4, jnp.float32), 8, Layout(constrain=own)
-        )
+        cache = init_cache(make_goldens.KINDS["gqa"], 1, 4, jnp.float32)
+        placed = compiled.jit(lay_out, static_argnums=1)(cache, Layout(constrain=own))
         assert compiled.jit(lambda x: x + 1)(1) == 2
-    assert grown.capacity == 8
+    assert placed.capacity == cache.capacity
     assert not folder.exists()
     assert "enlarge is traced in every process: it depends on test_cached_jit.test_functions" in caplog.text
 

@@ -18,7 +18,7 @@ from llama_jax.inference import generate as module
 from llama_jax.inference import requests
 from llama_jax.inference.placement import layout_of
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.serving.model import ServedModel
+from llama_jax.serving.served_model import ServedModel
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 NEW = 12

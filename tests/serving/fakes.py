@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 
 from llama_jax.errors import GenerationError
-from llama_jax.serving.http.app import make_app
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
-from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.http.routes import make_app
 from llama_jax.serving.http.service import Served, Service, connect
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer

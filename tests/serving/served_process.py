@@ -13,9 +13,8 @@ import threading
 
 from fakes import BYTES, FakeEngine, ids, served
 
-from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.server import ServerOptions, Started, address_of, listen, serve
-from llama_jax.serving.http.starting import Startup
+from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.http.server import ServerOptions, Started, Startup, address_of, listen, serve
 
 
 def says(request):

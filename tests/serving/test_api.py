@@ -7,10 +7,10 @@ import time
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
 
-from llama_jax.serving.http.answer import SLICE
-from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.json_body import BodyReader
+from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.http.response import SLICE
 from llama_jax.serving.http.service import connect
 from llama_jax.serving.requests import Update
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -87,7 +87,7 @@ def test_every_form_of_a_prompt(prompt):
 
 @pytest.mark.parametrize("per_turn", [1, 3, 30])
 def test_a_stream_says_what_the_whole_says(per_turn, monkeypatch):
-    monkeypatch.setattr("llama_jax.serving.http.answer.SLICE", 4)  # so that prompts and updates are taken in parts
+    monkeypatch.setattr("llama_jax.serving.http.response.SLICE", 4)  # so that prompts and updates are taken in parts
     said = "Größe 🦙 and so on, and so forth"
     body = {"max_tokens": 60, "logprobs": 1, "n": 2, "stop": ["so forth", "zzz"], "seed": 1, "echo": True}
     engine = FakeEngine(says=saying(said), per_turn=per_turn)
@@ -815,7 +815,7 @@ def test_pages_of_other_origins():
 def test_more_connections_than_may_be():
     from fakes import Client
 
-    from llama_jax.serving.http.app import make_app
+    from llama_jax.serving.http.routes import make_app
 
     async def main():
         engine = FakeEngine()

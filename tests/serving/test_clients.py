@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes import FakeEngine, following, listening, saying, served
 
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.request_schema import Limits
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 SAID = "Grüße, 🦙! And so on."

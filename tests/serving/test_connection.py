@@ -13,7 +13,7 @@ from fakes import FakeEngine, ids, listening, saying, served
 from uvicorn.server import ServerState
 
 from llama_jax.serving.http import connection
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.request_schema import Limits
 
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
@@ -138,6 +138,24 @@ def test_many_offers_of_another_protocol_in_a_row(address):
     with connected(address) as found:
         found.sendall((head(OFFER, b"GET /health") + b"\r\n") * 1100)
         assert {answer(found)[0] for _ in range(1100)} == {200}
+
+
+def test_of_many_requests_in_a_row_few_are_parsed_before_responses(monkeypatch):
+    """Parsing them all would hold up other clients: a quick request is answered among them."""
+    began, parsed = connection.Connection.on_message_begin, []
+    monkeypatch.setattr(connection.Connection, "on_message_begin", lambda self: (parsed.append(self), began(self)))
+    engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9)
+    body = json.dumps({"prompt": "a", "max_tokens": 10**8, "stream": True}).encode()
+    endless = head(b"Content-Length: %d\r\n\r\n" % len(body)) + body
+    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
+        address = address.removeprefix("http://").split(":")
+        with connected(address) as found:
+            found.sendall(endless + HEALTH * 2000)
+            found.recv(1000)
+            with connected(address) as other:
+                other.sendall(HEALTH)
+                assert answer(other)[0] == 200
+            assert len(parsed) * len(HEALTH) < 2 * connection.FEED
 
 
 def test_a_client_that_leaves_with_further_requests_queued():

@@ -11,9 +11,9 @@ from fakes import Client, on_a_thread
 
 import llama_jax
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.app import make_app
-from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.http.routes import make_app
 from llama_jax.serving.http.service import Served, connect
 from llama_jax.serving.options import EngineOptions
 

@@ -18,10 +18,10 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.model import BURST
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.rows import pages_of
+from llama_jax.serving.served_model import BURST
 
 SMALL = EngineOptions(rows=4, context=128, piece=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context
@@ -202,7 +202,7 @@ class TestBursts:
             stopped = Client(engine, prompt=[1, 5], max_new_tokens=40, stop_tokens=[tokens[n - 1]])
             exhaust(engine)
             assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
-        assert not engine.rows
+        assert not engine.scheduler.rows
 
     @pytest.mark.parametrize("length", range(2, 7))
     def test_they_fit_into_the_slots(self, model, warm_engine, bursts, length):
@@ -246,10 +246,10 @@ class TestPrefixCache:
         warm = Client(engine, **kwargs)
         exhaust(engine)
         assert (cold.updates[0].cached, warm.updates[0].cached) == (0, 80)
-        engine.pages.most_bytes = engine.pages.held_bytes // 2  # the next piece drives others out
+        engine.scheduler.pages.most_bytes = engine.scheduler.pages.held_bytes // 2  # the next piece drives others out
         other = Client(engine, prompt=[1, *range(200, 280)], max_new_tokens=5)
         exhaust(engine)
-        assert engine.pages.evicted > 0
+        assert engine.scheduler.pages.evicted > 0
         evicted = Client(engine, **kwargs)
         exhaust(engine)
         assert evicted.updates[0].cached < 80
@@ -275,13 +275,13 @@ class TestPrefixCache:
         engine = Engine(*model, SMALL)
         Client(engine, prompt=[1, *range(20, 100)], max_new_tokens=1)
         exhaust(engine)
-        piece = engine.pages.held_bytes // len(engine.pages)
+        piece = engine.scheduler.pages.held_bytes // len(engine.scheduler.pages)
         small = Engine(*model, replace(SMALL, prefix_bytes=3 * piece + 1))
         for start in (20, 150, 300, 20):
             client = Client(small, prompt=[1, *range(start, start + 80)], max_new_tokens=1)
             exhaust(small)
-            assert small.pages.held_bytes <= 3 * piece
-            assert len(small.pages) == 3
+            assert small.scheduler.pages.held_bytes <= 3 * piece
+            assert len(small.scheduler.pages) == 3
         assert client.updates[0].cached == 0
         again = Client(small, prompt=[1, *range(20, 36)], max_new_tokens=1)
         exhaust(small)
@@ -300,7 +300,7 @@ class TestFullCache:
         assert [client.finish for client in clients] == ["length"] * 4
         for client in clients:
             assert client.ids == alone(model, client.request).tokens
-        assert engine.pages.available == engine.pages.count
+        assert engine.scheduler.pages.available == engine.scheduler.pages.count
 
     @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in range(1, 5))])
     def test_among_others_that_come_and_go(self, model, seed):
@@ -309,8 +309,8 @@ class TestFullCache:
         wanted = [some_request(rng) | {"max_new_tokens": 35, "stop_tokens": ()} for _ in range(16)]
         come_and_go(engine, wanted, rng, partial(alone, model))
         assert engine.stats().preempted
-        engine.pages.most_bytes = 0
-        assert engine.pages.available == engine.pages.count
+        engine.scheduler.pages.most_bytes = 0
+        assert engine.scheduler.pages.available == engine.scheduler.pages.count
 
     def test_what_gave_way_leaves_only_prefixes_of_its_own_tokens(self, model):
         """A row that an older one takes the pages of while a step is made begins again, and not in the middle."""
@@ -344,6 +344,22 @@ class TestFullCache:
         for client in (first, long, short):
             assert client.ids == alone(model, client.request).tokens
 
+    def test_a_request_needs_no_pages_for_what_it_shares_with_running_ones(self, model):
+        engine = Engine(*model, FULL)  # of eight pages
+        begun = [1, *range(5, 68)]
+        first = Client(engine, prompt=[*begun, 70], max_new_tokens=15)
+        while not first.ids:
+            engine.turn()
+        second = Client(engine, prompt=[*begun, *range(80, 100)], max_new_tokens=10)  # six pages, of which four are there
+        while first.finish is None:
+            engine.turn()
+        assert second.ids
+        assert second.updates[0].cached == 64
+        exhaust(engine)
+        assert engine.stats().preempted == 0
+        for client in (first, second):
+            assert client.ids == alone(model, client.request).tokens
+
     def test_a_scored_prompt_and_a_constraint_go_on_too(self, model):
         engine = Engine(*model, FULL)
         first = Client(engine, prompt=[1, 7], max_new_tokens=120)
@@ -363,8 +379,8 @@ class TestFullCache:
         clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(64)]
         while any(not client.ids for client in clients):
             engine.turn()
-            running = engine.rows
-            used = engine.pages.count - engine.pages.available
+            running = engine.scheduler.rows
+            used = engine.scheduler.pages.count - engine.scheduler.pages.available
             assert used == sum(len(row.pages) for row in running)
             assert used <= sum(pages_of(row.read + 1) for row in running)
         engine.close()
@@ -402,7 +418,7 @@ class TestCancelling:
         exhaust(engine)
         stats = engine.stats()
         assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
-        assert not engine.rows
+        assert not engine.scheduler.rows
 
     def test_what_is_over_its_time(self, model, warm_engine):
         engine = Engine(*model, SMALL)
@@ -433,6 +449,17 @@ class TestQueue:
         assert engine.stats().refused == 2
         exhaust(engine)
         Client(engine, prompt=[1] * 60, max_new_tokens=2)  # alone, a long one may always wait
+
+    def test_short_prompts_are_read_in_one_step(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        clients = [Client(engine, prompt=[1, *range(5, 5 + i)], max_new_tokens=3) for i in range(2, 6)]
+        for _ in range(2):  # what a step gives is delivered in the turn after it
+            engine.turn()
+        assert all(client.ids for client in clients[:3])  # of 3 + 4 + 5 tokens; the fourth has 6, and there is room for 16
+        assert not clients[3].ids
+        exhaust(engine)
+        for client in clients:
+            assert client.ids == alone(model, client.request).tokens
 
     def test_a_short_prompt_does_not_wait_for_long_ones_nor_they_for_ever(self, model, warm_engine):
         engine = Engine(*model, SMALL)

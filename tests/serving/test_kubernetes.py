@@ -9,7 +9,7 @@ import yaml
 from fakes import FakeEngine, talk
 
 from llama_jax.cli.serve import KEY, Serve
-from llama_jax.serving.http.guard import OPEN, Access
+from llama_jax.serving.http.auth import OPEN, Access
 from llama_jax.serving.http.server import ENGINE_SECONDS, LAST_WORDS
 from llama_jax.serving.options import EngineOptions
 

@@ -1,11 +1,15 @@
 """Requests that cost much: grammars that compile for ever and large bodies hold up neither other requests nor the end."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import vocabularies
@@ -14,12 +18,13 @@ from test_api import error_of
 from test_server import Connection, process, until_draining
 
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.http import json_body, service
-from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
+from llama_jax.serving.http import json_process, service
+from llama_jax.serving.http.errors import ApiError
+from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
+from llama_jax.serving.http.request_schema import Limits
 from llama_jax.tokenizers import load_tokenizer
 
-THREADS, WAITING = service.GRAMMAR_THREADS, service.GRAMMARS_WAITING
+THREADS, WAITING = service.beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
 
 
 class Compiling:
@@ -124,13 +129,43 @@ def test_what_is_being_prepared_is_refused_when_the_server_drains(monkeypatch):
         assert error_of(answer, 503)["code"] == "draining"
 
 
+def children(script):
+    """The priorities of the processes of a script that this process has started, as differences from its own."""
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    own, found = os.getpriority(os.PRIO_PROCESS, 0), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and script in (folder / "cmdline").read_text():
+                found.append(os.getpriority(os.PRIO_PROCESS, int(folder.name)) - own)
+    return found
+
+
+def test_one_process_of_low_priority_compiles_the_grammars_of_completions_and_chats():
+    pytest.importorskip("llguidance")
+
+    async def conversation(client):
+        constraint = {"response_format": {"type": "regex", "regex": "[a-z]+"}}
+        messages = [{"role": "user", "content": "Hello"}]
+        answers = [
+            await client.post("/v1/completions", {"prompt": "a", **constraint}),
+            await client.post("/v1/chat/completions", {"messages": messages, **constraint}),
+        ]
+        return answers, children("grammar_check.py")
+
+    answers, found = talk(FakeEngine(says=saying("hi")), conversation)
+    assert [answer.status for answer in answers] == [200, 200]
+    assert found == [10]
+
+
 def test_a_process_ends_although_grammars_compile():
     """It waits for no thread and no other process, and says nothing of those that it left."""
     pytest.importorskip("llguidance")
     with process(drain=0.3) as running:
         body = {"prompt": "a", "response_format": {"type": "regex", "regex": "a?" * 10_000}}
         calls = [Connection(running.address, "POST", "/v1/completions", body) for _ in range(8)]
-        while not re.search(r"num_requests_waiting [1-6]\.0", Connection(running.address, "GET", "/metrics").rest()):
+        while not re.search(r"num_requests_waiting [1-7]\.0", Connection(running.address, "GET", "/metrics").rest()):
             pass
         running.send_signal(signal.SIGTERM)
         until_draining(running.address)
@@ -167,6 +202,26 @@ def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(mo
         return answer
 
     assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
+
+
+@pytest.mark.parametrize(("cores", "at_once"), [(2, 1), (64, service.LONG_THREADS)])
+def test_long_texts_leave_the_engine_most_of_the_cores(monkeypatch, cores, at_once):
+    told, begun = threading.Event(), []
+    encode = lambda self, *given: (begun.append(given), told.wait(20), [])[2]
+    monkeypatch.setattr(type(BYTES), "encode", encode)
+    monkeypatch.setattr(service.os, "cpu_count", lambda: cores)
+
+    async def conversation(client):
+        calls = [client.begin("POST", "/tokenize", {"prompt": "a" * 2 * SMALL_BODY}) for _ in range(5)]
+        while len(begun) < at_once or client.service._long_texts.waiting < 5 - at_once:
+            await asyncio.sleep(0)
+        found = len(begun)
+        told.set()
+        return found, [await call.response() for call in calls]
+
+    found, answers = talk(FakeEngine(), conversation)
+    assert found == at_once
+    assert {answer.status for answer in answers} == {200}
 
 
 def unfinished(client, content):
@@ -208,12 +263,18 @@ def test_all_bodies_share_a_budget():
 
 
 @pytest.mark.parametrize("size", [100, 2 * SMALL_BODY])
-def test_large_bodies_are_parsed_on_another_thread(monkeypatch, size):
-    found = []
-    monkeypatch.setattr(service, "parse_json", lambda body: (found.append(threading.current_thread()), parse_json(body))[1])
-    answer = talk(FakeEngine(), lambda client: client.post("/tokenize", {"prompt": "a" * size}))
-    assert answer.json == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
-    assert (found[0] is threading.main_thread()) == (size < SMALL_BODY)
+def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
+    """`json.loads` holds up every thread of its process."""
+    found, parse = [], json.loads
+    monkeypatch.setattr(json_process.json, "loads", lambda *text, **more: (found.append(True), parse(*text, **more))[1])
+
+    async def conversation(client):
+        return await client.post("/tokenize", {"prompt": "a" * size}), children("json_process.py")
+
+    answer, priorities = talk(FakeEngine(), conversation)
+    assert found == [True] * (size < SMALL_BODY)
+    assert priorities == [10] * (size > SMALL_BODY)
+    assert parse(answer.body) == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
 
 
 @pytest.mark.parametrize(
@@ -226,16 +287,48 @@ def test_large_bodies_are_parsed_on_another_thread(monkeypatch, size):
     ],
 )
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(monkeypatch, text):
-    monkeypatch.setattr(json_body.json, "loads", None)
-    with pytest.raises(json_body.ApiError, match="more than 262144 strings, commas and brackets"):
-        parse_json(bytearray(text, "utf-8"))
+    monkeypatch.setattr(json_process.json, "loads", None)
+    with pytest.raises(json_process.JsonError, match="more than 262144 strings, commas and brackets"):
+        json_process.parse(text.encode())
+
+
+@pytest.fixture(scope="module")
+def parser():
+    found = JsonParser()
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize(
     "value", [",[{" * 600_000, '"\\,' * 600_000, list(range(200_000))], ids=["text", "quotes", "numbers"]
 )
-def test_a_long_text_is_one_part(value):
-    assert parse_json(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+def test_a_long_text_is_one_part(parser, value):
+    assert parser.parse(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "code"),
+    [
+        (b'{"prompt": "a"', "the body is not JSON: ", "invalid_json"),
+        (b'{"prompt": NaN}', "the body is not JSON: NaN is not a number in JSON", "invalid_json"),
+        (b"\xff", "the body is not JSON: ", "invalid_json"),
+        (b"[" * 100_000, "the body is nested too deeply", None),
+        (b"[" + b"[]," * 400_000 + b"1]", "the body has more than 262144 strings", None),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 2 * SMALL_BODY])
+def test_what_is_wrong_with_a_body_does_not_depend_on_who_parses_it(parser, content, said, code, padding):
+    with pytest.raises(ApiError) as error:
+        parser.parse(bytearray(b" " * padding + content))
+    assert error.value.status == 400
+    assert error.value.message.startswith(said)
+    assert error.value.code == code
+
+
+def test_a_body_is_text_with_everything_that_json_allows(parser):
+    value = {"a": ["\ud800", "\U0001f600\0", 10**30, -0.5, 1e300, True, None, {}], "pad": "a" * 2 * SMALL_BODY}
+    assert parser.parse(bytearray(json.dumps(value), "utf-8")) == value
+    assert parser.parse(bytearray("\ufeff" + json.dumps(value, ensure_ascii=False), "utf-8", "surrogatepass")) == value
 
 
 def test_more_messages_than_tokens_are_refused_by_their_number():

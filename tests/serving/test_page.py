@@ -9,7 +9,7 @@ import pytest
 from browser import Browser
 from fakes import BYTES, FakeEngine, ids, listening, served
 
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.request_schema import Limits
 
 BODY = "document.querySelector('.answer:last-of-type .body').textContent"
 IDLE = "document.getElementById('stop').disabled"

@@ -14,7 +14,7 @@ import pytest
 from commands import run_here
 
 from llama_jax.errors import UserError
-from llama_jax.serving.http import starting
+from llama_jax.serving.http import server
 from llama_jax.serving.http.server import address_of, listen
 
 SCRIPT = Path(__file__).with_name("served_process.py")
@@ -140,8 +140,8 @@ def test_until_it_is_ready_it_says_how_far_it_is():
 
 def test_a_start_is_logged_now_and_then(monkeypatch):
     now, lines = [100.0], []
-    monkeypatch.setattr(starting.time, "monotonic", lambda: now[0])
-    startup = starting.Startup(log=lines.append)
+    monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
+    startup = server.Startup(log=lines.append)
     for report in (("loading the model", 1, 4), ("compiling", 1, 9), ("compiling", 3, 9), ("x",)):
         startup.report(*report)
         now[0] += 6

@@ -14,6 +14,9 @@ from llama_jax.serving.http.errors import ApiError
 
 LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
 HEAD_SECONDS = 60  # limit for a client to send a head
+FEED = (
+    16 << 10
+)  # bytes that are parsed at once; the heads that fit in hold up the event loop for a few hundredths of a second
 UNREAD_SECONDS = 60  # limit for a client to read nothing of what it is sent
 
 
@@ -23,6 +26,9 @@ class Connection(HttpToolsProtocol):
     uvicorn also waits for ever until a client reads. Here a response pauses as soon as the kernel takes no more of it, and
     when that has taken nothing for UNREAD_SECONDS the connection is closed, whose request then leaves the engine.
 
+    A client may send many requests before it reads a response: of these no more than come in FEED bytes are parsed and kept
+    as requests; the others follow once all of them have been answered.
+
     What cannot be read is refused once the requests before it have been answered; uvicorn closes the connection at once.
 
     Requests that offer to switch protocols (as Java's own client does, in every first request) and have a body are answered,
@@ -31,6 +37,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._unfed = b""  # what was received and is parsed once the requests before it have been answered
         self._unused = 0  # bytes received that belong to neither a finished head nor a body
         self._late: asyncio.TimerHandle | None = None
         self._in_body = False
@@ -46,6 +53,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._had_head()
         self._has_read()
+        self._unfed = b""
         if self._running is not None:
             _disconnect(self._running)
         super().connection_lost(exc)
@@ -59,17 +67,25 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
-            return
-        self._unset_keepalive_if_required()
-        self._unused += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            self.send_400_response("the request is not HTTP")
-            return
-        if self._unused > LARGEST_HEAD:
-            self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send less")
+        if self._refusal is None:
+            self._unfed += data
+            self._feed_more()
+
+    def _feed_more(self) -> None:
+        """Parse what was received, until requests wait for the responses to others."""
+        while self._unfed and not self.pipeline and self._refusal is None and not self.transport.is_closing():
+            data, self._unfed = self._unfed[:FEED], self._unfed[FEED:]
+            self._unset_keepalive_if_required()
+            self._unused += len(data)
+            try:
+                self._feed(data)
+            except httptools.HttpParserError:
+                self.send_400_response("the request is not HTTP")
+                return
+            if self._unused > LARGEST_HEAD:
+                self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send less")
+        if self._unfed:
+            self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -134,6 +150,10 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if was_last:
             self._send_refusal()
+        if self._unfed:
+            self.flow.pause_reading()  # which uvicorn has just resumed
+            if not self.pipeline:
+                self.loop.call_soon(self._feed_more)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what cannot be read, once all requests before it have been answered, and close the connection."""

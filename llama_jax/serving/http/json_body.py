@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import marshal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from llama_jax.errors import reason_of
+from llama_jax.child_process import ChildProcess, isolated
+from llama_jax.serving.http import json_process
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 
 BODY_SECONDS = 60  # limit for a client to send a body
 SMALL_BODY = 64 << 10  # bytes; so much of each body is outside the budget, and is parsed on the event loop
-MOST_SYMBOLS = 1 << 18  # strings, commas and brackets: json.loads holds all threads up for less than 0.1 s
+PARSE_SECONDS = 30  # limit for a body to be parsed
 
 
 class BodyReader:
@@ -89,30 +91,28 @@ class BodyReader:
         return ApiError(413, message, headers={"Connection": "close"})
 
 
-def parse_json(content: bytearray) -> Any:
-    """The value of a JSON body; ApiError if it is not JSON, or of too many parts."""
-    try:
-        text = content.decode("utf-8-sig", "surrogatepass")
-        if not _is_small(text):
-            raise refused(f"the body has more than {MOST_SYMBOLS} strings, commas and brackets; send less")
-        return json.loads(text, parse_constant=_no_number)
-    except RecursionError:
-        raise refused("the body is nested too deeply") from None
-    except ValueError as error:  # also for invalid UTF-8, and for integers of thousands of digits
-        raise refused(f"the body is not JSON: {reason_of(error)}", code="invalid_json") from None
+class JsonParser:
+    """Parses JSON bodies, from any thread: large ones in a process of their own."""
 
+    def __init__(self) -> None:
+        self._child = ChildProcess(*isolated(Path(json_process.__file__), ()), PARSE_SECONDS)
 
-def _is_small(text: str) -> bool:
-    """Whether a JSON text has at most MOST_SYMBOLS strings, and commas and brackets outside of them."""
-    if sum(map(text.count, '",[{')) <= MOST_SYMBOLS:
-        return True
-    bare = text.replace("\\\\", "").replace('\\"', "")  # without escaped quotes
-    strings = (bare.count('"') + 1) // 2
-    if strings > MOST_SYMBOLS:
-        return False
-    outside = "".join(bare.split('"')[::2])
-    return strings + sum(map(outside.count, ",[{")) <= MOST_SYMBOLS
+    def close(self) -> None:
+        """Kill the process, if there is one; another body starts another."""
+        self._child.close()
 
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
+    def parse(self, content: bytearray) -> Any:
+        """The value of a body; ApiError if it is not JSON, or of too many parts."""
+        if len(content) <= SMALL_BODY:
+            try:
+                return json_process.parse(content)
+            except json_process.JsonError as error:
+                raise refused(str(error), code=error.code) from None
+        answer = self._child.ask(bytes(content))
+        if answer is None:
+            raise refused(f"the body takes over {PARSE_SECONDS} s or too much memory to parse; send less")
+        value = marshal.loads(memoryview(answer)[1:])
+        if answer[:1] == b"t":
+            return value
+        reason, code = value
+        raise refused(reason, code=code)

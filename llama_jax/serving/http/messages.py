@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from llama_jax.errors import shown
-from llama_jax.serving.http import fields as f
+from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
-from llama_jax.serving.http.fields import Field, Fields
+from llama_jax.serving.http.schema import Field, Fields
 from llama_jax.tokenizers import Message
 
 IGNORED = ("refusal", "audio", "annotations", "function_call")  # clients send these back empty

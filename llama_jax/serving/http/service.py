@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,12 @@ from typing import Any, TypeVar
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
-from llama_jax.serving.http.bodies import (
+from llama_jax.serving.http.asyncio_bridge import Exchange, Switchboard
+from llama_jax.serving.http.completion_choice import Choice, TokenNames
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
+from llama_jax.serving.http.metrics import ServerMetrics
+from llama_jax.serving.http.request_schema import (
     USUAL_COMPLETION,
     Asked,
     ChatAsked,
@@ -21,11 +27,6 @@ from llama_jax.serving.http.bodies import (
     chat_fields,
     completion_fields,
 )
-from llama_jax.serving.http.choice import Choice, TokenNames
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
-from llama_jax.serving.http.exchange import Exchange, Switchboard
-from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, parse_json
-from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import DaemonThreadPool
@@ -34,6 +35,7 @@ from llama_jax.tokenizers.chat import Renderer
 
 CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
+# Threads at most, see `beside_engine`.
 TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
 LONG_THREADS = 2  # for longer ones, and the bodies that they come in: they take seconds, and the others do not wait for them
 LONG_WAITING = 32  # further requests are refused
@@ -115,11 +117,13 @@ class Service:
         self._ends = tokenizer.stop_ids
         self._chat_ends = () if chat is None else reply_ends(tokenizer, chat)
         self._grammars = Grammars(tokenizer, self.limits.vocab_size, self._ends)
-        self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
+        same = set(self._ends) == set(self._chat_ends)
+        self._chat_grammars = self._grammars if same else Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
-        self._texts = DaemonThreadPool("texts", TEXT_THREADS)
-        self._long_texts = DaemonThreadPool("long texts", LONG_THREADS, LONG_WAITING)
-        self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
+        self._json = JsonParser()
+        self._texts = DaemonThreadPool("texts", beside_engine(TEXT_THREADS))
+        self._long_texts = DaemonThreadPool("long texts", beside_engine(LONG_THREADS), LONG_WAITING)
+        self._compiling = DaemonThreadPool("grammars", beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING)
         self.metrics.compiling = lambda: self.compiling
         self._ending: asyncio.Future[None] = self.switchboard.loop.create_future()
         self.bodies = BodyReader(self.limits.largest_body, BODIES * self.limits.largest_body)
@@ -168,8 +172,8 @@ class Service:
             left.cancel()
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
-        """What `read` makes of a JSON body; a large one in a thread."""
-        run = lambda: read(parse_json(body))
+        """What `read` makes of a JSON body; of a large one in a thread."""
+        run = lambda: read(self._json.parse(body))
         return await self._checked(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
@@ -349,7 +353,8 @@ class Service:
         return None
 
     def close(self) -> None:
-        """End the processes that render chats and compile grammars."""
+        """End the processes that parse bodies, render chats and compile grammars."""
+        self._json.close()
         self._renderer.close()
         self._grammars.close()
         self._chat_grammars.close()
@@ -376,6 +381,11 @@ def connect(
     limits = replace(limits, context=engine.context, longest_prompt=longest)
     names = TokenNames(served.tokenizer)
     return Service(engine, served, limits, seconds, wedged_after, switchboard, metrics, names)
+
+
+def beside_engine(most: int) -> int:
+    """Threads of a pool: at most a fourth of the processor's cores, which the steps of an engine may need."""
+    return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import shown
 from llama_jax.serving.grammar import JSON_STYLE
-from llama_jax.serving.http import fields as f
+from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
-from llama_jax.serving.http.fields import Field
+from llama_jax.serving.http.schema import Field
 
 MOST_TOOLS = 128
 LONGEST_NAME = 64

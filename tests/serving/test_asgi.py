@@ -10,9 +10,9 @@ from fakes import BYTES, Client, FakeEngine, ids, saying, served
 import llama_jax
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.serving.http.bodies import Limits
-from llama_jax.serving.http.guard import Access
-from llama_jax.serving.http.mounted import Mounted
+from llama_jax.serving.http.asgi import Mounted
+from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.server import ServerOptions
 
 LIMITS = Limits(vocab_size=259, context=512)

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import UserError
-from llama_jax.serving.http.app import make_app
-from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.http.routes import make_app
 from llama_jax.serving.http.server import ServerOptions, drain, run_engine
 from llama_jax.serving.http.service import Served, Service, connect
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from llama_jax.errors import shown
 from llama_jax.inference.sampling import Sampling
-from llama_jax.serving.http import fields as f
+from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
-from llama_jax.serving.http.fields import Field, Fields
 from llama_jax.serving.http.messages import messages_field
+from llama_jax.serving.http.schema import Field, Fields
 from llama_jax.serving.http.tools import as_given, check_free, must_call, tool_choice_field, tools_field
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message

@@ -25,11 +25,11 @@ from llama_jax import Sampling
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.group import Follower, follow, leading
-from llama_jax.serving.model import ServedModel
+from llama_jax.serving.multihost_engine import Follower, follow, leading
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
+from llama_jax.serving.served_model import ServedModel
 
 SMALL = EngineOptions(rows=4, context=128, piece=16, prefix_bytes=30_000)
 
@@ -90,7 +90,7 @@ class First:
 def test_followers_make_the_same_calls_and_keep_no_more(model):
     first = First(model)
     answers = first.serve(0, 12)
-    assert first.engine.pages.evicted
+    assert first.engine.scheduler.pages.evicted
     assert first.engine.stats().cached_tokens
     for request, updates, _ in answers:
         if updates[-1].finish == "length":
@@ -112,8 +112,8 @@ def test_followers_make_the_same_calls_and_keep_no_more(model):
         for told in first.told:
             follower.take(told)
         sizes.append(len(follower.arrays))
-    settings = len(jax.tree.leaves(first.engine._settings[1]))
-    assert max(sizes) < len(jax.tree.leaves(first.engine.state)) + 2 * settings + 10
+    settings = len(jax.tree.leaves(first.engine.scheduler._settings[1]))
+    assert max(sizes) < len(jax.tree.leaves(first.engine.scheduler.state)) + 2 * settings + 10
 
 
 @pytest.mark.slow

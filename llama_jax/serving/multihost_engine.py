@@ -21,8 +21,8 @@ import numpy as np
 
 from llama_jax.ops import cpu
 from llama_jax.ops.platform import native_code
-from llama_jax.serving.model import ServedModel
 from llama_jax.serving.programs import Programs
+from llama_jax.serving.served_model import ServedModel
 
 OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every process has itself
 

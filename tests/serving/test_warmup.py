@@ -12,7 +12,7 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
-from llama_jax.serving import warming
+from llama_jax.serving import warmup
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.rows import batch_of, settings_of
@@ -38,8 +38,8 @@ def test_what_is_compiled_ahead_is_what_is_run(model, monkeypatch):
         ahead.end()
         running.begin()
 
-    warming_ahead = warming.compile_ahead
-    monkeypatch.setattr(warming, "compile_ahead", compile_ahead)
+    warming_ahead = warmup.compile_ahead
+    monkeypatch.setattr(warmup, "compile_ahead", compile_ahead)
     engine = Engine(*model, SMALL)
     engine.warm(lambda done, of: told.append((done, of)))
     running.end()
@@ -47,7 +47,7 @@ def test_what_is_compiled_ahead_is_what_is_run(model, monkeypatch):
     assert running.count == 0
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
     assert ahead.count == len(told) == 4  # one token or several, a piece, a piece that is scored, tokens that are seen
-    assert not engine.rows
+    assert not engine.scheduler.rows
 
 
 def test_a_server_has_eight_programs_at_most(model):
@@ -76,7 +76,7 @@ def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_k
     with ops.native_anyway(model.native):
         assert native_code.value
         text = model.programs.step.lower(
-            model.config, model.params, engine.state, batch, settings, model.compute, model.layout
+            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.layout
         ).as_text()
     assert ("llama_jax_paged_" in text) == by_kernel
 
@@ -91,7 +91,7 @@ def test_a_step_copies_no_pages(model, dtype):
     model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
     with ops.native_anyway(model.native):
         program = model.programs.step.lower(
-            model.config, model.params, engine.state, batch, settings, model.compute, model.layout
+            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.layout
         ).compile()
     found = program.memory_analysis()
-    assert found.alias_size_in_bytes >= engine.state.pages.nbytes > 4 * found.temp_size_in_bytes
+    assert found.alias_size_in_bytes >= engine.scheduler.state.pages.nbytes > 4 * found.temp_size_in_bytes

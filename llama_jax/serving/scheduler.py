@@ -1,0 +1,283 @@
+"""The rows of an engine: which of them read, which get tokens, whose pages they have, and the steps of the device.
+
+A row takes pages of the cache as it grows. Where there are none left, the youngest rows give up theirs: what they have is
+read again when there is room, and they go on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from llama_jax.model.cache import PAGE
+from llama_jax.serving.drafting import CATCHING_UP, drafting_by
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.pages import PagePool
+from llama_jax.serving.programs import RowSettings
+from llama_jax.serving.requests import Ticket
+from llama_jax.serving.rows import Pending, RowPart, ServedRow, batch_of, pages_of, settings_of
+from llama_jax.serving.served_model import ServedModel
+
+
+class Scheduler:
+    """The rows and the device's state; knows nothing of what is delivered.
+
+    Attributes:
+      pages: of the cache, and whose they are.
+      rows: that are served.
+      state: of the device, after all steps that were started.
+      drafting: what proposes tokens; None for nothing.
+      width: pages that a row can have.
+      counts: prompt_tokens, cached_tokens and preempted, see `EngineStats`.
+
+    Args:
+      context: tokens that a row can have.
+      collect: takes the results of the step that the device is at, which may end rows; False where there is none.
+    """
+
+    def __init__(self, model: ServedModel, options: EngineOptions, context: int, collect: Callable[[], bool]) -> None:
+        self.pages = PagePool(options.pages(model.config), model.page_bytes, options.prefix_bytes)
+        self.rows: list[ServedRow] = []
+        self.state = model.empty(options.rows, self.pages.count)
+        self.drafting = drafting_by(options.draft)
+        self.width = pages_of(context)
+        self.counts: Counter[str] = Counter()
+        self._model = model
+        self._options = options
+        self._collect = collect
+        self._seats = list(reversed(range(options.rows)))  # that are free
+        self._settings: tuple[list[object], RowSettings] | None = None  # on the device, and what they were made of
+
+    def readers(self, queue: Iterable[Ticket], oldest_first: bool) -> list[Ticket]:
+        """Those that read in the next step: the first a piece, and others all that they lack, where that fits in as well.
+
+        They are taken from the rows that have more to read and the requests that wait, by age or by what they have to read:
+        by turns, so that a short prompt does not wait for a long one, and a long one advances at half the speed whatever
+        arrives. No request begins for which there are no pages, nor one that came after it.
+        """
+        oldest = min((row.ticket for row in self.rows), key=_age, default=None)
+        reading = [row.ticket for row in self.rows if row.reads and row.accepting is None]
+        there = [one for one in reading if one.row.pages or one is oldest or self._fits(one)]
+        waiting = list(queue) if self._seats and len(there) == len(reading) else []
+        waiting = [one for one in waiting if self._fits(one)] if waiting and self._fits(waiting[0]) else []
+        found: list[Ticket] = []
+        left = self._options.piece
+        for one in sorted([*there, *waiting], key=lambda one: (0 if oldest_first else one.left, _age(one))):
+            if found and (one.left > left or one.request.score_prompt):
+                continue
+            begin = [each for each in found if each.row is None]
+            if one.row is None and (len(begin) == len(self._seats) or (begin and not self._fits(one, begin))):
+                continue
+            found.append(one)
+            left -= min(one.left, left)
+            if not left or one.request.score_prompt:  # which another program does
+                break
+        return found
+
+    def _fits(self, ticket: Ticket, others: Sequence[Ticket] = ()) -> bool:
+        """Whether there are pages for all that a request, older rows and others have to read, and one more token of each."""
+        older = [row.ticket for row in self.rows if _age(row.ticket) < _age(ticket)]
+        return sum(map(self._lacks, [ticket, *older, *others])) <= self.pages.available
+
+    def _lacks(self, ticket: Ticket) -> int:
+        """Pages that it needs for all of its tokens and one more, without those that it will share with running rows."""
+        row = ticket.row
+        if row is not None and row.pages:
+            return row.lacks(row.unread + 1)
+        return pages_of(ticket.left + 1) - self.pages.in_use(ticket.digests)
+
+    def seat(self, ticket: Ticket) -> None:
+        """Give a request a seat; it has read nothing yet."""
+        request, model = ticket.request, self._model
+        allowed = None if request.constraint is None else request.constraint.allowed()
+        followed = None if self.drafting is None else self.drafting.follow(request)
+        prompt = np.asarray(request.prompt, np.int32)
+        row = ServedRow(ticket, self._seats.pop(), prompt.tolist(), allowed, followed, scoring=request.score_prompt)
+        ticket.row = row
+        self.rows.append(row)
+        if ticket.arrays.sampling.repetition_penalty[0] != 1:
+            seen = np.zeros(model.vocab, bool)
+            seen[prompt] = True
+            self.state = model.enter(self.state, row.seat, seen)
+
+    def leave(self, row: ServedRow) -> None:
+        """Free the seat and the pages of a row."""
+        row.ended = True
+        self.rows.remove(row)
+        self._seats.append(row.seat)
+        self.pages.give(row.pages)
+        row.pages = []
+
+    def _find_prefix(self, row: ServedRow) -> None:
+        """Take the pieces that come next from those that are kept."""
+        size, digests = self._options.piece, row.ticket.digests
+        while not row.read % size and row.read // size < len(digests):
+            pages = self.pages.find(digests[row.read // size])
+            if pages is None:
+                break
+            own = slice(row.read // PAGE, (row.read + size) // PAGE)
+            self.pages.give(row.pages[own])
+            row.pages[own] = pages
+            row.read += size
+            row.read_by_draft = row.read
+            row.cached += size
+            self.counts["cached_tokens"] += size
+
+    def _reserve(self, row: ServedRow, count: int) -> None:
+        """Give a row pages for so many more tokens, if there are any that are not of older rows."""
+        while (lacks := row.lacks(count)) and not row.ended:
+            pages = self.pages.take(lacks)
+            if pages is not None:
+                row.pages += pages
+            elif not self._collect():  # otherwise what has ended gives up its pages; and no row lacks tokens
+                youngest = max((one for one in self.rows if one.pages), key=lambda one: _age(one.ticket), default=row)
+                if _age(youngest.ticket) <= _age(row.ticket):
+                    return
+                self._preempt(youngest)
+
+    def _preempt(self, row: ServedRow) -> None:
+        """Take a row's pages, so that it must read its tokens again."""
+        self.pages.give(row.pages)
+        row.pages, row.scores, row.read, row.read_by_draft = [], [], 0, 0
+        row.scoring = row.request.score_prompt and not row.chosen
+        row.cached = row.cached if row.chosen else 0
+        self.counts["preempted"] += 1
+
+    def launch(self, readers: Sequence[ServedRow], number: int, most: int) -> Pending | None:
+        """Start a step: what readers read, and `number` drafts of each other row, or `most` tokens of a single one."""
+        able = [row for row in self.rows if row not in readers and not row.reads and row.left and row.accepting is None]
+        many = number + 1
+        if not number and len(able) == 1 and not readers and self.drafting is None and able[0].allowed is None:
+            many = max(min(most, able[0].left), 1)
+        for row in readers:
+            self._find_prefix(row)
+        wanted = [(row, min(row.unread, self._options.piece)) for row in readers] + [(row, many) for row in able]
+        begins = {id(row): row.read for row, _ in wanted}
+        # A row that an older one takes the pages of meanwhile must read again, and has no part in this step.
+        stays = lambda row: row.read == begins[id(row)] and (row in readers or not row.reads) and not row.ended
+        for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
+            if stays(row):
+                self._reserve(row, count)
+        parts = [RowPart(row, row.read, count) for row, count in wanted if stays(row) and not row.lacks(count)]
+        self._read_draft([part for part in parts if part.row in readers])
+        if parts and parts[0].row.scoring:
+            self._score(parts.pop(0))
+        if not parts:
+            return None
+        if number:
+            if self._caught_up([part.row for part in parts]):
+                return self._verify([part._replace(size=1) for part in parts], number)
+            parts = [part._replace(size=1) for part in parts]
+        return self._step(parts, CATCHING_UP if number else 0)
+
+    def _step(self, parts: list[RowPart], number: int) -> Pending:
+        rows, tokens, piece = len(parts), sum(part.size for part in parts), self._options.piece
+        whole = any(row.reads and count == piece for row, _, count in parts)
+        shapes = self._options.steps
+        if rows == 1 and parts[0].row.unread == 1:  # in a burst each token is read after it is chosen
+            shape, count = shapes[0], tokens
+            parts = [parts[0]._replace(size=1)]
+        else:
+            shape, count = next(one for one in shapes if one[0] >= rows and one[1] >= tokens), 0
+            shape = shapes[-1] if whole else shape
+        batch, settings = batch_of(parts, shape, self.width, self._options.rows), self._settings_of(parts, shape[0])
+        if count:
+            self.state, packed = self._model.burst(self.state, batch, settings, count)
+        else:
+            self.state, packed = self._model.step(self.state, batch, settings)
+        for row, begin, own in parts:
+            live, digests = own == row.unread, row.ticket.digests
+            if live and not row.chosen:
+                self.counts["prompt_tokens"] += len(row.request.prompt)
+                self.pages.used(digests)
+            row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
+            if own == piece and not begin % own and begin // own < len(digests):
+                self.pages.keep(digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
+        return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
+
+    def _score(self, part: RowPart) -> None:
+        """Read a piece of a prompt, and score its tokens."""
+        row, begin, count = part
+        size = self._options.piece
+        targets = np.zeros(size, np.int32)
+        following = row.tokens[begin + 1 : begin + 1 + count]
+        targets[: len(following)] = following
+        batch = batch_of([part], (1, size), self.width, self._options.rows)
+        self.state, packed = self._model.score(self.state, batch, self._settings_of([part], 1), targets)
+        row.scores.append(packed)
+        row.read += count
+        if not row.unread:  # the last token is read once more, to choose what follows it
+            row.read, row.scoring = row.read - 1, False
+
+    def _settings_of(self, parts: Sequence[RowPart], rows: int) -> RowSettings:
+        made_of: list[object] = [rows, *(x for part in parts for x in (part.row, part.row.allowed))]
+        if self._settings is not None:
+            old, settings = self._settings
+            if len(old) == len(made_of) and all(x is y for x, y in zip(old, made_of, strict=True)):
+                return settings
+        settings = jax.device_put(settings_of([part.row for part in parts], rows, self._model.config.vocab_size))
+        self._settings = made_of, settings
+        return settings
+
+    def drafted(self) -> int:
+        """How many tokens each row should draft in the next step: 0 where some row has no room for them."""
+        if self.drafting is None or not self.rows:
+            return 0
+        number = self.drafting.choose(self._shape(len(self.rows)), [row.followed for row in self.rows])
+        capacity = self.width * PAGE
+        return 0 if any(not row.chosen or row.read + number >= capacity for row in self.rows) else number
+
+    def _shape(self, rows: int) -> tuple[int, int]:
+        """The step of one token of each row."""
+        return next(shape for shape in self._options.steps if shape[0] >= rows)
+
+    def _read_draft(self, parts: Sequence[RowPart]) -> None:
+        """Let the draft model read the same tokens."""
+        if self._model.draft is None or not parts:
+            return
+        batch = batch_of(parts, self._options.steps[-1], self.width, self._options.rows)
+        self.state = self._model.read_draft(self.state, batch)
+        for row, begin, count in parts:
+            row.read_by_draft = begin + count
+
+    def _caught_up(self, rows: Sequence[ServedRow]) -> bool:
+        """Let a draft model read tokens that came without it; whether it now has all but the last two of each row."""
+        if self._model.draft is None:
+            return True
+        left, parts = self._options.steps[-1][1], []
+        behind = [row for row in rows if row.followed is not None and row.read - row.read_by_draft > 1]
+        for row in behind:
+            count = min(row.read - row.read_by_draft, left)
+            left -= count
+            if count:
+                parts.append(RowPart(row, row.read_by_draft, count))
+        self._read_draft(parts)
+        return all(row.read - row.read_by_draft <= 1 for row in behind)
+
+    def _verify(self, parts: list[RowPart], number: int) -> Pending:
+        assert self.drafting is not None
+        shape, rows = self._shape(len(parts)), [part.row for part in parts]
+        batch = batch_of(parts, shape, self.width, self._options.rows)
+        told = self.drafting.propose([*(row.followed for row in rows), *[None] * (shape[0] - len(rows))], number)
+        settings = self._settings_of(parts, shape[0])
+        self.state, packed = self._model.verify(self.state, batch, settings, told, number)
+        return Pending(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
+
+    def _settle(self, rows: Sequence[ServedRow], number: int, counts: list[int]) -> None:
+        """Record how many tokens a step with drafts has given each row."""
+        assert self.drafting is not None
+        counts = counts[: len(rows)]
+        self.drafting.settle([row.followed for row in rows], number, counts)
+        for row, count in zip(rows, counts, strict=True):
+            row.read_by_draft = row.read + min(count, number)
+            row.read += count
+            row.chosen += count
+
+
+def _age(ticket: Ticket) -> int:
+    """By which requests are ordered: the older one has the smaller."""
+    return ticket.number
