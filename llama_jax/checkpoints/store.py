@@ -178,24 +178,15 @@ def describe(folder: Path, name: str) -> dict[str, StoredArray]:
     Raises:
       CheckpointError: it cannot be read.
     """
-    described: dict[str, StoredArray] = {}
-    for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name)):
-        if not hasattr(leaf, "shape"):
-            continue
-        array, key = StoredArray(tuple(leaf.shape), np.dtype(leaf.dtype)), name_of(path)
-        if key.endswith(JOINED):
-            half = replace(array, shape=(*array.shape[:-2], array.shape[-1]))
-            described |= dict.fromkeys(_parts_of(key), half)
-        else:
-            described[key] = array
-    return described
+    return {
+        name_of(path): StoredArray(tuple(leaf.shape), np.dtype(leaf.dtype))
+        for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
+        if hasattr(leaf, "shape")
+    }
 
 
 def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
     """The arrays of what orbax wrote into a folder under a name, placed and cast.
-
-    Older checkpoints hold gate and up as one array, which is split wherever it occurs: in parameters, in their average and
-    in the state of an optimizer.
 
     Args:
       wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OnHost`, for all that is stored (see `describe`).
@@ -206,22 +197,11 @@ def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
     from orbax.checkpoint import v1 as ocp
 
     leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
-
-    def asked(path: Any, stored: Any) -> Any:
-        key = name_of(path)
-        if not hasattr(stored, "shape"):
-            return stored
-        return _joined(leaves[_parts_of(key)[0]]) if key.endswith(JOINED) else leaves[key]
-
-    asked_for = jax.tree_util.tree_map_with_path(asked, _metadata(folder, name))
-    found = ocp.load(folder.absolute(), asked_for, checkpointable_name=name)
-    arrays: dict[str, Any] = {}
-    for path, array in jax.tree.leaves_with_path(found):
-        key = name_of(path)
-        if key.endswith(JOINED):
-            arrays |= zip(_parts_of(key), _apart(array, leaves[_parts_of(key)[0]]), strict=True)
-        else:
-            arrays[key] = array
+    request = jax.tree_util.tree_map_with_path(
+        lambda path, stored: leaves[name_of(path)] if hasattr(stored, "shape") else stored, _metadata(folder, name)
+    )
+    found = ocp.load(folder.absolute(), request, checkpointable_name=name)
+    arrays = {name_of(path): array for path, array in jax.tree.leaves_with_path(found)}
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], wanted)
 
 
@@ -238,39 +218,6 @@ def _metadata(folder: Path, name: str) -> Any:
     if metadata is None:  # how orbax says that it could not read them
         raise unreadable(where, ValueError("its metadata cannot be read"))
     return metadata
-
-
-JOINED = ".gate_up"  # [..., F, 2, D], as gate and up were kept before
-
-
-def _parts_of(name: str) -> tuple[str, str]:
-    stem = name.removesuffix(JOINED)
-    return f"{stem}.gate", f"{stem}.up"
-
-
-def _joined(half: Any) -> Any:
-    """The request to orbax for both, from the request for one."""
-    shape = (*half.shape[:-1], 2, half.shape[-1])
-    place = getattr(half, "sharding", None)
-    if isinstance(place, jax.sharding.SingleDeviceSharding):
-        return jax.ShapeDtypeStruct(shape, half.dtype, sharding=place)
-    if isinstance(place, jax.sharding.NamedSharding):
-        spec = [*place.spec, *[None] * (len(half.shape) - len(place.spec))]
-        spec.insert(-1, None)
-        place = place.update(spec=jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(shape, half.dtype, sharding=place)
-    return OnHost(shape, half.dtype)
-
-
-def _apart(both: Any, half: Any) -> list[Any]:
-    """Gate and up, each placed as `half` says; the joined array is deleted."""
-    if isinstance(both, np.ndarray):
-        parts = [np.ascontiguousarray(both[..., i, :]) for i in range(2)]
-        return parts if isinstance(half, OnHost) else [jax.device_put(part, half.sharding) for part in parts]
-    cut = jax.jit(lambda both: [both[..., i, :] for i in range(2)], out_shardings=half.sharding)
-    parts = jax.block_until_ready(cut(both))
-    both.delete()
-    return parts
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
