@@ -36,7 +36,7 @@ import numpy as np
 import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.data.workers import cores
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,8 @@ from make_format_goldens import write_meta
 import llama_jax
 from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.beside import about_from_fields, about_to_fields, lost, settings_of
-from llama_jax.checkpoints.memory import from_params
+from llama_jax.checkpoints.huggingface import from_params
+from llama_jax.checkpoints.tokenizer_files import about_from_fields, about_to_fields, lost, settings_of
 from llama_jax.errors import CheckpointError
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -33,11 +33,9 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.checkpoints.assemble import assemble
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.huggingface_config import config_to_dict
-from llama_jax.checkpoints.memory import Held
-from llama_jax.checkpoints.tensors import Opened
+from llama_jax.checkpoints.build_params import assemble
+from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
+from llama_jax.checkpoints.lazy_tensors import Held, Opened
 from llama_jax.cli.arguments import arranged
 from llama_jax.model.trees import dequantize
 

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.checkpoints.huggingface import config_to_dict
 from llama_jax.config import LlamaConfig
 
 CONFIG = LlamaConfig(

@@ -13,8 +13,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 FLOOR = {
     "errors": 0,
-    "storage": 0.5,  # what is small is read from it
-    "writing": 0.5,  # the kernel for CPUs is a file
+    "storage": 0.5,  # what is small is read from it, and the kernel for CPUs is a file
     "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
     "ops": 1,
     "compiled": 1.5,  # knows the kernels that executables call
@@ -27,7 +26,6 @@ FLOOR = {
     "exporting": 4,  # names the trees of both
     "flags": 1,
     "child_process": 1,
-    "files": 1,
     "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all rooms below
     "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
@@ -88,7 +86,7 @@ def test_functions_of_the_core_take_few_arguments():
 
 
 def test_rooms_are_reached_from_the_package():
-    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface_config.config_from_dict"
+    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface.config_from_dict"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -16,10 +16,9 @@ from training_options import step_options
 import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
 from llama_jax.checkpoints import load_adapter, save_adapter
-from llama_jax.checkpoints.gguf import config_from_fields
-from llama_jax.checkpoints.gguf_file import read_file
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
-from llama_jax.checkpoints.store import name_of
+from llama_jax.checkpoints.gguf import config_from_fields, read_file
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.orbax_format import name_of
 from llama_jax.cli import main
 from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax import writing
 from llama_jax.errors import CheckpointError, UserError
-from llama_jax.writing import appearing
+from llama_jax.storage import atomic_write
+from llama_jax.storage.atomic_write import appearing
 
 OLD, NEW = "the old " * 50, "the new " * 50
 
@@ -44,7 +44,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
         write(path, NEW, folder=folder)
         assert read(path) == {NEW}
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-        writing.remove(tmp_path / "parent")
+        atomic_write.remove(tmp_path / "parent")
 
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path):
@@ -79,7 +79,7 @@ def test_a_failing_rename_is_taken_back(exchange, tmp_path, monkeypatch):
         return rename(self, to)
 
     if not exchange:
-        monkeypatch.setattr(writing, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
         monkeypatch.setattr(Path, "rename", fail)
         with pytest.raises(UserError, match=r"model cannot be written \(Input/output error\)$"):
             write(path, NEW, folder=True)
@@ -131,7 +131,7 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
 
 
 def run(code: str, *arguments: object) -> subprocess.Popen:
-    program = "import sys; from pathlib import Path; from llama_jax import writing\n" + textwrap.dedent(code)
+    program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, env=environment)
 
@@ -139,7 +139,7 @@ def run(code: str, *arguments: object) -> subprocess.Popen:
 SLOWLY = """
     path, folder = Path(sys.argv[1]), sys.argv[2] == "True"
     while True:
-        with writing.appearing(path, folder=folder) as target:
+        with atomic_write.appearing(path, folder=folder) as target:
             print("begun", flush=True)
             for name in "ab" if folder else "a":
                 with (target / name if folder else target).open("w") as file:
@@ -173,10 +173,10 @@ def test_killed_between_two_renames_the_old_comes_back(tmp_path):
     write(path, OLD, folder=True)
     dying = """
         import os, signal
-        writing._exchange = lambda *_: False
+        atomic_write._exchange = lambda *_: False
         rename = Path.rename
         Path.rename = lambda self, to: os.kill(os.getpid(), signal.SIGKILL) if "partial" in self.name else rename(self, to)
-        with writing.appearing(Path(sys.argv[1]), folder=True):
+        with atomic_write.appearing(Path(sys.argv[1]), folder=True):
             pass
     """
     with run(dying, path) as process:
@@ -191,12 +191,12 @@ def test_killed_between_two_renames_the_old_comes_back(tmp_path):
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
 def test_what_a_living_process_writes_stays(folder, tmp_path):
     code = """
-        with writing.appearing(Path(sys.argv[1]), folder=sys.argv[2] == "True") as target:
+        with atomic_write.appearing(Path(sys.argv[1]), folder=sys.argv[2] == "True") as target:
             (target / "a" if target.is_dir() else target).write_text("theirs")
             print("begun", flush=True)
             sys.stdin.readline()
     """
-    program = "import sys; from pathlib import Path; from llama_jax import writing\n" + textwrap.dedent(code)
+    program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path / "theirs", str(folder)],
@@ -224,9 +224,9 @@ def test_a_largest_size_of_files(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
-            with writing.appearing(Path(sys.argv[1])) as target:
+            with atomic_write.appearing(Path(sys.argv[1])) as target:
                 target.write_text("the new " * 50)
-        except writing.UserError as error:
+        except atomic_write.UserError as error:
             print(error)
     """
     with run(limited, path) as process:

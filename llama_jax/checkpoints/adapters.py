@@ -1,34 +1,82 @@
-"""Reading adapters from a folder of PEFT's, a GGUF, or a run that trains them; and writing them for PEFT and llama.cpp."""
+"""LoRA adapters: read from a PEFT folder, a GGUF of llama.cpp's or a training run; written for PEFT and llama.cpp.
+
+PEFT has ``adapter_config.json`` and ``adapter_model.safetensors``. llama.cpp has one GGUF (convert_lora_to_gguf.py and
+src/llama-adapter.cpp): A and B of ``blk.0.attn_q.weight`` are ``blk.0.attn_q.weight.lora_a`` and ``.lora_b``, the change
+counts alpha / R times, and there are no magnitudes. In both the rows of B of q and k have the rotary layout of the base.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from llama_jax.checkpoints import gguf_adapter, peft, store
-from llama_jax.checkpoints.appearing import appearing
-from llama_jax.checkpoints.huggingface_config import read_config
-from llama_jax.checkpoints.newest import taking_the_newest
-from llama_jax.checkpoints.step_fetching import fetch_step, of_model
-from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, existing_step, find_checkpoints, is_step
-from llama_jax.checkpoints.sums import verify
-from llama_jax.checkpoints.tensors import target_dtype
+from llama_jax.checkpoints import gguf
+from llama_jax.checkpoints.device_fill import check
+from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
+from llama_jax.checkpoints.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Held, Tensor, kind_of, target_dtype
+from llama_jax.checkpoints.orbax_format import OnHost, adapters_of, asking_orbax, describe, name_of, read_arrays
+from llama_jax.checkpoints.step_dirs import (
+    ABOUT,
+    EMA,
+    NOTE,
+    PARAMS,
+    existing_step,
+    fetch_step,
+    find_checkpoints,
+    is_step,
+    of_model,
+    taking_the_newest,
+    verify,
+)
+from llama_jax.checkpoints.tensor_export import RopePermuted, new_output
+from llama_jax.checkpoints.tensor_names import Share, shares_of
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, reading
-from llama_jax.files import read_object
+from llama_jax.errors import CheckpointError, ConfigError, reading, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.model.adapter_table import side_by_side, tabled
-from llama_jax.model.adapters import Lora, adapted, adapter_shapes, settled
-from llama_jax.model.params import Llama
-from llama_jax.parallel.fit import fit
+from llama_jax.model.adapters import TARGETS, Lora, adapted, adapter_shapes, build_adapters, settled
+from llama_jax.model.params import TABLE, Llama, Row, shape_of
+from llama_jax.ops.weights import LowRank
+from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage.paths import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Settings without effect on what the adapter computes.
+IGNORED = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+        *("lora_dropout", "exclude_modules", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
+    }
+)
+READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
+# Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+# By target: the tensor of the base that it changes.
+BASES: dict[str, tuple[Row, Share]] = {
+    name: (row, share)
+    for row in TABLE
+    for share in shares_of(row)
+    for name in TARGETS
+    if row.path == TARGETS[name].path and NAMES[share.name].endswith(f".{name}.weight")
+}
+
+
+# Metadata of a GGUF.
+TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
 
 
 class Adapter(NamedTuple):
@@ -43,6 +91,36 @@ class Adapter(NamedTuple):
     lora: Lora
     params: Llama
     base: str | None
+
+
+class AdapterLayout(NamedTuple):
+    """How a file stores the tensors of an adapter.
+
+    Attributes:
+      names: of a target in a layer: A, B, and the magnitude.
+      interleaved: whether files of a base of this configuration have the interleaved rotary layout.
+    """
+
+    names: Callable[[str, int], tuple[str, str, str]]
+    interleaved: Callable[[LlamaConfig], bool]
+
+
+def _peft_names(target: str, layer: int) -> tuple[str, str, str]:
+    stem = f"base_model.model.{_module(target, layer)}"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{stem}.lora_magnitude_vector"
+
+
+def _gguf_names(target: str, layer: int) -> tuple[str, str, str]:
+    name = gguf.NAMES[BASES[target][1].name].format(layer)
+    return f"{name}.lora_a", f"{name}.lora_b", ""
+
+
+def _module(target: str, layer: int) -> str:
+    return NAMES[BASES[target][1].name].format(layer).removesuffix(".weight")
+
+
+PEFT = AdapterLayout(_peft_names, is_interleaved)
+LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: ARCHITECTURES[architecture_of(config.kind)].interleaved)
 
 
 @taking_the_newest
@@ -64,10 +142,8 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     with reading(folder, CheckpointError):
         with _step_in(folder, of_model) as step:
             if step is not None:
-                return _of_run(step, config, dtype)
-        if gguf_adapter.recognises(folder):
-            return Adapter(*gguf_adapter.read(folder, config, dtype))
-    return Adapter(*peft.read_folder(folder, config, dtype))
+                return _read_run(step, config, dtype)
+        return (_read_gguf if _is_gguf(folder) else _read_peft)(folder, config, dtype)
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -76,8 +152,8 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     with reading(folder, CheckpointError):
         with _step_in(folder) as step:
             if step is not None:
-                return store.adapters_of(step) is not None
-        return (folder / peft.CONFIG).is_file() or gguf_adapter.recognises(folder)
+                return adapters_of(step) is not None
+        return (folder / CONFIG).is_file() or _is_gguf(folder)
 
 
 def base_of(path: str | os.PathLike[str]) -> str | None:
@@ -91,9 +167,9 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
         if step is not None:
             found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
         elif folder.is_file():
-            found = gguf_adapter.base_in(folder)
+            found = gguf.read_file(folder)[0].get(BASE)
         else:
-            found = read_object(folder / peft.CONFIG, CheckpointError).get("base_model_name_or_path")
+            found = read_object(folder / CONFIG, CheckpointError).get("base_model_name_or_path")
     return found if isinstance(found, str) and found else None
 
 
@@ -161,12 +237,9 @@ def save_adapter(
         raise CheckpointError(f"attend={config.attend!r} has no place in an adapter's files; load the run as the adapter")
     if config.kind == "phi3":
         raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
-    if Path(path).suffix.lower() == ".gguf":
-        with appearing(locate(path), folder=False, overwrite=overwrite) as file:
-            gguf_adapter.write(file, config, adapters, lora, base)
-        return
-    with appearing(locate(path), folder=True, overwrite=overwrite) as folder:
-        peft.write_folder(folder, config, adapters, lora, base)
+    to_gguf = Path(path).suffix.lower() == ".gguf"
+    with new_output(locate(path), folder=not to_gguf, overwrite=overwrite) as target:
+        (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
 
 
 def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
@@ -196,8 +269,8 @@ def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | Non
     return jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
-def _of_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    settings = store.adapters_of(step)
+def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+    settings = adapters_of(step)
     if settings is None:
         raise CheckpointError(f"{step} holds a whole model and no adapter; give it as the model")
     try:
@@ -206,8 +279,8 @@ def _of_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Ada
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{step / ABOUT / NOTE}: {error}") from None
     name = EMA if (step / EMA).is_dir() else PARAMS
-    needed = {store.name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
-    held = {array: one.shape for array, one in store.describe(step, name).items()}
+    needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
+    held = {array: one.shape for array, one in describe(step, name).items()}
     for array in sorted(needed.keys() | held.keys()):
         if needed.get(array) != held.get(array):
             raise CheckpointError(
@@ -216,7 +289,256 @@ def _of_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Ada
             )
     verify(step, {ABOUT, name})
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
-    wanted = jax.tree.map(lambda leaf: store.OnHost(leaf.shape, target), shapes)
-    found: Any = store.asking_orbax(step / name, lambda: store.read_arrays(step, name, wanted))
+    wanted = jax.tree.map(lambda leaf: OnHost(leaf.shape, target), shapes)
+    found: Any = asking_orbax(step / name, lambda: read_arrays(step, name, wanted))
     note = read_object(step / ABOUT / NOTE, CheckpointError)
     return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))
+
+
+def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} holds no adapter: it has no {CONFIG}; give a folder that PEFT or train wrote")
+    settings = read_object(folder / CONFIG, CheckpointError)
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS}; save the adapter as safetensors with PEFT")
+    tensors = read_safetensors(folder / WEIGHTS)
+    lora = _lora_of(folder, settings, tensors)
+    said = settings.get("base_model_name_or_path")
+    base = said if isinstance(said, str) and said else None
+    return Adapter(lora, read_pairs(folder / WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
+
+
+def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+    tensors = tensors_of_adapter(config, adapters, lora, PEFT)
+    settings = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": list(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+    }
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(header({name: (kind_of(one.dtype), one.shape, one.nbytes) for name, one in tensors.items()}))
+        for name, array in tensors.items():
+            file.write(_bytes_of(name, array).data)
+
+
+def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
+    """The settings; the targets are those of the tensors, for a file may name them by a pattern."""
+    where, kind = folder / CONFIG, settings.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; adapters are read of the type LORA")
+    for name, value in settings.items():
+        if name not in IGNORED | READ and value and value != "none":
+            raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
+    if settings.get("init_lora_weights") not in STARTS:
+        raise CheckpointError(
+            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert it to a"
+            " plain LoRA with PEFT"
+        )
+    asked = settings.get("target_modules")
+    names = [name for name in TARGETS if any(_module(name, 0) in key for key in tensors)]
+    for name in asked if isinstance(asked, list) else ():
+        if str(name).split(".")[-1] not in names:
+            raise CheckpointError(
+                f"{where} names the target {shown(name, 80)}, for which {WEIGHTS} has no tensor of layer 0; the targets"
+                f" of a Llama are {', '.join(TARGETS)}"
+            )
+    try:
+        rank, alpha = settings.get("r"), settings.get("lora_alpha")
+        rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
+        return Lora(rank=rank, alpha=alpha, targets=tuple(names), rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _is_gguf(path: Location) -> bool:
+    return path.is_file() and is_gguf(path) and gguf.read_file(path, texts=False)[0].get(TYPE) == "adapter"
+
+
+def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+    fields, tensors = gguf.read_file(path)
+    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": architecture_of(config.kind)}
+    for key, value in wanted.items():
+        if fields.get(key) != value:
+            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, but an adapter of this base has {value!r}")
+    targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
+    if not targets:
+        raise CheckpointError(
+            f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
+        )
+    rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
+    try:
+        lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # of 0 llama.cpp takes a change as it is
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    base = fields.get(BASE)
+    return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, (LLAMA_CPP, base)), base)
+
+
+def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    if lora.dora:
+        raise CheckpointError(
+            "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
+        )
+    tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
+    writer = GGUFWriter(path, architecture_of(config.kind))
+    try:
+        writer.add_type("adapter")
+        writer.add_string(ADAPTER_TYPE, "lora")
+        writer.add_float32(ALPHA, lora.scale * lora.rank)
+        if base is not None:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, base)
+        for name, array in tensors.items():
+            raw = GGMLQuantizationType[kind_of(array.dtype)]
+            shape = quants.quant_shape_to_byte_shape(array.shape, raw)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, array in tensors.items():
+            writer.write_tensor_data(_bytes_of(name, array))
+    finally:
+        writer.close()
+
+
+def read_pairs(
+    where: Location,
+    config: LlamaConfig,
+    lora: Lora,
+    tensors: Mapping[str, Tensor],
+    dtype: jax.typing.DTypeLike,
+    source: tuple[AdapterLayout, str | None],
+) -> Llama:
+    """The adapters in the tensors of a file of this layout, which names this base; for errors see `load_adapter`."""
+    (names, interleaved), base = source
+    if interleaved(config):
+        tensors = permute_rope(tensors, config, names, interleave=False)
+    target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
+    whose = "" if base is None else f", which was trained on {shown(base)}"
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in tensors:
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{whose}?")
+        unread.discard(name)
+        found = tensors[name]
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, rank {lora.rank} and this base need"
+                f" {list(shape)}; is this the adapter's base{whose}?"
+            )
+        if found.dtype not in FLOATS.values():
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a float of 16 or 32 bits is needed")
+        rows = found.read(0, found.shape[0])
+        check(rows, target, f"{where}: tensor {name!r}")
+        return rows.astype(target)
+
+    def pair(row: Row, shape: LowRank, layer: int) -> LowRank:
+        sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
+        a, b, magnitude = {}, {}, {}
+        for name, (outputs, inputs) in sizes.items():
+            shapes = (lora.rank, inputs), (outputs, lora.rank), (outputs,)
+            if name in lora.targets:
+                found = [tensor(*each) for each in zip(names(name, layer)[: 2 + lora.dora], shapes, strict=False)]
+            else:
+                found = [np.zeros(shape, target) for shape in shapes]
+            a[name], b[name] = found[:2]
+            magnitude[name] = found[-1]
+
+        def rows_of(parts: Mapping[str, np.ndarray]) -> jax.Array:
+            """One array, with the rows of each head side by side."""
+            if len(sizes) == 1:
+                return jnp.asarray(next(iter(parts.values())))
+            heads = config.n_kv_heads, -1, config.head_dim
+            return jnp.asarray(
+                np.concatenate([parts[name].reshape(*heads, *parts[name].shape[1:]) for name in sizes], axis=1)
+            )
+
+        stacked = np.stack([a[name] for name in sizes]).reshape(shape.a.shape)
+        return LowRank(jnp.asarray(stacked), rows_of(b), rows_of(magnitude) if lora.dora else None)
+
+    def pairs(row: Row, shape: LowRank) -> LowRank:
+        one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), shape)
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *(pair(row, one, layer) for layer in range(config.n_layers)))
+
+    if config.n_layers > len(tensors):
+        raise CheckpointError(
+            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{whose}?"
+        )
+    try:
+        found = build_adapters(config, lora, pairs)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    if unread:
+        raise CheckpointError(
+            f"{where}: tensor {shown(min(unread), 120)} is no part of a LoRA of this base ({len(unread)} such); is this the"
+            f" adapter's base{whose}?"
+        )
+    return found
+
+
+def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout: AdapterLayout) -> dict[str, np.ndarray]:
+    """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded to fit a mesh."""
+    found: dict[str, np.ndarray] = {}
+    on_host = jax.tree.map(np.asarray, unfit(config, adapters))
+
+    def put(row: Row, layer: int) -> None:
+        pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
+        for part, (name, share) in enumerate(_shares_at(row)):
+            a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
+            if share.width:
+                own = slice(first, first + shape_of(share.width, config)[0])
+                b, magnitude, first = b[:, own], None if magnitude is None else magnitude[:, own], own.stop
+            if name in lora.targets:
+                arrays = [a, b.reshape(shape_of(share.axes, config)[0], lora.rank)]
+                arrays += [] if magnitude is None else [magnitude.reshape(-1)]
+                found.update(zip(layout.names(name, layer), arrays, strict=False))
+
+    matrices: list[Row] = []
+    build_adapters(config, lora, lambda row, _: matrices.append(row))
+    for layer in range(config.n_layers):
+        for row in matrices:
+            put(row, layer)
+    if not layout.interleaved(config):
+        return found
+    held: dict[str, Tensor] = {name: Held(np.ascontiguousarray(array)) for name, array in found.items()}
+    permuted = permute_rope(held, config, layout.names, interleave=True)
+    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in permuted.items()}
+
+
+def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
+    check(array, array.dtype, f"adapter's tensor {name!r}")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def permute_rope(
+    tensors: Mapping[str, Tensor],
+    config: LlamaConfig,
+    names: Callable[[str, int], tuple[str, str, str]],
+    *,
+    interleave: bool,
+) -> dict[str, Tensor]:
+    """The tensors with B and the magnitudes of queries and keys in the other rotary layout."""
+    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
+    those = {key for name in rotary for layer in range(config.n_layers) for key in names(name, layer)[1:]} & tensors.keys()
+    whole = {name for name in those if math.prod(tensors[name].shape[:1]) % config.head_dim == 0}  # others are refused later
+    return {name: RopePermuted(t, config.head_dim, interleave) if name in whole else t for name, t in tensors.items()}
+
+
+def _shares_at(row: Row) -> list[tuple[str, Share]]:
+    return [(name, share) for name, (its_row, share) in BASES.items() if its_row is row]

@@ -1,6 +1,6 @@
-"""Models in GGUF: one file with settings, vocabulary and tensors, plain or quantised; or such a file split into several.
+"""The contents of a GGUF file before they are interpreted as a model: settings and tensors.
 
-Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys; for the layout see `gguf_file`.
+Source: ggml-org/ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -9,25 +9,35 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llama_jax.checkpoints.beside import about_from_fields, about_to_fields
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import TYPES, read_file
-from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
-from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
-from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.quantising import AT_ONCE
-from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
+from llama_jax.checkpoints.lazy_tensors import (
+    FLOATS,
+    Dense,
+    Described,
+    Offset,
+    Opened,
+    Tensor,
+    WeightFormat,
+    blocks_of,
+    kind_of,
+    read_bytes,
+)
+from llama_jax.checkpoints.quantize_on_load import AT_ONCE
+from llama_jax.checkpoints.rope_conversion import settings_and_tensors, short_decimal, with_scaling
+from llama_jax.checkpoints.tensor_export import WrittenTensor, fused, pieces, unfused
+from llama_jax.checkpoints.tensor_names import with_layers
+from llama_jax.checkpoints.tokenizer_files import about_from_fields, about_to_fields
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
+from llama_jax.gguf_header import MOST_ENTRIES, Header, is_gguf, open_header
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.kinds import KINDS, with_fallback
 from llama_jax.ops.weights.planes import join
@@ -35,14 +45,168 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
-NAMES = names("gguf")
+# Types of tensors by number: name, numbers in a block, bytes of a block.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+MOST_AXES = 4
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
+
+    path: Location
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+    block: tuple[int, int]  # numbers, bytes
+    dtype = np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.block[0] * self.block[1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        blocks = self.shape[-1] // self.block[0] * self.block[1]
+        row = math.prod(self.shape[1:-1]) * blocks
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        found = found.reshape(stop - start, *self.shape[1:-1], blocks)
+        with np.errstate(all="ignore"):  # a damaged scale gives infinity or NaN, found where all tensors are checked
+            return quants.dequantize(found, GGMLQuantizationType[self.kind])
+
+    @property
+    def blocks(self) -> Tensor:
+        """See `tensors.blocks_of`."""
+        width = self.shape[-1] // self.block[0] * self.block[1]
+        return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
+
+    def entry(self, index: int) -> BlockTensor:
+        """One of the tensors that a tensor with three axes holds."""
+        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
+
+
+def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All settings by key, see `Header.fields`, and all tensors by name.
+
+    Raises:
+      CheckpointError: a damaged file, or a tensor of a type that is not supported.
+    """
+    with open_header(path, CheckpointError) as header:
+        return _read(path, header, texts)
+
+
+def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensor_count = header.tensor_count
+    fields = header.fields(texts=texts)
+    listed = []
+    for _ in range(tensor_count):
+        name = header.string()
+        axes = header.scalar("I")
+        if axes > MOST_AXES:
+            raise ValueError(f"tensor {shown(name)} has {axes} axes")
+        *sizes, number, offset = header.scalars(header.length * axes + "IQ")
+        listed.append((name, tuple(sizes[::-1]), number, offset))
+
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {shown(alignment, 40)}")
+    start = -(-header.at // alignment) * alignment
+    tensors: dict[str, Tensor] = {}
+    for name, shape, number, offset in listed:
+        if number not in TYPES:
+            known = ", ".join(kind for kind, *_ in TYPES.values())
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
+            )
+        kind, *block = TYPES[number]
+        if name in tensors:
+            raise ValueError(f"tensor {shown(name)} occurs twice")
+        if not shape or shape[-1] % block[0]:
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} does not consist of blocks of {block[0]}")
+        tensor: Dense | BlockTensor
+        if kind in FLOATS:
+            tensor = Dense(path, start + offset, shape, kind)
+        else:
+            tensor = BlockTensor(path, start + offset, shape, kind, (block[0], block[1]))
+        excess = tensor.offset + tensor.nbytes - header.size
+        if excess > 0:
+            raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
+        tensors[name] = tensor
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > header.size:
+        raise ValueError(f"its tensors have {total} bytes, the file {header.size}")
+    return fields, tensors
+
+
+def _type_name(number: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
+
+
+NAMES = with_layers(
+    {"embedding": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"},
+    "blk.{}.",
+    {
+        "attention_norm": "attn_norm.weight",
+        "q": "attn_q.weight",
+        "k": "attn_k.weight",
+        "v": "attn_v.weight",
+        "q_bias": "attn_q.bias",
+        "k_bias": "attn_k.bias",
+        "v_bias": "attn_v.bias",
+        "query_norm": "attn_q_norm.weight",
+        "key_norm": "attn_k_norm.weight",
+        "out": "attn_output.weight",
+        "attention_post_norm": "post_attention_norm.weight",
+        "ffn_norm": "ffn_norm.weight",
+        "ffn_post_norm": "post_ffw_norm.weight",
+        "gate": "ffn_gate.weight",
+        "up": "ffn_up.weight",
+        "down": "ffn_down.weight",
+        "router": "ffn_gate_inp.weight",
+        "expert_gate": "ffn_gate_exps.weight",
+        "expert_up": "ffn_up_exps.weight",
+        "expert_down": "ffn_down_exps.weight",
+        "shared_gate": "ffn_gate_shexp.weight",
+        "shared_up": "ffn_up_shexp.weight",
+        "shared_down": "ffn_down_shexp.weight",
+    },
+)
 NORM = "norm.weight"
 OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
-def recognises(path: Location) -> bool:
+def is_whole(path: Location) -> bool:
     """Whether it is a whole model, or the first part of a split one."""
     part = SPLIT.search(path.name)
     return is_gguf(path) and (part is None or int(part[1]) == 1)
@@ -336,3 +500,6 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
         return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
     whole = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
     return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
+
+
+FORMAT = WeightFormat("gguf", lambda path: path.is_file() and is_gguf(path), open_file, write_file, (".gguf",), is_whole)

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints import meta
-from llama_jax.checkpoints.beside import read_about
-from llama_jax.checkpoints.layout import WrittenTensor, pieces
-from llama_jax.checkpoints.names import names, shares_of
-from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Dense, Opened, Tensor, WeightFormat, read_bytes
+from llama_jax.checkpoints.tensor_export import WrittenTensor, pieces
+from llama_jax.checkpoints.tensor_names import shares_of
+from llama_jax.checkpoints.tokenizer_files import read_about
+from llama_jax.checkpoints.torch_pickle import is_torch, read_pickled, tensors_of
 from llama_jax.config import LlamaConfig
 from llama_jax.config.kinds import features
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.params import rows, shape_of
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
-from llama_jax.tokenizers import find_tokenizer
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER = 256  # bytes, from version 1 on
@@ -37,7 +37,22 @@ NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
 MOST_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
 # the names, of the two tables of angles as well, are those in llama2.c's run.c.
-NAMES = names("llama2c") | {"cos": "freq_cis_real", "sin": "freq_cis_imag"}
+NAMES = {
+    "embedding": "token_embedding_table",
+    "attention_norm": "rms_att_weight.{}",
+    "q": "wq.{}",
+    "k": "wk.{}",
+    "v": "wv.{}",
+    "out": "wo.{}",
+    "ffn_norm": "rms_ffn_weight.{}",
+    "gate": "w1.{}",
+    "up": "w3.{}",
+    "down": "w2.{}",
+    "final_norm": "rms_final_weight",
+    "lm_head": "wcls",
+    "cos": "freq_cis_real",
+    "sin": "freq_cis_imag",
+}
 IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", "up")
 LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
@@ -75,8 +90,10 @@ class GroupedTensor:
             return (numbers * spread).reshape(stop - start, columns)
 
 
-def recognises(path: Location) -> bool:
+def recognizes(path: Location) -> bool:
     """Whether the header and the size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
+    if not path.is_file():
+        return False
     if is_torch(path):
         try:
             return "model_args" in read_pickled(path)
@@ -254,9 +271,14 @@ def _open_training(path: Location) -> Opened:
 
 
 def write_file(
-    path: Path, opened: Opened, *, progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None
+    path: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None = None,
+    kind: str | None = None,
+    *,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
-    """Write a model as a legacy ``.bin``, float32, as run.c reads it.
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it.
 
     Raises:
       CheckpointError: the format has no room for something in this model's configuration.
@@ -282,3 +304,6 @@ def write_file(
             if piece.part == "final_norm":
                 file.write(np.cos(angles).astype("<f4").data)
                 file.write(np.sin(angles).astype("<f4").data)
+
+
+FORMAT = WeightFormat("llama2c", recognizes, open_file, write_file, (".bin", ".pt"), recognizes)

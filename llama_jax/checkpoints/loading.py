@@ -7,26 +7,32 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
+from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, orbax_format
+from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
 from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
-from llama_jax.checkpoints.assemble import Progress, assemble, plan
-from llama_jax.checkpoints.beside import About
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.fitting import fit_opened
-from llama_jax.checkpoints.newest import taking_the_newest
-from llama_jax.checkpoints.pickled import is_torch
-from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_kept, check_quantize, log_what_becomes_floats
-from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
-from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype
+from llama_jax.checkpoints.build_params import Progress, assemble, fit_opened, plan
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Opened, WeightFormat, default_dtype
+from llama_jax.checkpoints.orbax_format import Stored
+from llama_jax.checkpoints.quantize_on_load import (
+    Quantization,
+    can_be_kept,
+    check_kept,
+    check_quantize,
+    log_what_becomes_floats,
+)
+from llama_jax.checkpoints.step_dirs import find_checkpoints, taking_the_newest
+from llama_jax.checkpoints.tokenizer_files import About
+from llama_jax.checkpoints.torch_pickle import is_torch
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
-from llama_jax.gguf_header import is_gguf
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
 from llama_jax.model.trees import quantize as quantized_params
@@ -36,6 +42,26 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
+
+NAME = "the bundled stories model"
+
+
+def bundled() -> Path:
+    """The folder of a small Llama trained on TinyStories, for `load`; its README.md says how well it does and its licence.
+
+    Raises:
+      CheckpointError: an installation without its assets.
+    """
+    folder = Path(str(files("llama_jax"))) / "assets"
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder} does not hold {NAME}; install llama_jax again, or give a model with --model")
+    return folder
+
+
+# By name, in the order in which a path is compared with them.
+FORMATS: dict[str, WeightFormat] = {
+    module.FORMAT.name: module.FORMAT for module in (orbax_format, gguf, llama2c, huggingface, meta)
+}
 
 
 @dataclass(frozen=True)
@@ -150,18 +176,18 @@ def load(
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
-        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
+        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, Stored))
         config = fitted(config, mesh)
     read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
-    elif isinstance(opened, store.Stored):  # a run may remove the step later
+    elif isinstance(opened, Stored):  # a run may remove the step later
         inside, beside_it = opened.tokenizer(), opened.about()
         read_tokenizer, read_about = lambda: inside, lambda: beside_it
-    if isinstance(opened, store.Stored):
-        params = store.load_params(opened, dtype, shardings=shardings)
+    if isinstance(opened, Stored):
+        params = orbax_format.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
@@ -178,7 +204,7 @@ def load(
 
 
 def planned_weights(
-    opened: Opened | store.Stored, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
+    opened: Opened | Stored, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
 ) -> tuple[np.dtype, int]:
     """The type of the computation and the bytes of the weights that `load` gives for these arguments; nothing is read."""
     names = opened.names if isinstance(opened, Opened) else {}
@@ -197,7 +223,7 @@ def planned_weights(
 
 
 @taking_the_newest
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened | Stored:
     """Recognise a model by its content and read all but its weights.
 
     Args:
@@ -215,13 +241,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
         return _open(locate(path))
 
 
-def check_names(opened: Opened | store.Stored) -> None:
+def check_names(opened: Opened | Stored) -> None:
     """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
-    if not isinstance(opened, store.Stored):  # whose arrays were checked when it was opened
+    if not isinstance(opened, Stored):  # whose arrays were checked when it was opened
         plan(opened)
 
 
-def _open(path: Location) -> Opened | store.Stored:
+def _open(path: Location) -> Opened | Stored:
     if not path.exists():
         if isinstance(path, StoredPath):
             raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
@@ -230,85 +256,52 @@ def _open(path: Location) -> Opened | store.Stored:
         raise CheckpointError(
             f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANISATION/NAME"
         )
-    if path.is_dir():
-        return _open_folder(path)
-    if not path.is_file():
+    if not path.is_dir() and not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")
-    found = _open_alone(path)
-    if found is not None:
-        return found
-    with path.open("rb") as file:
-        start = file.read(16)
-    if path.name == "config.json" or start[8:9] == b"{":  # a safetensors header
-        if (path.parent / "config.json").exists():
-            return huggingface.open_folder(path.parent)
+    for format in FORMATS.values():
+        if format.recognizes(path):
+            return format.open(path)
+    return _open_within(path) if path.is_dir() else _open_unknown(path)
+
+
+def _open_within(folder: Location) -> Opened | Stored:
+    """The only model in a folder that is not itself one, or the newest step if it is that of a run."""
+    inside: list[Location] = [*folder.iterdir()]
+    found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in found)}); give one of the files")
+    if found:
+        return _open(found[0])
+    if find_checkpoints(folder) is not None:
+        return orbax_format.open_path(folder)
+    if (folder / "config.json").exists():
+        return huggingface.open_folder(folder)  # says which weights are missing
+    if (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model; give its base as the model, and this as its adapter (--adapter)"
+        )
+    raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
+
+
+def _is_whole(file: Location) -> bool:
+    """Whether a file is a whole model by itself. In a store only its suffix may ask for a look, which is a request."""
+    formats = [format for format in FORMATS.values() if format.is_whole is not None]
+    if isinstance(file, StoredPath):
+        formats = [format for format in formats if file.suffix in format.suffixes]
+    return any(format.is_whole(file) for format in formats if format.is_whole is not None)
+
+
+def _open_unknown(path: Location) -> Opened:
+    """Say why a file is not a model."""
+    if huggingface.is_safetensors(path):
         raise CheckpointError(f"{path} is a safetensors file; its config.json must lie beside it")
     if is_torch(path):
-        if (path.parent / "params.json").exists():
-            return meta.open_folder(path.parent)
-        if (path.parent / "config.json").exists():
-            return huggingface.open_folder(path.parent)
         raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must lie beside it")
     if path.suffix == ".bin":
         return llama2c.open_file(path)  # says what is wrong with it
     raise CheckpointError(
         f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
     )
-
-
-def _open_folder(path: Location) -> Opened | store.Stored:
-    if store.recognises(path):
-        if isinstance(path, StoredPath):
-            return store.open_stored(_step_of_a_run(path))
-        return store.open_folder(path)
-    if (path / "config.json").exists() and huggingface.has_weights(path):
-        return huggingface.open_folder(path)
-    if meta.recognises(path):
-        return meta.open_folder(path)
-    inside: list[Location] = [*path.iterdir()]
-    found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_alone(file)]
-    if len(found) > 1:
-        raise CheckpointError(f"{path} holds several models ({', '.join(f.name for f in found)}); give one of the files")
-    if found:
-        opened = _open_alone(found[0])
-        assert opened is not None
-        return opened
-    checkpoints = find_checkpoints(path)
-    if checkpoints is not None:
-        if isinstance(checkpoints, StoredPath):
-            return store.open_stored(checkpoints)
-        return store.open_folder(checkpoints / str(existing_step(checkpoints, None)))
-    if (path / "config.json").exists():
-        return huggingface.open_folder(path)  # says which weights are missing
-    if (path / peft.CONFIG).exists():
-        raise CheckpointError(
-            f"{path} holds an adapter and no model; give its base as the model, and this as its adapter (--adapter)"
-        )
-    raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
-
-
-def _step_of_a_run(path: StoredPath) -> StoredPath:
-    """Open orbax's format in a store, where only runs can be read."""
-    if not is_step(path):
-        raise CheckpointError(
-            f"{path} is an orbax checkpoint that is not a run's, and is read only from a path of this machine: copy it"
-            " here, or store it as safetensors (llama-jax convert)"
-        )
-    return path
-
-
-def _is_alone(path: Location) -> bool:
-    """Whether a file is a whole model by itself, or the first part of a split GGUF. In a store its name must say so as well:
-    looking into each file of a folder would take a request for each."""
-    if isinstance(path, StoredPath) and path.suffix not in (".gguf", ".bin", ".pt"):
-        return False
-    return gguf.recognises(path) if is_gguf(path) else llama2c.recognises(path)
-
-
-def _open_alone(path: Location) -> Opened | None:
-    if is_gguf(path):
-        return gguf.open_file(path)
-    return llama2c.open_file(path) if llama2c.recognises(path) else None
 
 
 def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:

@@ -11,20 +11,33 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from llama_jax.checkpoints.beside import read_about
-from llama_jax.checkpoints.names import names, shares_of
-from llama_jax.checkpoints.pickled import read_tensors
-from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
+from llama_jax.checkpoints.lazy_tensors import Joined, Opened, Tensor, WeightFormat
+from llama_jax.checkpoints.tensor_names import with_layers
+from llama_jax.checkpoints.tokenizer_files import read_about
+from llama_jax.checkpoints.torch_pickle import is_torch, read_tensors
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.files import read_object
-from llama_jax.model.params import TABLE
 from llama_jax.storage import Location
+from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import find_tokenizer
 
-NAMES = names("meta")
+NAMES = with_layers(
+    {"embedding": "tok_embeddings.weight", "final_norm": "norm.weight", "lm_head": "output.weight"},
+    "layers.{}.",
+    {
+        "attention_norm": "attention_norm.weight",
+        "q": "attention.wq.weight",
+        "k": "attention.wk.weight",
+        "v": "attention.wv.weight",
+        "out": "attention.wo.weight",
+        "ffn_norm": "ffn_norm.weight",
+        "gate": "feed_forward.w1.weight",
+        "up": "feed_forward.w3.weight",
+        "down": "feed_forward.w2.weight",
+    },
+)
 # Axis along which the ranks' parts are concatenated; every rank has the whole of tensors that are not named (norms).
-SPLIT = {share.name: share.cut for row in TABLE for share in shares_of(row) if share.cut is not None}
+SPLIT = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
 # Buffers that some releases store; the configuration says the same.
 IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
 # What params.json must say, and all that it may.
@@ -33,13 +46,14 @@ KNOWN = {*NEEDED, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_le
 KNOWN |= {"use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
 
 
-def open_folder(folder: Location) -> Opened:
-    """The model in a folder; its weights are not read.
+def open_folder(path: Location) -> Opened:
+    """The model in a folder, or in that of one of its files; its weights are not read.
 
     Raises:
       CheckpointError: a file that is missing, damaged or of an unsupported kind.
     """
-    ranks = [_read_rank(path) for path in _files(folder)]
+    folder = path if path.is_dir() else path.parent
+    ranks = [_read_rank(file) for file in _files(folder)]
     tensors: dict[str, Tensor] = {}
     axes = {template: SPLIT.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
@@ -73,9 +87,11 @@ def open_folder(folder: Location) -> Opened:
     )
 
 
-def recognises(folder: Location) -> bool:
-    """Whether a folder holds a params.json and at least one .pth file."""
-    return (folder / "params.json").exists() and any(folder.glob("*.pth"))
+def recognizes(path: Location) -> bool:
+    """Whether a folder holds a params.json and at least one .pth file; or a file of torch's lies beside a params.json."""
+    if path.is_dir():
+        return (path / "params.json").exists() and any(path.glob("*.pth"))
+    return is_torch(path) and (path.parent / "params.json").exists()
 
 
 def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: int, tied: bool = False) -> LlamaConfig:
@@ -183,3 +199,6 @@ def _files(folder: Location) -> list[Location]:
 def _read_rank(path: Location) -> dict[str, Tensor]:
     found = read_tensors(path)
     return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}
+
+
+FORMAT = WeightFormat("meta", recognizes, open_folder)

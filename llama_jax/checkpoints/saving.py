@@ -14,15 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints import gguf, huggingface, llama2c, store
+from llama_jax.checkpoints import gguf, orbax_format
 from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
-from llama_jax.checkpoints.appearing import appearing, check_room
-from llama_jax.checkpoints.beside import About, files_beside, lost, lost_line, settings_of, write_about, write_beside
-from llama_jax.checkpoints.layout import WrittenTensor
-from llama_jax.checkpoints.loading import load, open_checkpoint
-from llama_jax.checkpoints.memory import from_params
-from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_quantize, quantized_kinds
-from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.checkpoints.huggingface import from_params
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Opened
+from llama_jax.checkpoints.loading import FORMATS, load, open_checkpoint
+from llama_jax.checkpoints.orbax_format import name_of
+from llama_jax.checkpoints.quantize_on_load import Quantization, can_be_kept, check_quantize, quantized_kinds
+from llama_jax.checkpoints.tensor_export import WrittenTensor, check_room, new_output
+from llama_jax.checkpoints.tokenizer_files import (
+    About,
+    files_beside,
+    lost,
+    lost_line,
+    settings_of,
+    write_about,
+    write_beside,
+)
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.model.awq import scale_channels
@@ -33,14 +41,14 @@ from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage.atomic_write import remove
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
-from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
 Kind = Literal["float32", "bfloat16", "float16", Blocks]
-FOLDERS = ("safetensors", "orbax")
+FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
 }
@@ -89,8 +97,8 @@ def save(
     if format != "orbax":
         _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
         return
-    with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        store.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
+    with new_output(Path(path), folder=True, overwrite=overwrite) as target:
+        orbax_format.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
         write_about(target, about)
@@ -180,7 +188,7 @@ def convert(
         options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
         save(path, config, params, vocabulary, **options)
         return
-    if not isinstance(opened, store.Stored) and format != "orbax":
+    if not isinstance(opened, orbax_format.Stored) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
@@ -245,8 +253,9 @@ def _convert_adapter(
 
 def format_of(path: str | os.PathLike[str]) -> Format:
     """The format by a path's name; safetensors if it has no other's suffix."""
-    formats: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c"}
-    return formats.get(Path(path).suffix.lower(), "safetensors")
+    suffix = Path(path).suffix.lower()
+    found = (format.name for format in FORMATS.values() if format.write is not None and suffix in format.suffixes[:1])
+    return cast(Format, next(found, "safetensors"))
 
 
 def _write(
@@ -263,22 +272,18 @@ def _write(
             f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
             " safetensors or orbax"
         )
-    kind = None if dtype is None else KINDS[dtype]
+    kind, write = None if dtype is None else KINDS[dtype], FORMATS[format].write
+    assert write is not None
     tokenizer = opened.tokenizer()
     beside = {}
     if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
         beside = files_beside(tokenizer, path, opened.config.vocab_size, opened.about())
     written: list[Path] = []
     try:
-        with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-            if format == "safetensors":
-                huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
-            elif format == "gguf":
-                gguf.write_file(target, opened, tokenizer, kind, progress=progress)
-            else:
-                llama2c.write_file(target, opened, progress=progress)
-                # Before the weights have their name: without a vocabulary they are half a model.
-                write_beside(beside, written)
+        with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
+            write(target, opened, tokenizer, kind, progress=progress)
+            # Before the weights have their name: without a vocabulary they are half a model.
+            write_beside(beside, written)
             _log_lost(path, settings_of(tokenizer, opened.about()), target)
     except BaseException:
         for each in written:
@@ -320,7 +325,7 @@ def _check_leaves(params: Llama) -> None:
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
         if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
             raise CheckpointError(
-                f"{store.name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
+                f"{name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
             )
 
 
@@ -337,9 +342,9 @@ def _checked(params: Llama, dtype: Kind | None) -> Llama:
         target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):
-            raise CheckpointError(f"array {store.name_of(path)!r} holds NaN or infinity; give parameters that are finite")
+            raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; give parameters that are finite")
         if largest > float(jnp.finfo(target).max):
-            raise CheckpointError(f"array {store.name_of(path)!r} holds numbers too large for {target}; use another dtype")
+            raise CheckpointError(f"array {name_of(path)!r} holds numbers too large for {target}; use another dtype")
         return array.astype(target)
 
     return jax.tree_util.tree_map_with_path(cast, params)

@@ -18,7 +18,7 @@ import llama_jax
 from llama_jax.cli.arguments import arranged, check_settings, recipe_asked_about
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
-from llama_jax.writing import cannot_write, remedy_for, send_nowhere
+from llama_jax.storage.atomic_write import cannot_write, remedy_for, send_nowhere
 
 # By group: a command, its class in the file of the command's name, and what it does, in one line of at most 80 columns.
 COMMANDS = {

@@ -223,7 +223,7 @@ class _Output:
                     bar.update()
                 os.fsync(file.fileno())
         except OSError as error:
-            from llama_jax.writing import cannot_write
+            from llama_jax.storage.atomic_write import cannot_write
 
             raise UserError(cannot_write(self.path, error)) from None
         return made

@@ -86,8 +86,7 @@ class ShowData:
                 print(f"llama-jax: {warning.message}", file=sys.stderr)
 
     def _tokenizer(self) -> Tokenizer:
-        from llama_jax.checkpoints.bundled import bundled
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.checkpoints.loading import bundled, open_checkpoint
         from llama_jax.cli.reading import stored_tokenizer
         from llama_jax.tokenizers import load_tokenizer
 
@@ -191,7 +190,7 @@ class BuildData:
 
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.checkpoints.loading import bundled
         from llama_jax.data.building import BuildOptions, build
         from llama_jax.data.documents import DocumentFormat
 

@@ -17,8 +17,8 @@ from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Described, Opened
+    from llama_jax.checkpoints.lazy_tensors import Described, Opened
+    from llama_jax.checkpoints.orbax_format import Stored
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
@@ -143,9 +143,8 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 def _check_sums(opened: Opened | Stored) -> None:
     """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
-    from llama_jax.checkpoints.steps import DamagedError
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.sums import verify
+    from llama_jax.checkpoints.orbax_format import Stored
+    from llama_jax.checkpoints.step_dirs import DamagedError, verify
 
     if not isinstance(opened, Stored):
         return
@@ -160,7 +159,7 @@ def _check_sums(opened: Opened | Stored) -> None:
 
 def _files(opened: Opened | Stored) -> list[Location]:
     """The files that hold the model's tensors."""
-    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.orbax_format import Stored
 
     if isinstance(opened, Stored):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
@@ -175,8 +174,8 @@ def _files(opened: Opened | Stored) -> list[Location]:
 
 
 def _files_of(tensor: Any) -> list[Location]:
-    from llama_jax.checkpoints.quantized_tensors import QuantizedTensor
-    from llama_jax.checkpoints.tensors import Combined, Derived
+    from llama_jax.checkpoints.hf_quantized import QuantizedTensor
+    from llama_jax.checkpoints.lazy_tensors import Combined, Derived
 
     if isinstance(tensor, QuantizedTensor):
         return [part.path for part in tensor.parts.values()]

@@ -179,7 +179,7 @@ class LmEval(LoadOptions):
             "cut": texts.cut,
         }
         if self.output is not None:
-            from llama_jax.writing import appearing
+            from llama_jax.storage.atomic_write import appearing
 
             whole = json.dumps({"llama_jax": about, **found}, indent=2, ensure_ascii=False, default=handle_non_serializable)
             with appearing(self.output) as target:

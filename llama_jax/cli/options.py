@@ -18,7 +18,7 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.assemble import Progress
+    from llama_jax.checkpoints.build_params import Progress
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
@@ -116,7 +116,7 @@ class LoadOptions(CompileOptions):
 
         import llama_jax
         from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.bundled import NAME, bundled
+        from llama_jax.checkpoints.loading import NAME, bundled
         from llama_jax.cli.runtime import loading_bar
         from llama_jax.model.checks import check_attend
 
@@ -231,7 +231,7 @@ class DraftOptions(LoadOptions):
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
         if self.draft:
             from llama_jax.checkpoints import open_checkpoint
-            from llama_jax.checkpoints.bundled import bundled
+            from llama_jax.checkpoints.loading import bundled
 
             check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
 

@@ -12,7 +12,7 @@ import tyro
 
 from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,8 +19,8 @@ from llama_jax.cli.stopping import ending_in_order
 from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.checkpoints.lazy_tensors import Opened
+    from llama_jax.checkpoints.orbax_format import Stored
     from llama_jax.cli.runtime import CompileClock
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
@@ -147,7 +147,7 @@ class TextOptions(CompileOptions):
     def load_dense(self, path: Location) -> Llama:
         """The weights at another path in the same type, as floats: in float32 where they are quantized."""
         from llama_jax.checkpoints.loading import load, open_checkpoint
-        from llama_jax.checkpoints.quantising import quantized_kinds
+        from llama_jax.checkpoints.quantize_on_load import quantized_kinds
         from llama_jax.cli.runtime import loading_bar
 
         dtype = None if self.dtype == "auto" else self.dtype

@@ -18,7 +18,7 @@ from llama_jax.cli.options import CompileOptions
 from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, shown
-from llama_jax.writing import send_nowhere
+from llama_jax.storage.atomic_write import send_nowhere
 
 if TYPE_CHECKING:
     from llama_jax.data.sources import Data

@@ -18,8 +18,8 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.checkpoints.lazy_tensors import Opened
+    from llama_jax.checkpoints.orbax_format import Stored
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
@@ -112,7 +112,7 @@ class Verify(CompileOptions):
 
     def _check_quantize(self, opened: Opened | Stored) -> None:
         """Raise an error if the model cannot be quantised this way."""
-        from llama_jax.checkpoints.quantising import check_kept
+        from llama_jax.checkpoints.quantize_on_load import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
         if self.quantize == "keep":
@@ -130,9 +130,9 @@ class Verify(CompileOptions):
 
     def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
         """Of every matrix, beside what is read once more."""
-        from llama_jax.checkpoints.assemble import plan
+        from llama_jax.checkpoints.build_params import plan
+        from llama_jax.checkpoints.lazy_tensors import Opened
         from llama_jax.checkpoints.loading import load
-        from llama_jax.checkpoints.tensors import Opened
         from llama_jax.verify.matrices import matrix_errors
 
         # Orbax reads whole models alone.

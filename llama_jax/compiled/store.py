@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from llama_jax.errors import UserError
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 VARIABLE = "LLAMA_JAX_EXECUTABLES"
 """The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""

@@ -29,8 +29,8 @@ from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.data.workers import Progress, Workers, cores, working
 from llama_jax.errors import shown
 from llama_jax.storage import locate, on_disk, resolved
+from llama_jax.storage.atomic_write import appearing, cannot_write, hold, sign
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.writing import appearing, cannot_write, hold, sign
 
 # Bytes of a file that become a shard, at least and at most: to put one on the disk for good takes some 30 ms.
 UNITS = (8 << 20, 64 << 20)

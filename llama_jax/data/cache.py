@@ -31,7 +31,7 @@ import platformdirs
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.pieces import DocumentPart
-from llama_jax.writing import appearing, cannot_write
+from llama_jax.storage.atomic_write import appearing, cannot_write
 
 MAGIC = b"llamajx1"
 CORPUS = re.compile(r"[0-9a-f]{32}\.corpus")  # a file's name in a cache

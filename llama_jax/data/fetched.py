@@ -19,8 +19,8 @@ from llama_jax.data.hub import SPLITS, STATE
 from llama_jax.data.manifest import MANIFEST
 from llama_jax.errors import reading
 from llama_jax.storage import StoredPath, locate
-from llama_jax.storage.view import MOST_OPEN, Listed
-from llama_jax.writing import appearing, remove
+from llama_jax.storage.atomic_write import appearing, remove
+from llama_jax.storage.paths import MOST_OPEN, Listed
 
 OBJECTS = "objects"  # in the cache
 BESIDE = (MANIFEST, SPLITS, STATE)  # what tells of the data in a folder

@@ -12,7 +12,7 @@ from typing import Any
 from llama_jax.data.errors import DataError
 from llama_jax.errors import shown
 from llama_jax.storage import resolved
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 MANIFEST = "manifest.json"
 

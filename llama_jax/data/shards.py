@@ -22,8 +22,8 @@ from llama_jax.data.manifest import ShardFacts, read_facts, write_json
 from llama_jax.data.units import Unit
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.errors import TokenizerError
+from llama_jax.storage.atomic_write import appearing, cannot_write
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.writing import appearing, cannot_write
 
 BATCH = 1 << 18  # characters of documents that are encoded at once
 MOST = 1024  # documents of them

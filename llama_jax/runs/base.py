@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.checkpoints import load, open_checkpoint
-from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
-from llama_jax.checkpoints.tensors import Described
+from llama_jax.checkpoints.lazy_tensors import Described
+from llama_jax.checkpoints.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.ops.weights import Kept, QuantizedWeight

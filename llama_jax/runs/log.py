@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from llama_jax.writing import send_nowhere
+from llama_jax.storage.atomic_write import send_nowhere
 
 
 class Log:

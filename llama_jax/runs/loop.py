@@ -13,7 +13,7 @@ import jax
 
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.checkpoints.step_dirs import CHECKPOINTS
 from llama_jax.data.sources import Data, find_data
 from llama_jax.errors import CheckpointError, StuckSaveError
 from llama_jax.parallel.mesh import MeshSizes

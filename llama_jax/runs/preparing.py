@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
-from llama_jax.checkpoints.sums import verify
+from llama_jax.checkpoints.step_dirs import ABOUT, CHECKPOINTS, DamagedError, read_note, verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Data, FoundData
@@ -26,7 +25,7 @@ from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lease import run_of
+from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.plan import FROM_DATA
@@ -37,9 +36,9 @@ from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.choose import check_task, kind_of
 from llama_jax.runs.tasks.task import Task
 from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import appearing
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
-from llama_jax.writing import appearing
 
 # Of a processor's time, at any depth, since the layers are a loop: 2.3 to 5.5 for models of 0.3M to 1.1B parameters.
 COMPILE_SECONDS = 5.0

@@ -9,15 +9,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.checkpoints.step_dirs import CHECKPOINTS
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lock import locked
+from llama_jax.runs.locks import locked
 from llama_jax.runs.log import Log
 from llama_jax.runs.shelf import LocalShelf, Shelf
 from llama_jax.runs.stored_run import StoredRun, StoredShelf, cannot_reach, fetch_beside
 from llama_jax.storage import Location, StoredPath
-from llama_jax.writing import ScratchFolder
+from llama_jax.storage.atomic_write import ScratchFolder
 
 
 class RunFolder(Protocol):

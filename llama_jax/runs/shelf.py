@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama_jax.storage import Location
-from llama_jax.writing import flush_folders, put
+from llama_jax.storage.atomic_write import flush_folders, put
 
 REMOVED = ".removed"  # after the number of a step in the name of its folder, which is being deleted
 

@@ -1,6 +1,6 @@
 """The checkpoints of a run while it trains: saved beside the training, the last and the best kept, restored to the bit.
 
-What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
+What lies on the disk is described in `checkpoints.step_dirs`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
 can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
 """
@@ -27,9 +27,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints.huggingface_config import write_config
-from llama_jax.checkpoints.orbax_errors import error_of_writing, quiet, wait_for_writers
-from llama_jax.checkpoints.steps import (
+from llama_jax.checkpoints.huggingface import write_config
+from llama_jax.checkpoints.orbax_format import (
+    asking_orbax,
+    describe,
+    error_of_writing,
+    name_of,
+    quiet,
+    read_arrays,
+    wait_for_writers,
+)
+from llama_jax.checkpoints.step_dirs import (
     ABOUT,
     EMA,
     NOTE,
@@ -40,15 +48,15 @@ from llama_jax.checkpoints.steps import (
     existing_step,
     read_note,
     steps_in,
+    verify,
+    write_sums,
 )
-from llama_jax.checkpoints.store import asking_orbax, describe, name_of, read_arrays
-from llama_jax.checkpoints.sums import verify, write_sums
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
+from llama_jax.storage.atomic_write import clear_up, remedy_for
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
-from llama_jax.writing import clear_up, remedy_for
 
 # What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it

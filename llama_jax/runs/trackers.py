@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 Track = Literal["tensorboard", "wandb", "mlflow"]
 PACKAGES: dict[Track, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # what is imported

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
+from llama_jax.checkpoints.step_dirs import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.view import FOLDER, Listed, PassingError
+from llama_jax.storage.paths import FOLDER, Listed, PassingError
 
 Given = TypeVar("Given")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)

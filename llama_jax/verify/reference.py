@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError, shown
+from llama_jax.storage.atomic_write import appearing
 from llama_jax.verify.rounding import KIND, ROUNDING, origin_of
 from llama_jax.verify.trace import Origin, Trace
-from llama_jax.writing import appearing
 
 FORMAT = "llama_jax oracle 1"
 DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}

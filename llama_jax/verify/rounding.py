@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llama_jax.checkpoints.tensors import Described
+from llama_jax.checkpoints.lazy_tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import base_kind

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import llama_jax
-from llama_jax.checkpoints import bundled as module
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints import loading as module
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.errors import CheckpointError
 
 

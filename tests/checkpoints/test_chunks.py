@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints.chunks import MANIFEST, ArrayRows, add_index, read_index
+from llama_jax.checkpoints.orbax_index import MANIFEST, ArrayRows, add_index, read_index
 from llama_jax.storage import locate
 
 RANDOM = np.random.default_rng(0)

@@ -8,8 +8,8 @@ import gguf
 import pytest
 
 import llama_jax
-from llama_jax.checkpoints.beside import About
 from llama_jax.checkpoints.saving import Format
+from llama_jax.checkpoints.tokenizer_files import About
 
 pytestmark = pytest.mark.parity  # Meta's folder is written by torch
 MODELS = conversions.models()

@@ -24,7 +24,7 @@ from make_format_goldens import FORMATS, SMALL
 
 import llama_jax
 from llama_jax.checkpoints import save
-from llama_jax.checkpoints.pickled import read_pickled
+from llama_jax.checkpoints.torch_pickle import read_pickled
 from llama_jax.errors import CheckpointError, UserError
 
 TENSORS = make_goldens.random_tensors(SMALL)

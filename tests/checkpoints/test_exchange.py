@@ -6,9 +6,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayParts, Part, fill
-from llama_jax.checkpoints.memory import Held
+from llama_jax.checkpoints.device_fill import ArrayParts, Part, fill, fill_by_rows, reads_others
+from llama_jax.checkpoints.lazy_tensors import Held
 
 F32 = np.dtype(np.float32)
 

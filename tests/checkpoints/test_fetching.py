@@ -9,9 +9,9 @@ import pytest
 from commands import run_here
 from hub_server import COMMIT, serving
 
-from llama_jax.checkpoints import fetching
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.fetching import fetch
+from llama_jax.checkpoints import hub_download
+from llama_jax.checkpoints.hub_download import fetch
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.errors import CheckpointError
 
 INDEX = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
@@ -121,7 +121,7 @@ def test_no_room(hub, tmp_path, monkeypatch):
     hub.content = FOLDER | {"model.safetensors": b"m" * 1000}
     usage = namedtuple("Usage", "total used free")
     with monkeypatch.context() as patch:
-        patch.setattr(fetching.shutil, "disk_usage", lambda path: usage(0, 0, 100))
+        patch.setattr(hub_download.shutil, "disk_usage", lambda path: usage(0, 0, 100))
         with pytest.raises(CheckpointError, match=r"hf://org/name needs 0.0 GB, and .*/out has 0.0 GB left; make room"):
             fetch("org/name", folder=tmp_path / "out")
 

@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax.checkpoints import fill as room
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Filling, Part, cast, check, fill, floats_of
-from llama_jax.checkpoints.layout import Turned
-from llama_jax.checkpoints.memory import Held
-from llama_jax.checkpoints.tensors import Dense, Joined
+from llama_jax.checkpoints import device_fill as room
+from llama_jax.checkpoints.device_fill import (
+    ArrayMemory,
+    ArrayParts,
+    ArrayToFill,
+    Filling,
+    Part,
+    cast,
+    check,
+    fill,
+    floats_of,
+)
+from llama_jax.checkpoints.lazy_tensors import Dense, Held, Joined
+from llama_jax.checkpoints.tensor_export import RopePermuted
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 
@@ -170,7 +179,7 @@ def test_turned_rows(a, b):
     heads = weight.reshape(3, 8, 5)
     np.testing.assert_array_equal(half_from_interleaved(interleaved_from_half(heads)), heads)
     for interleave, turn in ((True, interleaved_from_half), (False, half_from_interleaved)):
-        got = Turned(Held(weight), 8, interleave).read(start, stop)
+        got = RopePermuted(Held(weight), 8, interleave).read(start, stop)
         np.testing.assert_array_equal(got, turn(heads).reshape(24, 5)[start:stop])
 
 

@@ -13,10 +13,10 @@ from conftest import params_of
 from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
-from llama_jax.checkpoints import gguf_file, open_checkpoint
-from llama_jax.checkpoints.gguf_rope import factors_of, with_scaling
+from llama_jax.checkpoints import gguf, open_checkpoint
+from llama_jax.checkpoints.lazy_tensors import read_bytes
 from llama_jax.checkpoints.meta import config_from_params
-from llama_jax.checkpoints.tensors import read_bytes
+from llama_jax.checkpoints.rope_conversion import factors_of, with_scaling
 from llama_jax.config import preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import kinds_in_memory
@@ -134,7 +134,7 @@ def test_gguf_that_its_own_package_wrote(kind, tmp_path, logits):
     assert (kind == "F32") == bool((got == plain).all())  # the comparison can tell
 
 
-BLOCKS = {name: block for name, *block in gguf_file.TYPES.values() if name not in ("F32", "F16", "BF16")}
+BLOCKS = {name: block for name, *block in gguf.TYPES.values() if name not in ("F32", "F16", "BF16")}
 # Where in a block its float16 scales lie; all else may be any bytes.
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": ()}
@@ -161,7 +161,7 @@ def test_blocks_are_read_by_rows_as_the_package_reads_them_whole(kind, tmp_path)
     blocks = random_blocks(kind, 40, 3)
     path = tmp_path / "blocks"
     path.write_bytes(b"12345" + blocks.tobytes())
-    tensor = gguf_file.BlockTensor(path, 5, (40, 3 * block), kind, (block, size))
+    tensor = gguf.BlockTensor(path, 5, (40, 3 * block), kind, (block, size))
     whole = quants.dequantize(blocks.reshape(40, -1), GGMLQuantizationType[kind])
     assert tensor.nbytes == blocks.nbytes
     np.testing.assert_array_equal(tensor.read(0, 40), whole)
@@ -191,9 +191,9 @@ def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_p
         same(jax.tree.map(numbers, kept, is_leaf=is_weight), dense)
         llama_jax.save(tmp_path / "saved.gguf", config, kept, tokenizer)
         written.append(tmp_path / "saved.gguf")
-    _, tensors = gguf_file.read_file(tmp_path / "model.gguf")
+    _, tensors = gguf.read_file(tmp_path / "model.gguf")
     for path in written:
-        for name, other in gguf_file.read_file(path)[1].items():
+        for name, other in gguf.read_file(path)[1].items():
             tensor = tensors[name]
             assert (other.kind, other.shape) == (tensor.kind, tensor.shape)
             ours, theirs = (read_bytes(one.path, one.offset, one.nbytes) for one in (other, tensor))
@@ -292,7 +292,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     factors = factors_of(config, config.rope_scaling).astype(np.float32)
     path = tmp_path / "factors"
     path.write_bytes(factors.tobytes())
-    stored = gguf_file.Dense(path, 0, factors.shape, "F32")
+    stored = gguf.Dense(path, 0, factors.shape, "F32")
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
     assert with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama") == config

@@ -12,7 +12,7 @@ from make_format_goldens import FORMATS, SMALL
 from test_corruption import TENSORS, bounded, gguf_header, outcome, text
 
 import llama_jax
-from llama_jax.checkpoints.gguf_file import read_file
+from llama_jax.checkpoints.gguf import read_file
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.gguf_header import MOST_ENTRIES, MOST_TEXTS
 from llama_jax.tokenizers import load_tokenizer
@@ -92,7 +92,7 @@ def test_settings_out_of_all_bounds(settings, tmp_path):
 @pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
 @pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
 def test_a_ggufs_rope_scaling_of_another_kind(name, value):
-    from llama_jax.checkpoints.gguf_rope import with_scaling
+    from llama_jax.checkpoints.rope_conversion import with_scaling
     from llama_jax.config import preset
     from llama_jax.errors import ConfigError
 

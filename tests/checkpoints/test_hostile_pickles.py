@@ -10,8 +10,8 @@ import zlib
 import pytest
 from test_corruption import bounded, outcome, tensor_pickle, write_pickle
 
-from llama_jax.checkpoints.llama2c import recognises
-from llama_jax.checkpoints.pickled import LARGEST_TABLE, read_pickled, read_tensors
+from llama_jax.checkpoints.llama2c import recognizes
+from llama_jax.checkpoints.torch_pickle import LARGEST_TABLE, read_pickled, read_tensors
 from llama_jax.errors import CheckpointError
 
 
@@ -36,7 +36,7 @@ def test_settings_that_nest(depth, tmp_path):
     names = [b"X" + struct.pack("<I", len(name)) + name for name in (b"model_args", b"model", b"dim")]
     program = b"\x80\x02}(" + names[0] + b"}" + names[2] + nested + b"s" + names[1] + b"}u."
     path = write_pickle(tmp_path / "ckpt.pt", program)
-    assert recognises(path)
+    assert recognizes(path)
     assert "this is not llama2.c's ckpt.pt" in outcome(path)
     # Where a tensor should be.
     path = write_pickle(tmp_path / "x.pt", b"\x80\x02}" + names[0] + nested + b"s.")

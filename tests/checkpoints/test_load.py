@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import llama_jax
 from llama_jax.checkpoints import llama2c
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface import NAMES, config_from_dict, config_to_dict
 from llama_jax.errors import CheckpointError, ConfigError
 
 KINDS = make_goldens.KINDS

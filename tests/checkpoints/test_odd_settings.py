@@ -5,7 +5,7 @@ import math
 import pytest
 from test_siblings import PLAIN, SIBLINGS
 
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.errors import ConfigError
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from llama_jax.checkpoints import orbax_errors
-from llama_jax.checkpoints.store import asking_orbax
+from llama_jax.checkpoints import orbax_format
+from llama_jax.checkpoints.orbax_format import asking_orbax
 from llama_jax.errors import CheckpointError
-from llama_jax.writing import cannot_write
+from llama_jax.storage.atomic_write import cannot_write
 
 
 def logged(pathname, level, caplog):
@@ -28,7 +28,7 @@ def test_what_orbax_logs_is_not_heard_until_the_last_of_two_saves_has_ended(firs
     theirs, others = (os.path.join("lib", package, "future.py") for package in ("orbax", "etils"))
     logging.getLogger("absl").addHandler(caplog.handler)
     try:
-        saves = [orbax_errors.quiet() for _ in range(2)]
+        saves = [orbax_format.quiet() for _ in range(2)]
         for save in saves:
             save.__enter__()
         for save in (saves[first], saves[1 - first]):
@@ -58,7 +58,7 @@ def test_what_comes_after_an_event_loop_has_ended_is_no_traceback(failing, monke
     left = [left_over(os.path.join("lib", package, "reading.py")) for package in ("orbax", "etils")]
     hooks = []
     for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), orbax_errors.quiet():
+        with contextlib.suppress(ZeroDivisionError), orbax_format.quiet():
             sys.unraisablehook(late)
             sys.unraisablehook(other)
             for one in left:
@@ -91,18 +91,18 @@ def test_writers_are_waited_for_whatever_their_own_join_raises():
     for writer in writers:
         writer.start()
     threading.Timer(0.01, going_on.set).start()
-    orbax_errors.wait_for_writers()
+    orbax_format.wait_for_writers()
     assert sorted(map(id, ended)) == sorted(map(id, writers))
 
 
-@pytest.mark.parametrize("number", orbax_errors.OF_WRITING)
+@pytest.mark.parametrize("number", orbax_format.OF_WRITING)
 def test_the_systems_words_are_found_after_long_paths(number):
     path = "/a/long/way" * 40
     error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "{path}": Failed to write 9 bytes: {os.strerror(number)} [os_e')
-    found = orbax_errors.error_of_writing(error)
+    found = orbax_format.error_of_writing(error)
     assert (found.errno, found.strerror) == (number, os.strerror(number))
     assert cannot_write(Path("model"), found).startswith(f"model cannot be written ({os.strerror(number)}); ")
-    assert str(orbax_errors.error_of_writing(ValueError(path))) == path[:300]
+    assert str(orbax_format.error_of_writing(ValueError(path))) == path[:300]
 
 
 def test_a_load_that_fails_leaves_no_tracebacks(tmp_path, monkeypatch):

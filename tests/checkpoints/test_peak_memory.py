@@ -11,8 +11,7 @@ import pytest
 
 import llama_jax
 from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.memory import Held
-from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Held, Opened
 
 CONFIG = llama_jax.LlamaConfig(
     vocab_size=32_000,

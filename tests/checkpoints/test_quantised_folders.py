@@ -11,7 +11,7 @@ import quantised_folders as writers
 from conftest import jit_dequantize, jit_logits, params_of
 
 import llama_jax
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import kinds_in_memory, quantize

@@ -11,10 +11,9 @@ import pytest
 from conftest import jit_dequantize, jit_init, jit_logits
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.gguf_file import read_file
-from llama_jax.checkpoints.loading import open_checkpoint
-from llama_jax.checkpoints.tensors import read_bytes
+from llama_jax.checkpoints.gguf import read_file
+from llama_jax.checkpoints.lazy_tensors import read_bytes
+from llama_jax.checkpoints.loading import bundled, open_checkpoint
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, order

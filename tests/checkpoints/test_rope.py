@@ -14,11 +14,9 @@ from conftest import params_of, write_hf_folder
 import llama_jax
 from llama_jax import RopeScaling, rotary_frequencies
 from llama_jax.checkpoints import open_checkpoint, save
-from llama_jax.checkpoints.gguf import config_from_fields
-from llama_jax.checkpoints.gguf_file import read_file
-from llama_jax.checkpoints.gguf_rope import settings_and_tensors
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
-from llama_jax.checkpoints.rope import in_known_kinds, same_rotation
+from llama_jax.checkpoints.gguf import config_from_fields, read_file
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.rope_conversion import in_known_kinds, same_rotation, settings_and_tensors
 from llama_jax.config import ROPE_FIELDS
 from llama_jax.errors import CheckpointError, ConfigError
 
@@ -126,7 +124,7 @@ def test_what_transformers_takes_where_config_json_is_silent():
 @pytest.mark.parametrize("name", SCALINGS)
 def test_orbax_keeps_it(name, params, tmp_path):
     (tmp_path / "model").mkdir()
-    from llama_jax.checkpoints.huggingface_config import read_config, write_config
+    from llama_jax.checkpoints.huggingface import read_config, write_config
 
     write_config(tmp_path / "model", CONFIGS[name])  # which is all that orbax' folders and a run's steps say of it
     assert read_config(tmp_path / "model") == CONFIGS[name]

@@ -21,10 +21,10 @@ from make_format_goldens import FORMATS, SMALL, WIDE
 from safetensors.numpy import load_file
 
 import llama_jax
-from llama_jax import writing
 from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
-from llama_jax.checkpoints.layout import WrittenTensor
+from llama_jax.checkpoints.tensor_export import WrittenTensor
 from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.storage import atomic_write
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.making import train_bpe
 
@@ -387,7 +387,7 @@ def test_two_that_write_one_path(format, overwrite, tmp_path, models):
 
 def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
     """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
-    put, failing = writing.put, False
+    put, failing = atomic_write.put, False
 
     def look(target, path):
         if path.name == "model.bin":
@@ -396,7 +396,7 @@ def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path,
                 raise OSError(errno.ENOSPC, "No space left on device")
         put(target, path)
 
-    monkeypatch.setattr(writing, "put", look)
+    monkeypatch.setattr(atomic_write, "put", look)
     for failing in (True, False):
         with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
             save(tmp_path / "model.bin", *stories, format="llama2c")

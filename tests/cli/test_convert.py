@@ -88,7 +88,7 @@ def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.checkpoints.layout import WrittenTensor; rows = WrittenTensor.rows\n"
+    "import os, signal; from llama_jax.checkpoints.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
     "    return rows(self, dtype)\n"
@@ -108,9 +108,9 @@ def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
 
 
 TWICE = INTERRUPT.format("SIGINT") + (
-    "from llama_jax import writing; remove = writing.remove\n"
+    "from llama_jax.storage import atomic_write; remove = atomic_write.remove\n"
     "def again(path): os.kill(os.getpid(), signal.SIGINT); remove(path)\n"
-    "writing.remove = again\n"
+    "atomic_write.remove = again\n"
 )
 
 

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.checkpoints import store
+from llama_jax.checkpoints import orbax_format
 from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.tensors import Dense, Joined, Opened
+from llama_jax.checkpoints.lazy_tensors import Dense, Joined, Opened
 from llama_jax.cli import main
 from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.page import columns, printable, size
@@ -113,7 +113,7 @@ def test_every_tensor_has_a_line(run, tmp_path):
 
 
 def test_orbax(run, tmp_path, models):
-    store.save(tmp_path, *models["gqa"])
+    orbax_format.save(tmp_path, *models["gqa"])
     code, out, _ = run(tmp_path)
     assert code is None
     assert out.splitlines()[0] == f"{tmp_path}: orbax"

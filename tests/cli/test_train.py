@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 import llama_jax
-from llama_jax.checkpoints.sums import verify
+from llama_jax.checkpoints.step_dirs import verify
 from llama_jax.cli import main
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.train import Train
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lock import locked
+from llama_jax.runs.locks import locked
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipes import find

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.data.building import BuildOptions, build
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"

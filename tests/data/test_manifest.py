@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import DataError, DocumentFormat, open_corpus, shards
 from llama_jax.data.building import BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import DataError, near, open_corpus, shards
 from llama_jax.data.building import LISTING, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST

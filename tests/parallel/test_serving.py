@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 import llama_jax
 from llama_jax import LlamaConfig, Sampling
 from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.assemble import assemble
-from llama_jax.checkpoints.fitting import fit_opened
-from llama_jax.checkpoints.tensors import Dense
+from llama_jax.checkpoints.build_params import assemble, fit_opened
+from llama_jax.checkpoints.lazy_tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole

@@ -17,7 +17,7 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 
 import llama_jax
 from llama_jax.checkpoints import load_adapter, open_checkpoint
-from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.checkpoints.step_dirs import CHECKPOINTS
 from llama_jax.errors import CheckpointError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack

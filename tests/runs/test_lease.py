@@ -6,11 +6,11 @@ import threading
 import object_server
 import pytest
 
-from llama_jax.runs import lease
+from llama_jax.runs import locks
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lease import Lease
+from llama_jax.runs.locks import Lease
 from llama_jax.storage import locate
-from llama_jax.storage.view import PassingError
+from llama_jax.storage.paths import PassingError
 
 KEY = "run/lease.json"
 
@@ -23,7 +23,7 @@ def store(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lease, "POLL", 0.01)
+    monkeypatch.setattr(locks, "POLL", 0.01)
 
 
 def taken(scheme="s3", **told):

@@ -24,7 +24,7 @@ from llama_jax.data.sources import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lock import locked
+from llama_jax.runs.locks import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.snapshots import Snapshots

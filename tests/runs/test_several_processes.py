@@ -21,8 +21,8 @@ from mortal_run import environment_of, recipe, write_words
 
 import llama_jax
 from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.chunks import read_index
-from llama_jax.checkpoints.steps import CHECKPOINTS, steps_in
+from llama_jax.checkpoints.orbax_index import read_index
+from llama_jax.checkpoints.step_dirs import CHECKPOINTS, steps_in
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.inspect import describe
 from llama_jax.cli.plot import Plot

@@ -12,7 +12,7 @@ from commands import run_here
 from mortal_run import recipe
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError

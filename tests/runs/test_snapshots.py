@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints.steps import steps_in
+from llama_jax.checkpoints.step_dirs import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.parallel.mesh import MeshSizes
@@ -473,13 +473,13 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
 
 
-@pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
-def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
+@pytest.mark.parametrize("name", ["describe", "read_config", "find_tokenizer", "read_arrays"])
+def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
-    from llama_jax.checkpoints import store
+    from llama_jax.checkpoints import orbax_format
 
-    name, removed, endless = where.partition(".")[2], [], False
-    real = getattr(store, name)
+    removed, endless = [], False
+    real = getattr(orbax_format, name)
 
     def remove_first(*arguments):
         if endless or not removed:
@@ -489,7 +489,7 @@ def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
             shutil.rmtree(run / f"checkpoints/{removed[-1]}")
         return real(*arguments)
 
-    monkeypatch.setattr(store, name, remove_first)
+    monkeypatch.setattr(orbax_format, name, remove_first)
     assert same(llama_jax.load(run).params, state_of(20).params)
     assert removed == [20]
     endless = True

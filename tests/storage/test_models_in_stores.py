@@ -16,11 +16,11 @@ from conftest import write_hf_folder
 from obstore.exceptions import GenericError
 
 import llama_jax
-from llama_jax.checkpoints.fill import STORED_RUN
+from llama_jax.checkpoints.device_fill import STORED_RUN
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.storage import buckets
-from llama_jax.storage.buckets import ObjectBucket, open_bucket
+from llama_jax.storage import object_store
+from llama_jax.storage.object_store import ObjectBucket, open_bucket
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -157,8 +157,8 @@ def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
 @pytest.mark.slow
 def test_slow_answers(tmp_path, store, monkeypatch, caplog):
     """A byte now and then is no answer: what is slow once is asked for again, and what stays so is named in its time."""
-    monkeypatch.setattr(buckets, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(buckets, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")
     failing(store, "slow")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import quantised_folders
 
-from llama_jax.checkpoints.gguf_file import TYPES
+from llama_jax.checkpoints.gguf import TYPES
+from llama_jax.checkpoints.lazy_tensors import Dense
 from llama_jax.checkpoints.loading import open_checkpoint
-from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.weights import KINDS
 from llama_jax.verify import rounding

@@ -25,7 +25,7 @@ import numpy as np
 import platformdirs
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
 PAGED_ATTENTION, PUT = "llama_jax_attend_paged", "llama_jax_put_rows"

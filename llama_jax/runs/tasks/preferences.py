@@ -29,6 +29,7 @@ from llama_jax.runs.program import TrainingProgram, loss_options
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
 from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.storage.atomic_write import appearing
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.pairs import (
@@ -43,7 +44,6 @@ from llama_jax.training.pairs import (
     sums_of,
 )
 from llama_jax.training.preferences import FREE, PreferenceOptions
-from llama_jax.writing import appearing
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from llama_jax.checkpoints.tensors import FLOATS, kind_of, read_bytes
+from llama_jax.checkpoints.lazy_tensors import FLOATS, kind_of, read_bytes
 from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import THREADS, ArrayMemory, ArrayParts, Part, StackParts
-from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.quantising import Quantization, filling_of, placed
-from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
+from llama_jax.checkpoints.device_fill import THREADS, ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Derived, Opened, Padded, default_dtype, target_dtype
+from llama_jax.checkpoints.quantize_on_load import Quantization, filling_of, placed
+from llama_jax.checkpoints.tensor_names import shares_of
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.mixtures import kinds_of_parameter
-from llama_jax.model.params import Llama, Row, shape_of
+from llama_jax.model.params import TABLE, Llama, Row, rows, shape_of
 from llama_jax.model.trees import build
+from llama_jax.parallel.fit import laid_out
+from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import StoredPath
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
@@ -172,3 +175,43 @@ def _check_tied(opened: Opened) -> None:
             f"{opened.path}: tie_embeddings is set but {opened.names['lm_head']!r} differs from the embedding;"
             " one of the two is wrong"
         )
+
+
+@dataclass(frozen=True)
+class Copied(Derived):
+    """A key or value projection with each head repeated: its copies follow one another."""
+
+    head_dim: int
+    copies: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.tensor.shape[0] * self.copies, *self.tensor.shape[1:])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        width = self.head_dim * self.copies  # rows that come of one head
+        first, last = start // width, -(-stop // width)
+        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, *self.shape[1:])
+        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, *self.shape[1:])
+        return rows[start - first * width : stop - first * width]
+
+
+def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
+
+    Raises:
+      MeshError: the model cannot be made to fit.
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
+    """
+    config, target = opened.config, laid_out(opened.config, sizes)
+    plan(opened)  # errors about the file name the file's own shapes
+    copies = target.n_kv_heads // config.n_kv_heads
+    tensors = dict(opened.tensors)
+    if target.vocab_size != config.vocab_size:
+        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
+        tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
+    if copies > 1:
+        shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
+        heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
+        tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
+    return replace(opened, config=target, tensors=tensors)

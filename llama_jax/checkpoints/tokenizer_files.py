@@ -18,12 +18,12 @@ import numpy as np
 
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import CheckpointError, shown
-from llama_jax.files import read_object, read_text
 from llama_jax.storage import Location, StoredPath, resolved
+from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import SWALLOWING
 from llama_jax.tokenizers.settings import OF_A_FILE, Settings, pad_id_of
-from llama_jax.writing import appearing
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 # What is read with a vocabulary from its folder.

@@ -1,22 +1,85 @@
-"""The tensors of a checkpoint in the order of rows and the type of another format."""
+"""Tensors to be written: in the order of rows and the type of another format, to a path that may be replaced."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from llama_jax.checkpoints.assemble import plan
-from llama_jax.checkpoints.fill import RUN, cast, check
-from llama_jax.checkpoints.names import Share, shares_of
-from llama_jax.checkpoints.tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
+from llama_jax.checkpoints.build_params import plan
+from llama_jax.checkpoints.device_fill import RUN, cast, check
+from llama_jax.checkpoints.lazy_tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
+from llama_jax.checkpoints.tensor_names import Share, shares_of
+from llama_jax.checkpoints.tokenizer_files import SETTINGS, VOCABULARIES
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, reading
 from llama_jax.model.params import TABLE, rows, shape_of
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
-from llama_jax.storage import StoredPath
+from llama_jax.storage import Location, StoredPath, resolved
+from llama_jax.storage.atomic_write import appearing
+
+# What a folder of a model may hold: one that holds anything else is never replaced.
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
+LAST = ("config.json", "adapter_config.json")  # without which nobody takes a folder for a model, or an adapter
+OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS}
+
+
+@contextmanager
+def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
+    """A new empty file or folder that becomes `path` when all of it is written, see `atomic_write.appearing`.
+
+    Args:
+      folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
+      overwrite: whether a file may be replaced by a file.
+      sources: paths that are read at the same time, and must not be touched.
+
+    Raises:
+      CheckpointError: what is at `path` must not be replaced, or `path` cannot be written.
+    """
+    path = resolved(path)
+    check_room(path, folder=folder, overwrite=overwrite, sources=sources)
+    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
+    with appearing(path, folder=folder, check=again, raises=CheckpointError, last=LAST) as target:
+        yield target
+
+
+def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
+    """Raise as `new_output` would, without writing anything."""
+    if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
+        raise CheckpointError(f"{path} is on the hub: write to a path of this machine, and upload that with `hf upload`")
+    with reading(path, CheckpointError):
+        _check_room(resolved(path), folder, overwrite, sources)
+
+
+def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
+    for source in map(resolved, sources):
+        if path == source or path in source.parents or source in path.parents:
+            raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
+    if not path.exists():
+        return
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder; give another path")
+    if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
+        raise CheckpointError(f"{path} is the current folder, and another would take its place; give a folder inside it")
+    if path.is_dir() != folder:
+        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; give another path")
+    inside = sorted(entry.name for entry in path.iterdir()) if folder else []
+    if folder and not inside:
+        return
+    if not overwrite:
+        raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
+    foreign = [name for name in inside if name not in OTHERS and not WEIGHTS.fullmatch(name)]
+    if foreign:
+        raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; give another path")
+
 
 LONG_RUN = 16 << 20  # bytes, of an object store: runs are read one after the other, and each answer takes long to begin
 
@@ -69,7 +132,7 @@ class WrittenTensor:
 
 
 @dataclass(frozen=True)
-class Turned(Derived):
+class RopePermuted(Derived):
     """A query or key projection with the rows of each head brought into the other rotary layout."""
 
     head_dim: int
@@ -79,8 +142,8 @@ class Turned(Derived):
         first = start - start % self.head_dim
         last = -(-stop // self.head_dim) * self.head_dim
         heads = self.tensor.read(first, last).reshape(-1, self.head_dim, math.prod(self.shape[1:]))
-        turned = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
-        return turned.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
+        permuted = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
+        return permuted.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
 
 
 def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
@@ -102,7 +165,7 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
         if share.rotary and opened.interleaved != interleaved:
-            tensor = Turned(tensor, config.head_dim, interleaved)
+            tensor = RopePermuted(tensor, config.head_dim, interleaved)
         return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}", run=run)
 
     table = rows(config)

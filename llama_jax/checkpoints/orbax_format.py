@@ -1,13 +1,16 @@
-"""The orbax format: the parameters as they are in memory; nothing is renamed or reordered.
-
-There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``; and a step of a training
-run (`steps`), from which the moving average is read if the run keeps one.
-"""
+"""Short errors from orbax, without the tracebacks that it prints besides."""
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,27 +19,281 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from llama_jax.checkpoints import stored_weights
-from llama_jax.checkpoints.beside import About, read_about
-from llama_jax.checkpoints.chunks import ArrayRows, ChunkedArray, read_index
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, Part, StackParts
-from llama_jax.checkpoints.huggingface_config import read_config, write_config
-from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
-from llama_jax.checkpoints.quantising import filling_of
-from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
-from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
-from llama_jax.checkpoints.sums import verify
-from llama_jax.checkpoints.tensors import kind_of, target_dtype
+from llama_jax.checkpoints.device_fill import ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.checkpoints.huggingface import read_config, write_config
+from llama_jax.checkpoints.lazy_tensors import FLOATS, StoredWeight, WeightFormat, kind_of, target_dtype
+from llama_jax.checkpoints.orbax_index import ArrayRows, ChunkedArray, read_index
+from llama_jax.checkpoints.quantize_on_load import filling_of
+from llama_jax.checkpoints.step_dirs import (
+    ABOUT,
+    EMA,
+    NOTE,
+    PARAMS,
+    DamagedError,
+    FetchedStep,
+    cannot_read,
+    existing_step,
+    fetch_step,
+    find_checkpoints,
+    is_step,
+    of_model,
+    steps_in,
+    verify,
+)
+from llama_jax.checkpoints.tokenizer_files import About, read_about
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError
-from llama_jax.files import read_object
-from llama_jax.model.params import Llama, Row
-from llama_jax.model.trees import build, is_weight, layers_together, param_shapes
-from llama_jax.ops.weights import QuantizedWeight
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.model.params import Llama, Row, row_at
+from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
+from llama_jax.ops.weights import KINDS, JoinedWeight, MixedStack, Plane, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.order import arranged
+from llama_jax.ops.weights.planes import FP8, INT4, packed
+from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import FULL, cannot_write
+from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
-from llama_jax.writing import cannot_write
+
+# Memory, disks and networks that fail, stale mounts, rights, too many open files.
+NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
+OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
+    TensorStore sends to an event loop that has ended with the first error.
+
+    TensorStore may send them later, so after an error that part stays. Two may overlap, in several threads, and end in any
+    order.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno >= logging.CRITICAL
+
+    log, before = logging.getLogger("absl"), sys.unraisablehook
+    hook = before if isinstance(before, _WithoutClosedLoops) else _WithoutClosedLoops(before)
+    log.addFilter(is_of_others)
+    sys.unraisablehook = hook
+    try:
+        yield
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
+    finally:
+        log.removeFilter(is_of_others)
+
+
+class _WithoutClosedLoops:
+    """`sys.unraisablehook`, but for what an event loop that has ended leaves: messages to it, and the coroutines of orbax,
+    which raise an error when they are collected."""
+
+    def __init__(self, before: Callable[[Any], object]) -> None:
+        self._before = before
+
+    def __call__(self, told: Any) -> None:
+        code = getattr(told.object, "cr_code", None)
+        of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if str(told.exc_value) != "Event loop is closed" and not of_orbax:
+            self._before(told)
+
+
+def root_cause(error: BaseException, most: int = 300) -> str:
+    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(str(error).split())[:most]
+
+
+def error_of_writing(error: BaseException) -> OSError:
+    """The reason of a failed write, with its errno for a full disk or missing permissions.
+
+    TensorStore's errors have only a text, which ends, after long paths, in the system's message.
+    """
+    said = root_cause(error, most=10_000)
+    number = next((number for number in OF_WRITING if os.strerror(number) in said), None)
+    return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING for each in chain):
+        return True
+    said = " ".join(map(str, chain))
+    return any(text in said for text in (*map(os.strerror, PASSING), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
+
+
+def wait_for_writers() -> None:
+    """Wait for the threads of a failed save: orbax raises the first error while they go on writing the other arrays."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread, 60)  # their own `join` raises the error of each
+
+
+FILE = "quantized.json"
+# By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
+# {"layers": [the kind of each]}.
+Kinds = Mapping[str, Any]
+
+
+def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
+    """The kinds of the weights that are quantised."""
+    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
+    return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
+
+
+def _kind_of(leaf: Any) -> Any:
+    if isinstance(leaf, JoinedWeight):
+        return [_kind_of(part) for part in leaf.parts]
+    if isinstance(leaf, MixedStack):
+        kinds = [_kind_of(stack) for stack in leaf.stacks]
+        return {"layers": [kinds[stack] for stack, _ in leaf.places]}
+    return getattr(leaf, "kind", None)
+
+
+def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
+    """Write the file if something is quantised."""
+    if kinds:
+        (folder / FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
+
+
+def read_kinds(folder: Path) -> tuple[Kinds, str]:
+    """The kinds, and the type of the computation; none where there is no such file.
+
+    Raises:
+      CheckpointError: a damaged file, or a kind that is not known.
+    """
+    if not (folder / FILE).exists():
+        return {}, "float32"
+    found = read_object(folder / FILE, CheckpointError)
+    kinds, dtype = found.get("kinds"), found.get("dtype")
+    if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
+        raise CheckpointError(f"{folder / FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
+    for name, kind in kinds.items():
+        for each in _single_kinds(kind):
+            if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
+                raise CheckpointError(
+                    f"{folder / FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
+                )
+    return kinds, dtype
+
+
+def _single_kinds(kind: Any) -> list[Any]:
+    if isinstance(kind, dict) and isinstance(layers := kind.get("layers"), list):
+        return layers
+    return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
+
+
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
+    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantised.
+
+    Raises:
+      CheckpointError: what is no matrix, or does not consist of whole blocks.
+    """
+    left = set(kinds)
+
+    def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        kind, row = kinds.get(name_of(path)), row_at(path)
+        if kind is None:
+            return leaf
+        left.discard(name_of(path))
+        layers = leaf.shape[0] if row.in_blocks else 1
+        is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
+        own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
+        possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
+        if not possible or any(len(one) != layers for one in own):
+            raise CheckpointError(
+                f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
+            )
+        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
+
+    def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
+        if kind is None:
+            return leaf
+        form, shape = KINDS[kind], leaf.shape
+        if shape[-1] % form.block:
+            raise CheckpointError(f"{where / FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks")
+        return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
+
+    found = jax.tree_util.tree_map_with_path(change, shapes)
+    if left:
+        raise CheckpointError(f"{where / FILE} names {shown(min(left), 60)}, which this model does not have; copy it again")
+    return found
+
+
+def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    found, dtype = plane.packed(shape)
+    return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
+
+
+def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
+    """The request to orbax for a parameter to be placed at `place`: floats cast, planes as they are."""
+    if isinstance(shape, JoinedWeight | MixedStack):
+        is_inner = lambda leaf: leaf is not shape and is_weight(leaf)
+        return jax.tree.map(lambda part: placed(part, target, place, where), shape, is_leaf=is_inner)
+    if not isinstance(shape, QuantizedWeight):
+        return jax.ShapeDtypeStruct(shape.shape, target, sharding=place)
+    form, matrix = shape.form, matrix_of(shape)
+    columns = columns_on_each(matrix, place)
+    if columns % form.block:
+        over = f" on each of {matrix[-1] // columns} devices"
+        raise CheckpointError(
+            f"{where} has rows of {matrix[-1]} numbers, and {form.name} needs multiples of {form.block}{over}"
+        )
+    places = shardings_of_planes(form, place, len(matrix))
+    planes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at) for one, at in zip(shape.planes, places, strict=True)]
+    return QuantizedWeight(tuple(planes), shape.kind, str(target))
+
+
+def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
+    """The shape of the matrix that stored planes are of."""
+    first, array = stored.form.planes[0], stored.planes[0]
+    if first.grouped:
+        return (*array.shape[:-2], array.shape[-2] * first.numbers)
+    return (*array.shape[:-1], array.shape[-1] * first.numbers // first.entries)
+
+
+def to_arrays(params: Llama) -> Llama:
+    """The parameters with their planes as they are written."""
+    return _over_planes(params, _to_bytes)
+
+
+def from_arrays(params: Llama) -> Llama:
+    """The inverse of `to_arrays`."""
+    return _over_planes(params, _from_bytes)
+
+
+def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedWeight):
+            return leaf
+        planes = zip(leaf.planes, leaf.form.planes, strict=True)
+        return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
+
+    return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+
+
+def _to_bytes(array: Any, plane: Plane) -> Any:
+    if plane.dtype == FP8:
+        return lax.bitcast_convert_type(array, jnp.uint8)
+    return jax.jit(packed)(array) if array.dtype == INT4 else array
+
+
+def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
+    if plane.dtype == FP8:
+        return arranged(plane, lax.bitcast_convert_type(array, FP8))
+    found = arranged(plane, array)
+    if found is not array:
+        array.delete()
+    return found
+
 
 # One program for a shape and not one for each operation, nor a second array.
 _all_finite = jax.jit(lambda array: jnp.isfinite(array).all())
@@ -83,20 +340,39 @@ class Stored:
     format: str
     path: Location
     config: LlamaConfig
-    tensors: Mapping[str, StoredArray | stored_weights.StoredWeight]
+    tensors: Mapping[str, StoredArray | StoredWeight]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     of_run: bool
     found: Mapping[str, StoredArray]
-    kinds: stored_weights.Kinds
+    kinds: Kinds
     fetched: FetchedStep | None = None
     about: Callable[[], About] = About
 
 
-def recognises(folder: Location) -> bool:
-    """Whether a folder holds a configuration and what orbax finished writing."""
-    saved = (folder / "config.json").exists() and (folder / PARAMS / "_CHECKPOINT_METADATA").exists()
-    return saved or is_step(folder)
+def recognizes(path: Location) -> bool:
+    """Whether a folder is a step of a run, or holds a configuration and what orbax finished writing."""
+    if not path.is_dir():
+        return False
+    return is_step(path) or ((path / "config.json").exists() and (path / PARAMS / "_CHECKPOINT_METADATA").exists())
+
+
+def open_path(path: Location) -> Stored:
+    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read.
+
+    Raises:
+      CheckpointError: see `open_folder`; or in a store a folder that is not a run's.
+    """
+    is_model = is_step(path) if isinstance(path, StoredPath) else recognizes(path)
+    found = path if is_model else find_checkpoints(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path} is an orbax checkpoint that is not a run's, and is read only from a path of this machine: copy it"
+            " here, or store it as safetensors (llama-jax convert)"
+        )
+    if isinstance(found, StoredPath):
+        return open_stored(found)
+    return open_folder(found if is_model else found / str(existing_step(found, None)))
 
 
 def open_folder(folder: Path) -> Stored:
@@ -115,7 +391,7 @@ def open_folder(folder: Path) -> Stored:
     else:
         about, arrays = folder, (folder / PARAMS, "state")
     config = read_config(about)
-    kinds, dtype = ({}, "float32") if of_run else stored_weights.read_kinds(folder)
+    kinds, dtype = ({}, "float32") if of_run else read_kinds(folder)
     found = describe(*arrays)
     stored = Stored(
         format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
@@ -157,16 +433,14 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def _tensors(
-    shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype
-) -> dict[str, StoredArray | stored_weights.StoredWeight]:
+def _tensors(shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype) -> dict[str, StoredArray | StoredWeight]:
     """The stored arrays, with the planes of each quantised matrix as one."""
-    tensors: dict[str, StoredArray | stored_weights.StoredWeight] = {}
+    tensors: dict[str, StoredArray | StoredWeight] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
         if isinstance(leaf, QuantizedWeight):
             size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
-            tensors[name] = stored_weights.StoredWeight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
+            tensors[name] = StoredWeight(matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
             tensors[name] = found[name]
     return tensors
@@ -230,10 +504,10 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
 
     write_config(folder, config)
     params = layers_together(params)
-    stored_weights.write_kinds(folder, stored_weights.kinds_of(params, name_of), str(params.embedding.dtype))
+    write_kinds(folder, kinds_of(params, name_of), str(params.embedding.dtype))
     with quiet():
         try:
-            ocp.save(folder.absolute() / PARAMS, stored_weights.to_arrays(params))
+            ocp.save(folder.absolute() / PARAMS, to_arrays(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             wait_for_writers()
             raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
@@ -318,13 +592,13 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
             verify(folder, {ABOUT, name})
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
-    asked = partial(stored_weights.placed, target=target, where=stored.path)
+    asked = partial(placed, target=target, where=stored.path)
     places = shardings
     if places is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda _: default, param_shapes(stored.config))
     wanted = jax.tree.map(lambda array, place: asked(array, place=place), shape, places, is_leaf=is_weight)
-    params = stored_weights.from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
+    params = from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = name_of(path)
@@ -348,7 +622,7 @@ def _shape(stored: Stored) -> Llama:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
     shape = param_shapes(config)
     if stored.kinds:
-        shape = stored_weights.with_kinds(config, shape, stored.kinds, name_of, stored.path)
+        shape = with_kinds(config, shape, stored.kinds, name_of, stored.path)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None
@@ -401,3 +675,6 @@ def _remedy(step: Path) -> str:
     """What to do about a step that cannot be read: there are others beside it."""
     others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
     return f"try another step: {', '.join(others)}" if others else "copy it again"
+
+
+FORMAT = WeightFormat("orbax", recognizes, open_path)

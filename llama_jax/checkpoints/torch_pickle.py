@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Derived, Tensor, read_bytes
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Dense, Derived, Tensor, read_bytes
 from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.storage import Location, StoredPath
 

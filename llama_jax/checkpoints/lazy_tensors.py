@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from llama_jax.checkpoints.beside import About
+from llama_jax.checkpoints.tokenizer_files import About
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.weights import QuantizedWeight
+from llama_jax.ops.weights.planes import join
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 
@@ -69,6 +71,16 @@ class Described(Protocol):
     def nbytes(self) -> int:
         """Bytes in the file."""
         ...
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The description of a quantized weight in orbax's format."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    nbytes: int
 
 
 class Tensor(Described, Protocol):
@@ -297,6 +309,91 @@ class Stacked(Combined):
 
 
 @dataclass(frozen=True)
+class Held:
+    """An array in the shape of a tensor, whose rows are its leading axes, and which is not copied for it."""
+
+    array: np.ndarray
+    seen_as: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape if self.seen_as is None else self.seen_as
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
+        return self.array[np.unravel_index(np.arange(start, stop), leading)]
+
+    def entry(self, index: int) -> Held:
+        """One of the tensors that a tensor with three axes holds."""
+        return Held(self.array[index])
+
+
+@dataclass(frozen=True)
+class HeldBlocks:
+    """A quantised weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+
+    weight: QuantizedWeight
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.weight.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.weight.kind.upper()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.weight.planes)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._rows(start, stop).decoded()
+
+    @property
+    def blocks(self) -> HeldBytes | None:
+        return HeldBytes(self) if self.weight.form.of_gguf else None
+
+    def _rows(self, start: int, stop: int) -> QuantizedWeight:
+        leading = self.weight.shape[: self.weight.ndim - len(self.shape) + 1]
+        where = np.unravel_index(np.arange(start, stop), leading)
+        return self.weight.replace(planes=tuple(plane[where] for plane in self.weight.planes))
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The blocks of a quantised weight, see `blocks_of`."""
+
+    held: HeldBlocks
+    dtype = np.dtype(np.uint8)
+    kind = "U8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.held.shape[:-1], self.held.nbytes // math.prod(self.held.shape[:-1]))
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows = self.held._rows(start, stop)
+        return join(rows.planes, rows.form).reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
 class Opened:
     """A checkpoint that was recognised; its weights have not been read.
 
@@ -319,6 +416,33 @@ class Opened:
     interleaved: bool
     tokenizer: Callable[[], Tokenizer | None]
     about: Callable[[], About] = About
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights, of which `loading.FORMATS` lists all.
+
+    Attributes:
+      name: as `save` and the command line have it.
+      recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
+      open: the model at such a path; its weights are not read.
+      write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
+        `progress`, which wraps the list of tensors; None where the format is only read, or orbax, which is written from
+        memory.
+      suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
+      is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
+    """
+
+    name: str
+    recognizes: Callable[[Location], bool]
+    open: Callable[[Location], Any]
+    write: Callable[..., None] | None = None
+    suffixes: tuple[str, ...] = ()
+    is_whole: Callable[[Location], bool] | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.suffixes
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.checkpoints import peft
-from llama_jax.checkpoints.beside import SETTINGS
+from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
+from llama_jax.checkpoints.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from llama_jax.checkpoints.gguf import SPLIT
 from llama_jax.checkpoints.huggingface import PICKLED, SAFETENSORS
+from llama_jax.checkpoints.tokenizer_files import SETTINGS
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
-from llama_jax.storage.view import FOLDER, PassingError
+from llama_jax.storage.paths import FOLDER, PassingError
 from llama_jax.tokenizers.load import NAMES
-from llama_jax.writing import cannot_write
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
 EXAMPLE = "ORGANISATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
@@ -135,8 +136,8 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
         raise CheckpointError(f"{place} holds several models; give one of them, as {place}/{firsts[0]}: {listed}")
     if firsts:
         return _alone(firsts[0], sizes)
-    if peft.CONFIG in sizes and peft.WEIGHTS in sizes:
-        return [peft.CONFIG, peft.WEIGHTS]
+    if ADAPTER_CONFIG in sizes and ADAPTER_WEIGHTS in sizes:
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     if set(NAMES) & set(beside):
         return beside
     raise CheckpointError(

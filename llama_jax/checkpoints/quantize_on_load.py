@@ -1,4 +1,4 @@
-"""Weights quantised while they are read, or kept as their files have them: the dense model is never in memory."""
+"""Weights quantized while they are read, or kept as their files have them: the dense model is never in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Filling, Part, StackParts, check, floats_of
-from llama_jax.checkpoints.quantized_tensors import Reordered
-from llama_jax.checkpoints.stored_weights import StoredWeight
-from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
+from llama_jax.checkpoints.device_fill import (
+    ArrayMemory,
+    ArrayParts,
+    ArrayToFill,
+    Filling,
+    Part,
+    StackParts,
+    check,
+    fill_by_rows,
+    floats_of,
+    reads_others,
+)
+from llama_jax.checkpoints.hf_quantized import Reordered
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Described, StoredWeight, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import MIXTURES
 from llama_jax.ops.weights import (
@@ -95,16 +104,16 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
     return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
 
 
-class WeightFilling(Protocol):
-    """A parameter that is filled layer by layer."""
+class ParameterFill(NamedTuple):
+    """A parameter that is filled layer by layer.
 
-    def fill(self, layer: int) -> None:
-        """Read a layer; 0 of what has no axis of layers."""
-        ...
+    Attributes:
+      fill: reads a layer; 0 of what has no axis of layers.
+      done: gives the parameter.
+    """
 
-    def done(self) -> Any:
-        """The parameter."""
-        ...
+    fill: Callable[[int], None]
+    done: Callable[[], Any]
 
 
 def filling_of(
@@ -115,7 +124,7 @@ def filling_of(
     memory: ArrayMemory,
     *,
     layers_apart: bool = False,
-) -> WeightFilling:
+) -> ParameterFill:
     """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
 
     Args:
@@ -137,32 +146,33 @@ def filling_of(
             return (None,)
         return kinds_of(array) if quantize == "keep" else quantize(array)
 
-    def of_kind(arrays: Sequence[ArrayParts], kind: str | None) -> WeightFilling:
+    def of_kind(arrays: Sequence[ArrayParts], kind: str | None) -> ParameterFill:
+        one = of_layer(sharding) if stacked else sharding
         if kind is None:
-            if arrays[0].stored and reads_others(arrays[0].shape, of_layer(sharding) if stacked else sharding):
-                return _ByRows(arrays, dtype, sharding, stacked)
-            return _Floats(arrays, dtype, sharding, memory, stacked)
-        if quantize == "keep":
-            form = fitting(kind, columns_on_each(arrays[0].shape, _of_one(sharding, stacked)))
-        else:
-            form = with_fallback(kind, columns_on_each(arrays[0].shape, _of_one(sharding, stacked)))
-        _check_columns(arrays[0], form, _of_one(sharding, stacked))
+            if arrays[0].stored and reads_others(arrays[0].shape, one):
+                return _floats_by_rows(arrays, dtype, sharding, stacked)
+            target = ArrayToFill((*[len(arrays)] * stacked, *arrays[0].shape), dtype, sharding)
+            filling = Filling(arrays, [target], floats_of(dtype), memory, stacked=stacked)
+            return ParameterFill(filling.fill, lambda: filling.done()[0])
+        columns = columns_on_each(arrays[0].shape, one)
+        form = fitting(kind, columns) if quantize == "keep" else with_fallback(kind, columns)
+        _check_columns(arrays[0], form, one)
         if quantize != "keep":
-            return _Planes(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
+            return _quantized(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
         blocks = [replace(one, parts=tuple(replace(part, tensor=_blocks(part)) for part in one.parts)) for one in arrays]
-        return _Planes(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
+        return _quantized(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
 
-    def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> WeightFilling:
+    def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> ParameterFill:
         if layers_apart and stacked and arrays[0].is_matrix:
             alone = [of_kind([one], kind) for one, kind in zip(arrays, own, strict=True)]
-            return _Mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
+            return _mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
         different = list(dict.fromkeys(own))
         if len(different) == 1:
             return of_kind(arrays, own[0])
         stacks = [[one for one, its in zip(arrays, own, strict=True) if its == kind] for kind in different]
         before = [own[:layer].count(kind) for layer, kind in enumerate(own)]
         places = tuple((different.index(kind), at) for kind, at in zip(own, before, strict=True))
-        return _Mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], places)
+        return _mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], places)
 
     each = [kinds(array) for array in layers]
     count = max(map(len, each))
@@ -170,16 +180,12 @@ def filling_of(
         return of_kinds(layers, [kind for (kind,) in each])
     alone = [_apart(array) for array in layers]
     own = [kinds if len(kinds) == count else kinds * count for kinds in each]
-    return _Joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
+    return _joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
 
 
 def of_layer(sharding: Any) -> Any:
     """The sharding of a layer, of that of all layers."""
     return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
-
-
-def _of_one(sharding: Any, stacked: bool) -> Any:
-    return of_layer(sharding) if stacked else sharding
 
 
 def _apart(array: ArrayParts) -> list[ArrayParts]:
@@ -189,97 +195,68 @@ def _apart(array: ArrayParts) -> list[ArrayParts]:
     return [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
 
 
-class _Floats:
-    """A parameter of floats."""
+def _floats_by_rows(arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, stacked: bool) -> ParameterFill:
+    """Floats of a store, of which each process reads some rows of each layer, see `fill_by_rows`."""
+    found: list[Any] = [None] * len(arrays)
 
-    def __init__(
-        self, arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, memory: ArrayMemory, stacked: bool
-    ) -> None:
-        target = ArrayToFill((*[len(arrays)] * stacked, *arrays[0].shape), dtype, sharding)
-        self._filling = Filling(arrays, [target], floats_of(dtype), memory, stacked=stacked)
-        self.fill = self._filling.fill
+    def fill(layer: int) -> None:
+        found[layer] = fill_by_rows(arrays[layer], dtype, of_layer(sharding) if stacked else sharding)
 
-    def done(self) -> Any:
-        return self._filling.done()[0]
+    def done() -> Any:
+        if not stacked:
+            return found[0]
+        whole = jax.jit(lambda layers: jnp.stack(layers), out_shardings=sharding)(found)
+        found.clear()
+        return jax.block_until_ready(whole)
 
-
-class _ByRows:
-    """The same of a store, of which each process reads some rows of each layer, see `exchange`."""
-
-    def __init__(self, arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, stacked: bool) -> None:
-        self._arrays, self._dtype, self._sharding, self._stacked = arrays, dtype, sharding, stacked
-        self._found: list[Any] = [None] * len(arrays)
-
-    def fill(self, layer: int) -> None:
-        self._found[layer] = fill_by_rows(self._arrays[layer], self._dtype, _of_one(self._sharding, self._stacked))
-
-    def done(self) -> Any:
-        if not self._stacked:
-            return self._found[0]
-        found = jax.jit(lambda layers: jnp.stack(layers), out_shardings=self._sharding)(self._found)
-        self._found.clear()
-        return jax.block_until_ready(found)
+    return ParameterFill(fill, done)
 
 
-class _Planes:
-    """A quantized weight, whose planes a function fills, given an array, the first and the last of some of its rows, and
+def _quantized(
+    arrays: Sequence[ArrayParts],
+    form: Kind,
+    dtype: np.dtype,
+    sharding: Any,
+    put: Callable[[ArrayParts, int, int, Sequence[np.ndarray]], None],
+    memory: ArrayMemory,
+    stacked: bool,
+) -> ParameterFill:
+    """A quantized weight, whose planes `put` fills, given an array, the first and the last of some of its rows, and
     contiguous memory for them."""
+    shape = (*[len(arrays)] * stacked, *arrays[0].shape)
+    places = shardings_of_planes(form, sharding, len(shape))
+    targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]
 
-    def __init__(
-        self,
-        arrays: Sequence[ArrayParts],
-        form: Kind,
-        dtype: np.dtype,
-        sharding: Any,
-        put: Callable[[ArrayParts, int, int, Sequence[np.ndarray]], None],
-        memory: ArrayMemory,
-        stacked: bool,
-    ) -> None:
-        shape = (*[len(arrays)] * stacked, *arrays[0].shape)
-        places = shardings_of_planes(form, sharding, len(shape))
-        targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]
+    def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
+        found = [
+            np.empty((stop - start, *target.shape[1 + stacked :]), target.dtype) if there is None else there
+            for there, target in zip(out, targets, strict=True)
+        ]
+        put(array, start, stop, found)
+        return found
 
-        def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
-            found = [
-                np.empty((stop - start, *target.shape[1 + stacked :]), target.dtype) if there is None else there
-                for there, target in zip(out, targets, strict=True)
-            ]
-            put(array, start, stop, found)
-            return found
-
-        self._filling, self._form, self._dtype = Filling(arrays, targets, rows, memory, stacked=stacked), form, dtype
-        self.fill = self._filling.fill
-
-    def done(self) -> QuantizedWeight:
-        return QuantizedWeight(tuple(self._filling.done()), self._form.name, str(self._dtype)).arranged()
+    filling = Filling(arrays, targets, rows, memory, stacked=stacked)
+    return ParameterFill(filling.fill, lambda: QuantizedWeight(tuple(filling.done()), form.name, str(dtype)).arranged())
 
 
-class _Joined:
+def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
     """Parts side by side, each of its own kind."""
 
-    def __init__(self, parts: Sequence[WeightFilling]) -> None:
-        self._parts = parts
-
-    def fill(self, layer: int) -> None:
-        for part in self._parts:
+    def fill(layer: int) -> None:
+        for part in parts:
             part.fill(layer)
 
-    def done(self) -> JoinedWeight:
-        return JoinedWeight(tuple(part.done() for part in self._parts))
+    return ParameterFill(fill, lambda: JoinedWeight(tuple(part.done() for part in parts)))
 
 
-class _Mixed:
+def _mixed(stacks: Sequence[ParameterFill], places: tuple[tuple[int, int], ...]) -> ParameterFill:
     """Layers of several kinds, in a stack for each."""
 
-    def __init__(self, stacks: Sequence[WeightFilling], places: tuple[tuple[int, int], ...]) -> None:
-        self._stacks, self._places = stacks, places
+    def fill(layer: int) -> None:
+        stack, at = places[layer]
+        stacks[stack].fill(at)
 
-    def fill(self, layer: int) -> None:
-        stack, at = self._places[layer]
-        self._stacks[stack].fill(at)
-
-    def done(self) -> MixedStack:
-        return MixedStack(tuple(stack.done() for stack in self._stacks), self._places)
+    return ParameterFill(fill, lambda: MixedStack(tuple(stack.done() for stack in stacks), places))
 
 
 def placed(params: Any) -> Any:
