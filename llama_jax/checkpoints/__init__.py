@@ -1,4 +1,4 @@
-"""Files in and out: `load` recognises what a path holds, `save` and `convert` write; `load_adapter` and `save_adapter`."""
+"""Files in and out: `load` recognizes what a path holds, `save` and `convert` write; `load_adapter` and `save_adapter`."""
 
 from llama_jax.checkpoints.adapters import load_adapter, save_adapter
 from llama_jax.checkpoints.loading import Checkpoint, load, open_checkpoint

@@ -26,7 +26,7 @@ from llama_jax.checkpoints.device_fill import check
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.checkpoints.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Held, Tensor, kind_of, target_dtype
-from llama_jax.checkpoints.orbax_format import OnHost, adapters_of, asking_orbax, describe, name_of, read_arrays
+from llama_jax.checkpoints.orbax_format import StoredArray, adapters_of, asking_orbax, describe, name_of, read_arrays
 from llama_jax.checkpoints.step_dirs import (
     ABOUT,
     EMA,
@@ -289,7 +289,7 @@ def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> A
             )
     verify(step, {ABOUT, name})
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
-    wanted = jax.tree.map(lambda leaf: OnHost(leaf.shape, target), shapes)
+    wanted = jax.tree.map(lambda leaf: StoredArray(leaf.shape, target), shapes)
     found: Any = asking_orbax(step / name, lambda: read_arrays(step, name, wanted))
     note = read_object(step / ABOUT / NOTE, CheckpointError)
     return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))
@@ -305,8 +305,8 @@ def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLik
         raise CheckpointError(f"{folder} has no {WEIGHTS}; save the adapter as safetensors with PEFT")
     tensors = read_safetensors(folder / WEIGHTS)
     lora = _lora_of(folder, settings, tensors)
-    said = settings.get("base_model_name_or_path")
-    base = said if isinstance(said, str) and said else None
+    named = settings.get("base_model_name_or_path")
+    base = named if isinstance(named, str) and named else None
     return Adapter(lora, read_pairs(folder / WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
 
 
@@ -348,9 +348,9 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
             f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert it to a"
             " plain LoRA with PEFT"
         )
-    asked = settings.get("target_modules")
+    targets = settings.get("target_modules")
     names = [name for name in TARGETS if any(_module(name, 0) in key for key in tensors)]
-    for name in asked if isinstance(asked, list) else ():
+    for name in targets if isinstance(targets, list) else ():
         if str(name).split(".")[-1] not in names:
             raise CheckpointError(
                 f"{where} names the target {shown(name, 80)}, for which {WEIGHTS} has no tensor of layer 0; the targets"
@@ -389,32 +389,17 @@ def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike)
 
 
 def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
-    from gguf import GGMLQuantizationType, GGUFWriter, quants
-
     if lora.dora:
         raise CheckpointError(
             "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
         )
     tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
-    writer = GGUFWriter(path, architecture_of(config.kind))
-    try:
-        writer.add_type("adapter")
-        writer.add_string(ADAPTER_TYPE, "lora")
-        writer.add_float32(ALPHA, lora.scale * lora.rank)
-        if base is not None:
-            writer.add_base_model_count(1)
-            writer.add_base_model_name(0, base)
+    settings: dict[str, Any] = {TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA: float(lora.scale * lora.rank)}
+    settings |= {} if base is None else {"general.base_model.count": 1, BASE: base}
+    listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
+    with gguf.new_file(path, architecture_of(config.kind), settings, listed) as write:
         for name, array in tensors.items():
-            raw = GGMLQuantizationType[kind_of(array.dtype)]
-            shape = quants.quant_shape_to_byte_shape(array.shape, raw)
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, array in tensors.items():
-            writer.write_tensor_data(_bytes_of(name, array))
-    finally:
-        writer.close()
+            write(_bytes_of(name, array))
 
 
 def read_pairs(

@@ -40,7 +40,7 @@ def assemble(
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `quantising.filling_of`; None gives floats.
+      quantize: the kind that the matrices are kept in, see `quantizing.filling_of`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
       layers_apart: each layer's matrices in arrays of their own, see `ops.weights.apart`.
@@ -200,7 +200,7 @@ def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
     """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
 
     Raises:
-      MeshError: the model cannot be made to fit.
+      MeshError: the model cannot be padded to fit.
       CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     config, target = opened.config, laid_out(opened.config, sizes)

@@ -30,7 +30,7 @@ PIECE = 16 << 20  # bytes of memory that small arrays share
 LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
 RUN = 1 << 20  # bytes read at a time
 THREADS = min(8, os.cpu_count() or 1)  # on each of which `assemble` fills one array after the other
-# Of an object store: its answer takes tens of milliseconds to begin, so that many are asked for at a time.
+# For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
 STORED_RUN, STORED_THREADS = 2 << 20, 16
 Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
 
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantised, whether its files lie in
+    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantized, whether its files lie in
     a store, and which parameter it is, of which layer."""
 
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class ArrayToFill:
     sharding: jax.sharding.Sharding | None = None
 
     def places(self) -> dict[jax.Device | None, Place]:
-        """The part of it that each device of this process holds; all of it under None where no sharding says."""
+        """The part of it that each device of this process holds; without a sharding all of it, under None."""
         if self.sharding is None:
             return {None: tuple(slice(0, size) for size in self.shape)}
         return {

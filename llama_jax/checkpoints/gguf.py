@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -285,7 +286,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     n_layers = need("block_count")
     require_positive_int(f"{architecture}.block_count", n_layers)
-    if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
+    if n_layers > MOST_ENTRIES:  # lists with an entry for each layer are as long as this claims
         raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
     fields = fields | {
         key: _of_all_layers(key, fields[key], n_layers) for name in OF_LAYERS if (key := f"{architecture}.{name}") in fields
@@ -392,8 +393,6 @@ def write_file(
     Raises:
       CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter, quants
-
     from llama_jax.tokenizers.gguf import to_metadata
 
     c = opened.config
@@ -429,52 +428,68 @@ def write_file(
     ][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
 
-    writer = GGUFWriter(path, architecture)
-    try:
-        writer.add_file_type(KEPT_TYPES[most if keep else base_kind(kind)])
-        writer.add_quantization_version(QUANTIZATION_VERSION)
-        writer.add_vocab_size(c.vocab_size)
-        writer.add_context_length(c.max_seq_len)
-        writer.add_embedding_length(c.dim)
-        writer.add_block_count(c.n_layers)
-        writer.add_feed_forward_length(c.hidden_dim)
-        writer.add_head_count(c.n_heads)
-        writer.add_head_count_kv(c.n_kv_heads)
-        writer.add_key_length(c.head_dim)
-        writer.add_value_length(c.head_dim)
-        writer.add_rope_dimension_count(c.rotated_dim)
-        writer.add_layer_norm_rms_eps(c.norm_eps)
-        settings = {f"{architecture}.{key}": value for key, value in own.settings(c).items()}
-        vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
-        about = about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
-        for key, value in (about | rope | settings | vocabulary).items():
-            writer.add_key_value(key, _raw(value), *_gguf_types(value))
-
-        for name, factors in rope_tensors.items():
-            writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
-        for piece, stored in zip(todo, kinds, strict=True):
-            raw = GGMLQuantizationType[stored]
-            shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, raw)
-            name = names[piece.part].format(piece.layer)
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+    sizes = {
+        "vocab_size": c.vocab_size,
+        "context_length": c.max_seq_len,
+        "embedding_length": c.dim,
+        "block_count": c.n_layers,
+        "feed_forward_length": c.hidden_dim,
+        "attention.head_count": c.n_heads,
+        "attention.head_count_kv": c.n_kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "rope.dimension_count": c.rotated_dim,
+    }
+    eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
+    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(kind)]}
+    settings |= {"general.quantization_version": QUANTIZATION_VERSION}
+    own_settings = {key: int(size) for key, size in sizes.items()} | eps | own.settings(c)
+    settings |= {f"{architecture}.{key}": value for key, value in own_settings.items()} | rope
+    settings |= about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
+    settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
+    listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
+    listed += [(names[p.part].format(p.layer), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    with new_file(path, architecture, settings, listed) as write:
         for factors in rope_tensors.values():
-            writer.write_tensor_data(factors)
+            write(factors)
         stored_in = dict(zip(map(id, todo), kinds, strict=True))
         for piece in progress(todo) if progress else todo:
             stored = stored_in[id(piece)]
             blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
             if blocks is not None:
-                writer.write_tensor_data(blocks)
+                write(blocks)
             elif stored not in FLOATS:
                 form = KINDS[stored.lower()]
                 assert form.encode is not None  # of all kinds in `FILE_TYPES`
                 runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
-                writer.write_tensor_data(np.concatenate(runs).reshape(-1))
+                write(np.concatenate(runs).reshape(-1))
             else:
-                writer.write_tensor_data(piece.whole(FLOATS[stored]).view(np.uint8))
+                write(piece.whole(FLOATS[stored]).view(np.uint8))
+
+
+@contextmanager
+def new_file(
+    path: Path, architecture: str, settings: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], str]]
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write all of a GGUF but its tensors' data, for which this gives a function: it is called for each, in this order.
+
+    Args:
+      tensors: name, shape and type of each.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(path, architecture)
+    try:
+        for key, value in settings.items():
+            writer.add_key_value(key, _raw(value), *_gguf_types(value))
+        for name, shape, kind in tensors:
+            raw = GGMLQuantizationType[kind]
+            in_bytes = quants.quant_shape_to_byte_shape(shape, raw)
+            writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        yield writer.write_tensor_data
     finally:
         writer.close()
 

@@ -1,4 +1,10 @@
-"""``quantization_config`` of Hugging Face folders: how their weights are quantised; unsupported ones are refused by name."""
+"""Quantized weights of Hugging Face folders: their ``quantization_config``, and the tensors that make up each weight.
+
+A weight's `read` gives its numbers, `planes` the same without loss in one of the kinds of `ops.weights`; both unpack only
+the requested rows. Layouts: vllm-project/compressed-tensors, `pack_quantized` and `naive_quantized`; transformers'
+fine-grained fp8; ModelCloud/GPTQModel, `nn_modules/qlinear`; casper-hansen/AutoAWQ, `modules/linear/gemm.py`; bitsandbytes,
+`functional.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from llama_jax.checkpoints.lazy_tensors import FLOATS, Dense, Tensor, read_bytes, read_strips
+from llama_jax.checkpoints.lazy_tensors import FLOATS, Dense, RowBytes, Tensor, read_bytes, read_strips
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.ops.weights import KINDS, Kind, nf4
 from llama_jax.ops.weights.scaled import GROUPS
@@ -25,7 +31,7 @@ COMPRESSED_TENSORS = "compressed-tensors"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a folder are quantised.
+    """How the weights of a folder are quantized.
 
     Attributes:
       method: by its name in the file.
@@ -33,7 +39,7 @@ class Scheme:
       group: numbers of a row that share a factor; None for a whole row.
       block: rows and columns that share a factor, of fp8; None where all or a row do.
       symmetric: whether zero is always the middle of the integers.
-      reordered: whether `g_idx` says of each column which group it belongs to.
+      reordered: whether columns belong to groups as `g_idx` lists them, and not in order.
       zeros_less_one: whether integers that stand for zero are stored less one.
     """
 
@@ -63,7 +69,7 @@ def scheme_from_dict(found: Any) -> Scheme:
         "bitsandbytes": _bitsandbytes,
     }.get(method if isinstance(method, str) else "")
     if read is None:
-        raise _unsupported("quant_method", method, f"{METHODS} are read; use such a release, or the unquantised one")
+        raise _unsupported("quant_method", method, f"{METHODS} are read; use such a release, or the unquantized one")
     return read(found)
 
 
@@ -244,32 +250,6 @@ class QuantizedTensor(ABC):
         return np.repeat(found, width // self.form.block, axis=1)[:, : columns // self.form.block].astype(dtype)
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """The rows of a quantised weight as bytes, see `Kind.to_rows`."""
-
-    weight: QuantizedTensor
-    dtype = np.dtype(np.uint8)
-    kind = "U8"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.weight.shape
-        return rows, self.weight.form.bytes_of_row(columns)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def rows_at_once(self) -> int:
-        """As the weight's, see `ColumnMajor`."""
-        return getattr(self.weight, "rows_at_once", 1)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.weight.form.to_rows(self.weight.planes(start, stop))
-
-
 # --- layouts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +374,7 @@ class Nf4(QuantizedTensor):
     """bitsandbytes: two numbers in a byte, the first one high, and factors for each 64; both of the flattened tensor.
 
     Attributes:
-      offset: of the factors, where they are quantised themselves.
+      offset: of the factors, where they are quantized themselves.
     """
 
     offset: float = 0.0
@@ -452,7 +432,7 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
 QUANT_STATE = ".weight.quant_state.bitsandbytes__nf4"
 MOST_STATE = 1 << 12  # bytes of a state
 SCALES = ("F32", "F16", "BF16")
-# By layout: the end of the name that tells a quantised weight, those that it must have, and those that it may have.
+# By layout: the end of the name that tells a quantized weight, those that it must have, and those that it may have.
 ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "packed": ((".weight_packed",), (".weight_scale", ".weight_shape"), (".weight_zero_point",)),
     "int8": ((".weight_scale",), (".weight",), ()),
@@ -465,15 +445,15 @@ ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         (".weight.nested_absmax", ".weight.nested_quant_map"),
     ),
 }
-# What quantises activations, which are computed in full here.
+# What quantizes activations, which are computed in full here.
 OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a folder, with those that make up a quantised weight as one under the weight's name.
+    """The tensors of a folder, with those that make up a quantized weight as one under the weight's name.
 
     Raises:
-      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantised weight.
+      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.
     """
     signs, needed, optional = ENDS[scheme.layout]
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
@@ -484,11 +464,11 @@ def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> d
             if stem + end in found:
                 parts[end] = found.pop(stem + end)
             elif end in needed:
-                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing; its weight is quantised")
+                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing; its weight is quantized")
         found[f"{stem}.weight"] = _weight(f"{where}: tensor {shown(f'{stem}.weight', 80)}", parts, scheme)
     if not stems:
         raise CheckpointError(
-            f"{where}: its config.json has a quantization_config, but no weight is quantised so ({' or '.join(signs)})"
+            f"{where}: its config.json has a quantization_config, but no weight is quantized so ({' or '.join(signs)})"
         )
     return found
 
@@ -588,7 +568,7 @@ def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> Qu
     if double:
         if ".weight.nested_quant_map" not in parts or "nested_offset" not in state:
             raise CheckpointError(
-                f"{name} has factors that are quantised themselves, and not all that says how; copy it again"
+                f"{name} has factors that are quantized themselves, and not all that says how; copy it again"
             )
         need(".weight.nested_absmax", ("F32",), (-(-count // nf4.BLOCK // NESTED),))
         need(".weight.nested_quant_map", ("F32",), (256,))
@@ -601,7 +581,7 @@ def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> Qu
 
 
 def _state(part: Dense, name: str) -> dict[str, Any]:
-    """What bitsandbytes says of a weight, in JSON: its shape, its blocks, and the offset of its factors."""
+    """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
     size = bytes_of(part)
     try:
         if part.kind != "U8" or size > MOST_STATE:

@@ -1,5 +1,5 @@
 """Downloading models from the Hugging Face hub: only the files of a repository that are read here.
-A repository often holds the weights twice, for other frameworks or in many quantisations; only one copy is downloaded.
+A repository often holds the weights twice, for other frameworks or in many quantizations; only one copy is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llama_jax.storage.paths import FOLDER, PassingError
 from llama_jax.tokenizers.load import NAMES
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
-EXAMPLE = "ORGANISATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
+EXAMPLE = "ORGANIZATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
 PLACE = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
 
 
@@ -40,7 +40,7 @@ def fetch(place: str, revision: str | None = None, folder: Path | None = None) -
     """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. Existing files are kept.
 
     Args:
-      place: a repository, or a file or folder in it: ``ORGANISATION/NAME``, ``ORGANISATION/NAME/FILE.gguf``; also as the
+      place: a repository, or a file or folder in it: ``ORGANIZATION/NAME``, ``ORGANIZATION/NAME/FILE.gguf``; also as the
         URL that `storage.locate` reads.
       revision: a branch, tag or commit; by default that in `place`, or else the newest commit.
       folder: where to put the files; by default the cache of huggingface_hub, in which ``hf://`` finds them.

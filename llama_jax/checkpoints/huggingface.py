@@ -84,7 +84,7 @@ PLAIN = {
     "use_bidirectional_attention": False,
     "clip_qkv": None,
 }
-# Name here of what a rope scaling says, by its name in the file where the two differ.
+# Our names of settings of a rope scaling by those in the file, where the two differ.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
 # What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
 ROPE = {
@@ -123,7 +123,7 @@ def read_config(folder: Location) -> LlamaConfig:
 
 
 def read_scheme(folder: Location) -> Scheme | None:
-    """How the weights of a folder with this ``config.json`` are quantised; None if they are not."""
+    """How the weights of a folder with this ``config.json`` are quantized; None if they are not."""
     found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
     return None if found is None else scheme_from_dict(found)
 
@@ -158,10 +158,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{', '.join(missing)} is missing")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
         require_positive_int(name, found[name])
-    if found["num_hidden_layers"] > MOST_LAYERS:  # what is said of each layer is as long as this claims
+    if found["num_hidden_layers"] > MOST_LAYERS:  # lists with an entry for each layer are as long as this claims
         raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MOST_LAYERS}")
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
-        del found["rope_scaling"]  # what is absent is said in the other spelling
+        del found["rope_scaling"]  # it is given in the other spelling
     found = family.rope(found)
     theta, scaling = _rope(found)
     more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
@@ -355,7 +355,7 @@ def open_folder(path: Location) -> Opened:
         tensors = unfused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
-                raise CheckpointError(f"{folder} has quantised weights in {what}; they are read from safetensors")
+                raise CheckpointError(f"{folder} has quantized weights in {what}; they are read from safetensors")
             tensors = with_weights(str(folder), tensors, scheme)
         return Opened(
             format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
@@ -538,7 +538,7 @@ def write_folder(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
-    ids: dict[str, Any] = {"pad_token_id": None}  # not what transformers takes where nothing is said
+    ids: dict[str, Any] = {"pad_token_id": None}  # and not transformers' default
     if tokenizer is not None:
         tokenizer.save(folder)
         ids |= token_ids(tokenizer)

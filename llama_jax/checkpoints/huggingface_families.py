@@ -31,7 +31,7 @@ class Family:
       reads: settings that `PLAIN` refuses in other families and `fields` reads, or that mean nothing to this one.
       fields: the fields of `LlamaConfig` beyond Llama's, from all settings.
       settings: the inverse, from the configuration and its rope settings as a Llama has them.
-      rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not said as in a Llama.
+      rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not given as in a Llama.
       interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved; of the
         others the halves of a head are.
     """
@@ -104,7 +104,7 @@ def _own_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _ropes(found: ConfigJson) -> list[int]:
-    """Of each layer, whether it has a position embedding."""
+    """Whether each layer has a position embedding."""
     n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
     if ropes is None:
         require_positive_int("no_rope_layer_interval", step)
@@ -364,12 +364,14 @@ def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
 
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_WIDE = _MISTRAL | {"head_dim": 128, "rms_norm_eps": 1e-5}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", fields=_alike),
     "mistral": Family(
         "MistralForCausalLM",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        _MISTRAL | {"sliding_window": 4096},
         ("sliding_window",),
         _windowed,
         _own_window,
@@ -387,14 +389,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
+        _MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} | {"num_local_experts": 8, "num_experts_per_tok": 2},
         ("sliding_window", "num_local_experts"),
         _moe,
         _moe_settings,
@@ -427,12 +422,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "cwm": Family(
         "CwmForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
+        _WIDE
+        | {
             "rope_theta": 1_000_000.0,
-            "head_dim": 128,
             "sliding_window": 8192,
             "rope_scaling": {
                 "rope_type": "llama3",
@@ -509,11 +501,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
+        _WIDE
+        | {
             "rope_theta": 500_000.0,
             "num_local_experts": 16,
             "num_experts_per_tok": 1,

@@ -16,7 +16,7 @@ from llama_jax.checkpoints.tokenizer_files import About
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.ops.weights import QuantizedWeight
+from llama_jax.ops.weights import Kind, QuantizedWeight
 from llama_jax.ops.weights.planes import join
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
@@ -44,7 +44,7 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
 
 
 def default_dtype(embedding: Described, stored: np.dtype) -> np.dtype:
-    """The type of the parameters that are floats, and of the computation, where none is asked for.
+    """The default type of the parameters that are floats, and of the computation.
 
     Args:
       embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
@@ -97,7 +97,7 @@ class Tensor(Described, Protocol):
 
 
 def blocks_of(tensor: Described) -> Tensor | None:
-    """The rows of a quantised tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
+    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
     return getattr(tensor, "blocks", None)
 
 
@@ -281,7 +281,7 @@ class Joined(Combined):
 
     @property
     def blocks(self) -> Joined | None:
-        """Those of its parts, where all are quantised and joined by rows."""
+        """Those of its parts, where all are quantized and joined by rows."""
         found = [each for part in self.parts if (each := blocks_of(part)) is not None]
         whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
         return Joined(found, 0) if whole else None
@@ -300,7 +300,7 @@ class Stacked(Combined):
 
     @property
     def blocks(self) -> Stacked | None:
-        """Those of its parts, where all are quantised."""
+        """Those of its parts, where all are quantized."""
         found = [blocks_of(part) for part in self.parts]
         return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
 
@@ -342,7 +342,7 @@ class Held:
 
 @dataclass(frozen=True)
 class HeldBlocks:
-    """A quantised weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+    """A quantized weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
 
     weight: QuantizedWeight
     shape: tuple[int, ...]
@@ -363,8 +363,15 @@ class HeldBlocks:
         return self._rows(start, stop).decoded()
 
     @property
-    def blocks(self) -> HeldBytes | None:
-        return HeldBytes(self) if self.weight.form.of_gguf else None
+    def blocks(self) -> RowBytes | None:
+        return RowBytes(self) if self.weight.form.of_gguf else None
+
+    @property
+    def form(self) -> Kind:
+        return self.weight.form
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        return self._rows(start, stop).planes
 
     def _rows(self, start: int, stop: int) -> QuantizedWeight:
         leading = self.weight.shape[: self.weight.ndim - len(self.shape) + 1]
@@ -373,29 +380,38 @@ class HeldBlocks:
 
 
 @dataclass(frozen=True)
-class HeldBytes:
-    """The blocks of a quantised weight, see `blocks_of`."""
+class RowBytes:
+    """The rows of a quantized weight as bytes, see `blocks_of`.
 
-    held: HeldBlocks
+    Attributes:
+      weight: a tensor of one `form`, whose `planes(start, stop)` are those of some of its rows.
+    """
+
+    weight: Any
     dtype = np.dtype(np.uint8)
     kind = "U8"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.held.shape[:-1], self.held.nbytes // math.prod(self.held.shape[:-1]))
+        return (*self.weight.shape[:-1], self.weight.form.bytes_of_row(self.weight.shape[-1]))
 
     @property
     def nbytes(self) -> int:
-        return self.held.nbytes
+        return math.prod(self.shape)
+
+    @property
+    def rows_at_once(self) -> int:
+        return getattr(self.weight, "rows_at_once", 1)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        rows = self.held._rows(start, stop)
-        return join(rows.planes, rows.form).reshape(stop - start, *self.shape[1:])
+        form, planes = self.weight.form, self.weight.planes(start, stop)
+        found = join(planes, form) if form.of_gguf else form.to_rows(planes)
+        return found.reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was recognised; its weights have not been read.
+    """A checkpoint that was recognized; its weights have not been read.
 
     Attributes:
       format: in words, such as "Hugging Face safetensors".

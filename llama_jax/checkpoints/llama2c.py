@@ -119,7 +119,7 @@ def open_file(path: Location) -> Opened:
             raise CheckpointError(
                 f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
             )
-        legacy = dict(_dense(path, config, LEGACY, 28))
+        legacy = dict(_tensors(path, config, LEGACY, 28))
         _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
         return _opened("llama2.c", path, config, legacy)
     if len(start) < HEADER:
@@ -134,8 +134,7 @@ def open_file(path: Location) -> Opened:
     largest = path.stat().st_size
     if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
-    tensors: dict[str, Dense | GroupedTensor] = {}
-    tensors.update(_dense(path, config, VERSIONED, HEADER) if version == 1 else _quantised(path, config, group))
+    tensors = dict(_tensors(path, config, VERSIONED, HEADER, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
         raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
@@ -172,7 +171,7 @@ def _config(sizes: Any, tied: bool) -> LlamaConfig:
 
 
 def _legacy(path: Location) -> LlamaConfig | None:
-    """The configuration if the header, seven int32, says what the file holds."""
+    """The configuration if the header, seven int32, describes a file of this size."""
     with path.open("rb") as file:
         start = file.read(28)
     if len(start) < 28:
@@ -199,32 +198,25 @@ def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]
     return {part: shapes[part] for part in order if part in shapes}
 
 
-def _each(config: LlamaConfig, order: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Part, name and shape of every tensor, in the file's order."""
+def _tensors(
+    path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int, group: int | None = None
+) -> Iterator[tuple[str, Dense | GroupedTensor]]:
+    """Name and place of every tensor, in the file's order; with a `group` matrices are those of version 2."""
     for part, shape in _shapes(config, order).items():
         for i in range(config.n_layers if "{}" in NAMES[part] else 1):
-            yield part, NAMES[part].format(i), shape
+            name = NAMES[part].format(i)
+            tensor: Dense | GroupedTensor = Dense(path, offset, shape, "F32")
+            if group is not None and part not in NORMS:
+                if math.prod(shape) % group:
+                    raise CheckpointError(
+                        f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again"
+                    )
+                tensor = GroupedTensor(path, offset, shape, group)
+            yield name, tensor
+            offset += tensor.nbytes
 
 
-def _dense(path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int) -> Iterator[tuple[str, Dense]]:
-    for _, name, shape in _each(config, order):
-        tensor = Dense(path, offset, shape, "F32")
-        yield name, tensor
-        offset += tensor.nbytes
-
-
-def _quantised(path: Location, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | GroupedTensor]]:
-    offset = HEADER
-    for part, name, shape in _each(config, VERSIONED):
-        if part not in NORMS and math.prod(shape) % group:
-            raise CheckpointError(f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again")
-        plain = part in NORMS
-        tensor = Dense(path, offset, shape, "F32") if plain else GroupedTensor(path, offset, shape, group)
-        yield name, tensor
-        offset += tensor.nbytes
-
-
-def _check_rotary(path: Location, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
+def _check_rotary(path: Location, config: LlamaConfig, cos: Tensor, sin: Tensor) -> None:
     """Refuse a file whose stored angles belong to another theta than the format's, which the header cannot express."""
     rows = min(16, config.max_seq_len)
     angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])

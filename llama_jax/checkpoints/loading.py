@@ -47,7 +47,7 @@ NAME = "the bundled stories model"
 
 
 def bundled() -> Path:
-    """The folder of a small Llama trained on TinyStories, for `load`; its README.md says how well it does and its licence.
+    """The folder of a small Llama trained on TinyStories, for `load`; its README.md says how well it does and its license.
 
     Raises:
       CheckpointError: an installation without its assets.
@@ -80,7 +80,7 @@ class Checkpoint:
 
     @cached_property
     def about(self) -> About:
-        """What else lies beside the weights, for `save`: how to sample, the model's name and licence."""
+        """What else lies beside the weights, for `save`: how to sample, the model's name and license."""
         return self.read_about()
 
     @cached_property
@@ -112,7 +112,7 @@ def load(
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Read a model, recognised by its content, and the tokenizer inside it or beside it.
+    """Read a model, recognized by its content, and the tokenizer inside it or beside it.
 
     Args:
       path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
@@ -224,7 +224,7 @@ def planned_weights(
 
 @taking_the_newest
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened | Stored:
-    """Recognise a model by its content and read all but its weights.
+    """Recognize a model by its content and read all but its weights.
 
     Args:
       path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
@@ -254,7 +254,7 @@ def _open(path: Location) -> Opened | Stored:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
         raise CheckpointError(
-            f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANISATION/NAME"
+            f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
         )
     if not path.is_dir() and not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")

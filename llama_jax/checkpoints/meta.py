@@ -98,7 +98,7 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
     """The configuration that a parsed ``params.json`` describes.
 
     Some of it is fixed by Meta's code rather than the file. The rope scaling of Llama 3.1 has factor 8, that of 3.2,
-    recognised by its sizes, factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with
+    recognized by its sizes, factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with
     scaled rope, 16,384 for CodeLlama (theta 1e6).
 
     Args:

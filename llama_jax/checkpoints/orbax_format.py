@@ -93,11 +93,11 @@ class _WithoutClosedLoops:
     def __init__(self, before: Callable[[Any], object]) -> None:
         self._before = before
 
-    def __call__(self, told: Any) -> None:
-        code = getattr(told.object, "cr_code", None)
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
         of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
-        if str(told.exc_value) != "Event loop is closed" and not of_orbax:
-            self._before(told)
+        if str(unraisable.exc_value) != "Event loop is closed" and not of_orbax:
+            self._before(unraisable)
 
 
 def root_cause(error: BaseException, most: int = 300) -> str:
@@ -144,7 +144,7 @@ Kinds = Mapping[str, Any]
 
 
 def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
-    """The kinds of the weights that are quantised."""
+    """The kinds of the weights that are quantized."""
     weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
     return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
 
@@ -159,7 +159,7 @@ def _kind_of(leaf: Any) -> Any:
 
 
 def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
-    """Write the file if something is quantised."""
+    """Write the file if something is quantized."""
     if kinds:
         (folder / FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
 
@@ -192,7 +192,7 @@ def _single_kinds(kind: Any) -> list[Any]:
 
 
 def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
-    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantised.
+    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantized.
 
     Raises:
       CheckpointError: what is no matrix, or does not consist of whole blocks.
@@ -303,7 +303,7 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 @dataclass(frozen=True)
 class StoredArray:
-    """The facts about an array in orbax's metadata."""
+    """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -318,14 +318,6 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class OnHost:
-    """Asks orbax for an array in the host's memory, by having no sharding."""
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-
-
-@dataclass(frozen=True)
 class Stored:
     """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
 
@@ -333,7 +325,7 @@ class Stored:
       arrays: the folder that orbax wrote, and by which name the parameters are in it.
       of_run: whether it is a step of a training run.
       found: all arrays that are stored, by name; several may be one of the tensors.
-      kinds: of the weights that are quantised, see `stored_weights`.
+      kinds: of the weights that are quantized, see `stored_weights`.
       fetched: what `arrays` lie in, of a step in a store.
     """
 
@@ -409,8 +401,8 @@ def open_folder(folder: Path) -> Stored:
 
 
 def open_stored(place: StoredPath) -> Stored:
-    """The model of a run in a store: a step, or the newest of a folder of them. Of its files those without numbers are
-    fetched.
+    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched.
+
 
     Raises:
       CheckpointError: as `open_folder` does; no step, or a damaged one.
@@ -434,7 +426,7 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
 
 
 def _tensors(shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype) -> dict[str, StoredArray | StoredWeight]:
-    """The stored arrays, with the planes of each quantised matrix as one."""
+    """The stored arrays, with the planes of each quantized matrix as one."""
     tensors: dict[str, StoredArray | StoredWeight] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
@@ -463,7 +455,7 @@ def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
     """The arrays of what orbax wrote into a folder under a name, placed and cast.
 
     Args:
-      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OnHost`, for all that is stored (see `describe`).
+      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `StoredArray`, for all that is stored (see `describe`).
 
     Raises:
       Exception: whatever orbax raises of damaged files.
@@ -544,8 +536,7 @@ def _over_several(shardings: Llama) -> bool:
 def _load_shares(
     stored: Stored, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
 ) -> Llama:
-    """What `_load_params` gives, of which each process fetches what its devices hold: ranges of files, so that no checksum
-    of a file says whether they are what was saved."""
+    """As `_load_params`, but each process fetches only what its devices hold: ranges of files, which no checksum covers."""
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
@@ -592,12 +583,12 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
             verify(folder, {ABOUT, name})
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
-    asked = partial(placed, target=target, where=stored.path)
+    request = partial(placed, target=target, where=stored.path)
     places = shardings
     if places is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda _: default, param_shapes(stored.config))
-    wanted = jax.tree.map(lambda array, place: asked(array, place=place), shape, places, is_leaf=is_weight)
+    wanted = jax.tree.map(lambda array, place: request(array, place=place), shape, places, is_leaf=is_weight)
     params = from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
@@ -672,7 +663,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _remedy(step: Path) -> str:
-    """What to do about a step that cannot be read: there are others beside it."""
+    """The remedy for a step that cannot be read: another step."""
     others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
     return f"try another step: {', '.join(others)}" if others else "copy it again"
 

@@ -102,7 +102,7 @@ class ArrayRows:
 
     @property
     def rows_at_once(self) -> int:
-        """Of narrow chunks many: each is a request."""
+        """Many of narrow chunks, since each read is a request."""
         rows = -(-LEAST_READ // (self.array.chunk[-1] * self.dtype.itemsize))
         return self.shape[0] if len(self.shape) == 1 else min(rows, self.shape[0])
 
@@ -178,11 +178,11 @@ def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _array(
     name: str, entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], place: StoredPath
 ) -> ChunkedArray | None:
-    """An array by its description; None where that is not in the index, or says of the chunks what is not read here."""
+    """An array by its description; None where that is not in the index, or its chunks are not of the kind read here."""
     try:
-        told = json.loads(entry["inline_value"])
-        shape, dtype = tuple(told["shape"]), DTYPES[told["data_type"]]
-        (codec,), grid = told["codecs"], told["chunk_grid"]
+        described = json.loads(entry["inline_value"])
+        shape, dtype = tuple(described["shape"]), DTYPES[described["data_type"]]
+        (codec,), grid = described["codecs"], described["chunk_grid"]
         chunk, codecs = tuple(grid["configuration"]["chunk_shape"]), codec["configuration"]
         if (
             (grid["name"], codec["name"], tuple(codecs["chunk_shape"])) != ("regular", "sharding_indexed", chunk)

@@ -54,7 +54,7 @@ AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's 
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raise CheckpointError for a kind in which a model cannot be read."""
+    """Raise CheckpointError for a kind that a model cannot be quantized to while it is read."""
     if quantize is None or quantize == "keep" or quantize in MIXTURES:
         return
     if quantize in KINDS:
@@ -66,7 +66,7 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def check_kept(tensors: Sequence[Described], where: Location) -> None:
-    """Raise CheckpointError if no tensor of a model is quantised in a kind that can be kept, or its columns are permuted."""
+    """Raise CheckpointError if no tensor of a model is quantized in a kind that can be kept, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
@@ -74,7 +74,7 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
     if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
-            f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
+            f"quantize='keep': {where} has no quantized tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
 
 

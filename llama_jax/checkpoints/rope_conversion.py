@@ -1,4 +1,11 @@
-"""A rope scaling in formats with fewer kinds: an equivalent one of theirs, and a note of its kind here."""
+"""Rope scalings in the settings of other formats.
+
+A scaling that a format does not have is written as an equivalent one of its own, with a note of ours. A GGUF has settings,
+and factors of each frequency as tensors (ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp): for the
+architecture "llama" none, linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. llama.cpp's longrope
+depends on the size of the context that it was started with; that of this library and of transformers on the length of the
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +65,7 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
         whole = False
     if not whole:
         raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of this library; remove it")
-    # Of a dynamic scaling others name the original context alone.
+    # For a dynamic scaling other libraries store the original context alone.
     same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
     if not same_context or not same_rotation(found, noted):
         raise ConfigError(f"{NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them")
@@ -74,7 +81,7 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
     return True
 
 
-FACTORS = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by; no key says it
+FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 OUR_NOTE = f"{NOTE}.rope_scaling"  # a JSON text
 OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
@@ -90,7 +97,7 @@ FIXED = {
     "yarn_attn_factor": 1.0,
     "yarn_log_multiplier": 0,
 }
-# Of these, what architectures with the whole of yarn read, and its name here.
+# Those that architectures with all of yarn read, and our names of them.
 YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
 LARGEST_NOTE = 1 << 20  # characters
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)

@@ -79,8 +79,8 @@ def save(
       format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
       dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0",
-        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and
-        types hold the dequantised numbers.
+        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantized parameters as they are; other formats and
+        types hold the dequantized numbers.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
       about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
@@ -216,7 +216,7 @@ def about_blocks(
     """What `convert` does with the quantized tensors of a model, in a line; nothing where there are none.
 
     Args:
-      rounded: the type or the kind that was asked for.
+      rounded: the requested type or kind.
     """
     if is_adapter(source):
         return []
@@ -238,17 +238,17 @@ def _convert_adapter(
     base: str | os.PathLike[str] | None,
     overwrite: bool,
 ) -> None:
-    said = base_of(source)
-    where = locate(base or said or "")
+    named = base_of(source)
+    where = locate(base or named or "")
     config = base_config(source) if base is None else None
-    if config is None and base is None and (said is None or not where.exists()):
-        whom = "says nothing of its base" if said is None else f"was trained on {shown(said)}, which is not here"
+    if config is None and base is None and (named is None or not where.exists()):
+        whom = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
         raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
     adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[KINDS[dtype]])
-    save_adapter(path, config, adapter.params, adapter.lora, base=said or os.fspath(where), overwrite=overwrite)
+    save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
@@ -338,7 +338,7 @@ def _checked(params: Llama, dtype: Kind | None) -> Llama:
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
-            return array  # planes of a quantised weight, whose factors are looked at
+            return array  # planes of a quantized weight, whose factors are looked at
         target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):

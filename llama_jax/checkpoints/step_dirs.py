@@ -250,7 +250,7 @@ def _newest(path: object) -> Location | None:
 
 THREADS = 8  # files at a time, each in pieces of up to MOST_OPEN
 # The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
-# that says where in these files they are, the configuration and the vocabulary.
+# of where in these files they are, the configuration and the vocabulary.
 OF_NUMBERS = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
 
 
@@ -261,7 +261,7 @@ class FetchedStep:
     Attributes:
       folder: of this machine, in TMPDIR, with the number of the step as its name.
       url: where they are from.
-      sums: {name: checksum} of the files that were asked for, also of those that `complete` has yet to bring.
+      sums: {name: checksum} of the requested files, also of those that `complete` has yet to fetch.
     """
 
     folder: Path
@@ -294,7 +294,7 @@ class FetchedStep:
 
 
 def of_model(parts: Collection[str]) -> set[str]:
-    """Of the folders of a step those that make a model: not what training needs besides."""
+    """Those folders of a step that make a model, without the rest of the training state."""
     return {ABOUT, EMA if EMA in parts else PARAMS}
 
 
@@ -305,7 +305,7 @@ def fetch_step(
 
     Args:
       choose: given the folders in a step those that are wanted.
-      numbers: whether to bring the numbers of arrays at once, and not when they are asked for (`FetchedStep.complete`).
+      numbers: whether to fetch the numbers of arrays at once, and not only in `FetchedStep.complete`.
 
     Raises:
       CheckpointError: no step, or one that cannot be read; a DamagedError where a file is not what was saved.

@@ -1,4 +1,4 @@
-"""What lies beside the weights: the vocabulary with its settings, how to sample, the model's name and licence.
+"""What lies beside the weights: the vocabulary with its settings, how to sample, the model's name and license.
 
 Every format holds it in its own way, a GGUF in its metadata and all others in files of the folder, and is read into the same
 description, an `About` and a tokenizer. So what a conversion loses is what differs when the new model is read.
@@ -40,25 +40,19 @@ TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
 # Settings of ``generation_config.json`` by the last part of their keys in a GGUF, general.sampling.*.
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 SAMPLING |= {key: key for key in ("top_k", "top_p", "min_p")}
-# Of general.sampling.*, what transformers has no name for.
-OTHER_SAMPLING: tuple[str, ...] = ("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n")
-OTHER_SAMPLING += ("mirostat", "mirostat_tau", "mirostat_eta")
+# Settings under general.sampling.* that transformers has no name for.
+OTHER_SAMPLING = (
+    *("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
 # Entries of a model card by their keys in a GGUF, general.*, where those differ.
 CARD_NAMES = {"license.name": "license_name", "license.link": "license_link", "languages": "language"}
-CARD_KEYS: tuple[str, ...] = (
-    "name",
-    "author",
-    "version",
-    "organization",
-    "description",
-    "finetune",
-    "basename",
-    "size_label",
-    "license",
+CARD_KEYS = (
+    *("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license", "tags"),
+    *("url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES),
 )
-CARD_KEYS += ("tags", "url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES)
 OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
-LICENCES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
+LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,8 @@ class About:
 
     Attributes:
       generation: the settings of ``generation_config.json``, without token ids.
-      card: the model's name, licence, authors and the like, by their keys in a GGUF without "general.".
-      texts: the content of a model card and of licences, by their names in a folder.
+      card: the model's name, license, authors and the like, by their keys in a GGUF without "general.".
+      texts: the content of a model card and of licenses, by their names in a folder.
     """
 
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +74,7 @@ def read_about(folder: Location, *, card: bool = True) -> About:
     """What the files of a folder say.
 
     Args:
-      card: whether a model card and licences in it are the model's; not in a folder that a file of weights may share.
+      card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
 
     Raises:
       CheckpointError: a file that is not JSON or not text.
@@ -91,7 +85,7 @@ def read_about(folder: Location, *, card: bool = True) -> About:
     texts = {}
     if card:
         inside: list[Location] = [folder / CARD] if isinstance(folder, StoredPath) else sorted(folder.iterdir())
-        named = [each for each in inside if each.name == CARD or LICENCES.fullmatch(each.name)]
+        named = [each for each in inside if each.name == CARD or LICENSES.fullmatch(each.name)]
         texts = {each.name: read_text(each, CheckpointError) for each in named if each.is_file()}
     return About(generation, _of_card(texts.get(CARD, "")), texts)
 
@@ -138,7 +132,7 @@ def write_about(folder: Path, about: About) -> None:
 
 
 def about_from_fields(fields: Mapping[str, Any]) -> About:
-    """What the metadata of a GGUF says."""
+    """The description in the metadata of a GGUF."""
     plain = {key: _short(value) for key, value in fields.items() if _is_plain(value)}
     general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
     sampling = {key.removeprefix("sampling."): value for key, value in general.items() if key.startswith("sampling.")}
@@ -187,8 +181,8 @@ def settings_of(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
         found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
         found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
         found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
-        told = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
-        found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in told.items()}
+        more = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
+        found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in more.items()}
     generation = dict(about.generation)
     if generation.keys() & {*SAMPLING.values()}:
         generation.setdefault("do_sample", False)

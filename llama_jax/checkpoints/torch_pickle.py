@@ -70,7 +70,7 @@ class Strided(Derived):
 
     @property
     def rows_at_once(self) -> int:
-        """Of an object in a store all, since any need the whole span."""
+        """All of an object in a store, since any row needs the whole span."""
         return self.axes[0] if isinstance(self.tensor.path, StoredPath) else 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -165,7 +165,7 @@ _DAMAGED = (
 
 
 class _ShortReads(io.RawIOBase):
-    """A file for zipfile, which reads an archive's whole table at once, however long it says that it is."""
+    """A file for zipfile, which reads an archive's whole table at once, however long it claims to be."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,4 +1,10 @@
-"""One process at a time in the folder of a run."""
+"""One run at a time in a folder: by a locked file on a disk, by an object that is renewed in a store.
+
+On a disk the lock ends with the process. A store has none: there the lease is an object that its holder renews, and that
+another run takes when it has expired. Every change of it is conditional on the version that was read before, so of two runs
+one gets it, and who has lost it learns so at the next renewal, which comes before every other write. Its age is measured by
+the store's clock alone: the clocks of two machines are never compared.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +122,7 @@ class Lease:
         self._folder = folder
         self._object = folder / NAME
         self._lock = threading.RLock()
-        self._told: dict[str, Any] = {
+        self._content: dict[str, Any] = {
             "holder": f"{os.getpid()} on {platform.node()}",
             "since": datetime.now(UTC).isoformat(" ", "seconds"),
             "seconds": SECONDS,
@@ -129,41 +135,43 @@ class Lease:
         self._taken = False
         self._lost: TrainingError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
 
     def take(self, say: Callable[[str], None]) -> None:
-        """Become the holder. Of one that has not run out it is waited for, until that is renewed or has run out.
+        """Become the holder. If another lease is unexpired, wait until it is renewed or has expired.
 
         Args:
-          say: is given a line that tells what is waited for.
+          say: is called with a line about what is waited for.
 
         Raises:
-          TrainingError: another holds it; the message says who.
+          TrainingError: another run holds it; the message names its process.
           OSError: the store gives no answer.
         """
-        seen: bytes | None = None
+        first: bytes | None = None  # the lease as it was found, b"" for none
         deadline = 0.0
         while True:
-            found = trying(str(self._object), self._look)
-            if found is not None:
-                told = _read(found)
-                if seen is not None and found.content != seen and not told.get("ended"):
-                    raise TrainingError(
-                        f"{self._folder} is in use by another run, {_holder(told)}; wait until that has ended, or give"
-                        " another --workdir"
-                    )
-                if seen is None and not told.get("ended"):
-                    seconds = told.get("seconds")
-                    left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
-                    deadline = _clock() + left
-                    if left > 0:
-                        say(f"{self._folder} was in use by {_holder(told)}: waiting {left:.0f} s to see whether it still is")
-                seen = found.content
-                if not told.get("ended") and _clock() < deadline:
+            found = trying(str(self._object), self._read)
+            if found is None:
+                first = b""
+            else:
+                other = _content_of(found)
+                who = _holder(other)
+                if not other.get("ended"):
+                    if first is not None and found.content != first:
+                        raise TrainingError(
+                            f"{self._folder} is in use by another run, {who}; wait until that has ended, or give"
+                            " another --workdir"
+                        )
+                    if first is None:
+                        seconds = other.get("seconds")
+                        left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
+                        deadline = _clock() + left
+                        if left > 0:
+                            say(f"{self._folder} was in use by {who}: waiting {left:.0f} s to see whether it still is")
+                first = found.content
+                if not other.get("ended") and _clock() < deadline:
                     time.sleep(min(POLL, max(0.0, deadline - _clock())))
                     continue
-            else:
-                seen = b""
             with self._lock:
                 self._held = found
                 if trying(str(self._object), self._write):
@@ -184,7 +192,7 @@ class Lease:
                 self._renew()
 
     def look(self) -> None:
-        """Raise TrainingError where it is known that another run has taken it."""
+        """Raise TrainingError if another run is known to have taken it."""
         if self._lost is not None:
             raise self._lost
 
@@ -198,15 +206,15 @@ class Lease:
         self._stop.set()
         with self._lock:
             if self.is_held:
-                self._told["ended"] = True
+                self._content["ended"] = True
                 try:
                     self._write()
                 except (OSError, PassingError) as error:
-                    _log.warning("%s: %s; it runs out in %g s", self._object, error, SECONDS)
+                    _log.warning("%s: %s; it expires in %g s", self._object, error, SECONDS)
             if self._lost is None:
                 self._lost = TrainingError(f"{self._folder} is no longer written to")  # by threads that live on
 
-    def _go_on(self) -> None:
+    def _renew_regularly(self) -> None:
         while not self._stop.wait(SECONDS / RENEWALS):
             try:
                 with self._lock:
@@ -220,14 +228,14 @@ class Lease:
 
     def _renew(self) -> None:
         self.look()
-        self._told["renewals"] += 1
+        self._content["renewals"] += 1
         while not self._write():
-            found = self._look()
-            told = {} if found is None else _read(found)
-            if told.get("run") == self._told["run"]:  # a renewal before this one was written, whose answer was lost
+            found = self._read()
+            other = {} if found is None else _content_of(found)
+            if other.get("run") == self._content["run"]:  # a renewal before this one was written, but its answer was lost
                 self._held = found
                 continue
-            who = "removed" if found is None else f"taken over by another run, {_holder(told)}"
+            who = "removed" if found is None else f"taken over by another run, {_holder(other)}"
             self._lost = TrainingError(
                 f"{self._object} was {who}, since this run was not heard of for {SECONDS:g} s, or by hand; nothing more is"
                 " written; let the other end, and go on with --resume"
@@ -235,27 +243,28 @@ class Lease:
             raise self._lost
 
     def _write(self) -> bool:
-        """Put what is told now in the place of what was held; False where that is no longer what is there."""
-        content, began = json.dumps(self._told).encode(), _clock()
-        mark = self._bucket().swap(self._object.key, content, None if self._held is None else self._held.mark)
+        """Replace the version that was held by the content of now; False if another version is there."""
+        content, began = json.dumps(self._content).encode(), _clock()
+        mark = _bucket_of(self._object).swap(self._object.key, content, None if self._held is None else self._held.mark)
         if mark is None:
-            found = self._look()
+            found = self._read()
             if found is None or found.content != content:
                 return False
-            mark = found.mark  # a try before has written it, whose answer was lost
+            mark = found.mark  # an earlier try has written it, but its answer was lost
         self._held, self._renewed = Stamped(content, mark, 0.0), began
         return True
 
-    def _look(self) -> Stamped | None:
-        return self._bucket().stamped(self._object.key)
+    def _read(self) -> Stamped | None:
+        return _bucket_of(self._object).stamped(self._object.key)
 
     def _age(self, found: Stamped) -> float:
         """Seconds since it was renewed, by the clock of the store: of an object that is put there now."""
         probe = self._folder / f".clock-{uuid.uuid4().hex}"
+        bucket = _bucket_of(probe)
 
         def ask() -> float:
-            self._bucket().write(probe.key, b"now")
-            now = self._bucket().stamped(probe.key)
+            bucket.write(probe.key, b"now")
+            now = bucket.stamped(probe.key)
             if now is None:
                 raise PassingError("an object that was just written is not there")
             return now.modified
@@ -263,22 +272,19 @@ class Lease:
         try:
             now = trying(str(probe), ask)
         finally:
-            trying(str(probe), lambda: self._bucket().delete(probe.key))
+            trying(str(probe), lambda: bucket.delete(probe.key))
         return max(0.0, now - found.modified - 1.0)  # clocks of stores count whole seconds
-
-    def _bucket(self) -> ObjectBucket:
-        return _bucket_of(self._object)
 
 
 def run_of(folder: StoredPath) -> str | None:
-    """The name of the run that has the lease of a folder, which no other run has; None where none does.
+    """The id of the run that has the lease of a folder; None if there is no lease.
 
     Raises:
       OSError: the store gives no answer.
     """
     place = folder / NAME
     found = trying(str(place), lambda: _bucket_of(place).stamped(place.key))
-    return None if found is None else _read(found).get("run")
+    return None if found is None else _content_of(found).get("run")
 
 
 def _bucket_of(path: StoredPath) -> ObjectBucket:
@@ -287,17 +293,17 @@ def _bucket_of(path: StoredPath) -> ObjectBucket:
     return store
 
 
-def _read(found: Stamped) -> dict[str, Any]:
-    """What a lease tells; nothing of one that is none."""
+def _content_of(found: Stamped) -> dict[str, Any]:
+    """The content of a lease; empty if it is not one."""
     try:
-        told = json.loads(found.content)
+        content = json.loads(found.content)
     except ValueError:
-        told = {}
-    return told if isinstance(told, dict) else {}
+        content = {}
+    return content if isinstance(content, dict) else {}
 
 
-def _holder(told: dict[str, Any]) -> str:
-    return f"process {told.get('holder', 'unknown')}, since {told.get('since', 'a time that it does not tell')}"
+def _holder(content: dict[str, Any]) -> str:
+    return f"process {content.get('holder', 'unknown')}, since {content.get('since', 'an unknown time')}"
 
 
 def _clock() -> float:

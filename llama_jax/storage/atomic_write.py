@@ -196,7 +196,7 @@ def clear_up(folder: Path) -> None:
 
 
 def flush(target: Path) -> None:
-    """Onto the disk before the renaming: otherwise a power cut can leave the name without the content."""
+    """Flush a file, or all of a folder: without it a power cut can leave a name without the content."""
     if not target.is_dir():
         with target.open("rb") as file:
             os.fsync(file.fileno())
@@ -208,7 +208,7 @@ def flush(target: Path) -> None:
 
 
 def flush_folders(target: Path) -> None:
-    """The names in a folder and in those below, where the files are on the disk already."""
+    """Flush the names in a folder and in those below; the files are flushed already."""
     for where, _, _ in os.walk(target):
         _flush_entry(Path(where))
 
@@ -316,13 +316,13 @@ def send_nowhere(descriptor: int) -> None:
 
 
 def cannot_write(path: os.PathLike[str], error: BaseException) -> str:
-    """That a path cannot be written, why, and what to do."""
+    """The message that a path cannot be written, with the reason and the remedy."""
     reason = (error.strerror if isinstance(error, OSError) else None) or reason_of(error, 200)
     return f"{path} cannot be written ({reason}){remedy_for(error)}"
 
 
 def remedy_for(error: BaseException) -> str:
-    """What to do about an error of writing, with a semicolon before it; libraries have only its text. Else nothing."""
+    """The remedy for an error of writing, after a semicolon; "" if none is known. Libraries give only its text."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
     if number in FULL or any(os.strerror(full) in text for full in FULL):
@@ -355,7 +355,7 @@ def _exchange(target: Path, path: Path) -> bool:
 
 
 def _flush_entry(folder: Path) -> None:
-    """The names in a folder onto the disk; where a folder cannot be opened for that, the system does it by itself."""
+    """Flush the names in a folder."""
     if fcntl is None:
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

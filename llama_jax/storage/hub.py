@@ -22,8 +22,8 @@ DATA = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
-    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, at its current commit; for data sets
-    hf://datasets/ORGANISATION/NAME.
+    """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for data sets
+    hf://datasets/ORGANIZATION/NAME.
 
     Raises:
       UserError: huggingface_hub is not installed.
@@ -145,7 +145,7 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     try:
         return ask()
     except errors.GatedRepoError:
-        why = f"its licence must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
+        why = f"its license must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "the repository has no such revision", url) from None

@@ -100,7 +100,7 @@ class StoreView:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._folders: dict[str, Mapping[str, Listed]] = {}
-        self._alone: dict[str, Listed | None] = {}  # objects that were asked for by their names
+        self._alone: dict[str, Listed | None] = {}  # objects that were looked up by name
 
     def url(self, key: str) -> str:
         return f"{self.root}/{key}" if key else self.root
@@ -246,8 +246,8 @@ def _and_above(folder: str) -> list[str]:
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
-EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANISATION/NAME"}
-READ_AHEAD = 1 << 12  # bytes of a buffered read: the beginning of a file, to recognise its format
+EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
+READ_AHEAD = 1 << 12  # bytes of a buffered read: the beginning of a file, to recognize its format
 
 
 class Status(NamedTuple):
@@ -390,8 +390,8 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """The location of a path or a URL; the store is not contacted yet, nor is its library imported.
 
     Args:
-      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANISATION/NAME, which @REVISION and the path
-        of a file or folder in the repository may follow; for data sets hf://datasets/ORGANISATION/NAME.
+      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANIZATION/NAME, which @REVISION and the path
+        of a file or folder in the repository may follow; for data sets hf://datasets/ORGANIZATION/NAME.
 
     Raises:
       UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.

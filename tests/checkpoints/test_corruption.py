@@ -18,7 +18,7 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
-import quantised_folders
+import quantized_folders
 from conftest import params_of, write_hf_folder
 from make_format_goldens import FORMATS, SMALL
 
@@ -151,8 +151,8 @@ def make(name: str, folder):
             config = make_goldens.KINDS["gqa"]
             formats.write_llama2c(folder / "model" / "m.bin", config, make_goldens.random_tensors(config), int(name[-1]))
             return folder / "model" / "m.bin", ["m.bin"]
-        case _ if name in quantised_folders.FOLDERS:
-            quantised_folders.write_folder(folder / "model", name)
+        case _ if name in quantized_folders.FOLDERS:
+            quantized_folders.write_folder(folder / "model", name)
             return folder / "model", ["model.safetensors", "config.json"]
         case "orbax":
             config = make_goldens.KINDS["tied"]

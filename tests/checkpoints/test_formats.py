@@ -79,7 +79,7 @@ def test_llama2c(version, kind, tmp_path, models):
 
 @pytest.mark.parametrize("group", [64, 8])
 def test_llama2c_int8(group, tmp_path, logits):
-    """To the error of dequantise-then-float32. llama2.c halves groups of 64 to 32, as the width is 32; F is 56: groups reach
+    """To the error of dequantize-then-float32. llama2.c halves groups of 64 to 32, as the width is 32; F is 56: groups reach
     over the ends of rows."""
     config = KINDS["gqa"]
     tensors = make_goldens.random_tensors(config)
@@ -91,7 +91,7 @@ def test_llama2c_int8(group, tmp_path, logits):
         numbers, scales = formats.quantise_int8(a, min(group, 32))
         return (numbers * scales[:, None]).reshape(a.shape)
 
-    # Rows of q and k are reordered before they are quantised, so it is the file's tensors that are rounded.
+    # Rows of q and k are reordered before they are quantized, so it is the file's tensors that are rounded.
     config_found, params, _ = llama_jax.load(tmp_path)
     assert config_found == config
     stored = formats.renamed(config, tensors, formats.META)
@@ -200,7 +200,7 @@ def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_p
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def test_a_q4_k_m_that_llama_cpp_quantised(logits):
+def test_a_q4_k_m_that_llama_cpp_quantized(logits):
     """Its logits beside it are llama.cpp's, which rounds activations to int8 as well: alike, not equal."""
     config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf", "float32")
     assert config == WIDE

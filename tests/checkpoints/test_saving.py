@@ -106,7 +106,7 @@ def test_convert_and_back_is_the_same_file(tmp_path, hf_folder):
             np.testing.assert_array_equal(back[name], array)
 
 
-def test_convert_dequantises(tmp_path):
+def test_convert_dequantizes(tmp_path):
     convert(FORMATS / "q4_k_m.gguf", tmp_path / "plain")
     same(llama_jax.load(tmp_path / "plain").params, llama_jax.load(FORMATS / "q4_k_m.gguf", "float32").params)
     convert(FORMATS / "q4_k_m.gguf", tmp_path / "half", dtype="bfloat16")

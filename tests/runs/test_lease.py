@@ -28,7 +28,7 @@ def quick(monkeypatch):
 
 def taken(scheme="s3", **told):
     found = Lease(locate(f"{scheme}://bucket/run"))
-    found._told |= told
+    found._content |= told
     said = []
     found.take(said.append)
     return found, said

@@ -9,7 +9,7 @@ import make_goldens
 import numpy as np
 import object_server
 import pytest
-import quantised_folders
+import quantized_folders
 import vocabularies
 from commands import run_here
 from conftest import write_hf_folder
@@ -46,8 +46,8 @@ def sharded(path):
     shutil.copytree(formats.FORMATS / "pytorch-sharded", path)
 
 
-def quantised(kind):
-    return lambda path: quantised_folders.write_folder(path, kind)
+def quantized(kind):
+    return lambda path: quantized_folders.write_folder(path, kind)
 
 
 def copied(name):
@@ -65,8 +65,8 @@ WRITERS = {
     "pytorch-sharded": copied("pytorch-sharded"),
     "meta-2": copied("meta-2"),
     "ckpt.pt": copied("ckpt.pt"),
-    "gptq": quantised("gptq"),
-    "awq": quantised("awq"),
+    "gptq": quantized("gptq"),
+    "awq": quantized("awq"),
 }
 
 

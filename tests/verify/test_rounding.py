@@ -5,7 +5,7 @@ from pathlib import Path
 import make_goldens
 import numpy as np
 import pytest
-import quantised_folders
+import quantized_folders
 
 from llama_jax.checkpoints.gguf import TYPES
 from llama_jax.checkpoints.lazy_tensors import Dense
@@ -43,7 +43,7 @@ def test_the_rounding_of_every_kind_that_is_read_is_known():
 
 @pytest.mark.parametrize("kind", ["gptq, reordered", "fp8", "nf4 twice"])
 def test_the_kinds_of_a_quantised_folder_are_named(kind, tmp_path):
-    quantised_folders.write_folder(tmp_path, kind)
+    quantized_folders.write_folder(tmp_path, kind)
     opened = open_checkpoint(tmp_path)
     found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
     assert set(found.kinds) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}

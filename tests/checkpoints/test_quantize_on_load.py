@@ -1,4 +1,4 @@
-"""Models whose matrices are quantised while they are read, or kept in the blocks of a GGUF."""
+"""Models whose matrices are quantized while they are read, or kept in the blocks of a GGUF."""
 
 import json
 from dataclasses import replace
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
     ):
         llama_jax.load(bundled(), quantize="q3_k")
     with pytest.raises(
-        CheckpointError, match=r"quantize='keep': .* has no quantised tensor of those that are kept \(\w*16\); use int8"
+        CheckpointError, match=r"quantize='keep': .* has no quantized tensor of those that are kept \(\w*16\); use int8"
     ):
         llama_jax.load(bundled(), quantize="keep")
     with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4_32 needs multiples of 32 on each of 4 devices"):

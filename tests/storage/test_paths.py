@@ -79,7 +79,7 @@ def test_paths(text):
 
 @pytest.mark.parametrize("text", ["ftp://host/x", "https://host/x", "s3://", "s3:///x", "hf://name", "s3://bucket/../x"])
 def test_urls_that_name_nothing(text):
-    with pytest.raises(UserError, match=r"s3://BUCKET/PATH|hf://ORGANISATION/NAME|paths are"):
+    with pytest.raises(UserError, match=r"s3://BUCKET/PATH|hf://ORGANIZATION/NAME|paths are"):
         locate(text)
 
 

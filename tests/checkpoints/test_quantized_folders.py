@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders: read as floats, kept as they are, and quantised in another way."""
+"""Quantized Hugging Face folders: read as floats, kept as they are, and quantized in another way."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantised_folders as writers
+import quantized_folders as writers
 from conftest import jit_dequantize, jit_logits, params_of
 
 import llama_jax
@@ -151,7 +151,7 @@ def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("kind", "end", "array", "message"),
     [
-        ("gptq", ".scales", None, "tensor .*scales' is missing; its weight is quantised"),
+        ("gptq", ".scales", None, "tensor .*scales' is missing; its weight is quantized"),
         ("gptq", ".qzeros", np.zeros((2, 16), np.int32), r"has qzeros of \[2, 16\]; \[1, 16\] is needed"),
         ("gptq", ".g_idx", np.zeros(128, np.int64), "has g_idx as I64; I32 is needed"),
         (
@@ -184,7 +184,7 @@ def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
             np.frombuffer(b'{"shape": [1000000000, 6400], "quant_type": "nf4", "blocksize": 64}', np.uint8),
             r"has weight of \[8192, 1\]; \[3200000000000, 1\]",
         ),
-        ("nf4 twice", ".weight.nested_quant_map", None, "factors that are quantised themselves, and not all that says how"),
+        ("nf4 twice", ".weight.nested_quant_map", None, "factors that are quantized themselves, and not all that says how"),
     ],
 )
 def test_what_does_not_fit_together_is_named(kind, end, array, message, tmp_path):
@@ -246,5 +246,5 @@ def test_other_schemes_are_refused_by_name(setting, message):
 def test_a_setting_without_quantised_weights_is_an_error(hf_folder):
     config = json.loads((hf_folder / "config.json").read_text())
     (hf_folder / "config.json").write_text(json.dumps(config | {"quantization_config": writers.FOLDERS["gptq"][0]}))
-    with pytest.raises(CheckpointError, match=r"has a quantization_config, but no weight is quantised so \(\.qweight\)"):
+    with pytest.raises(CheckpointError, match=r"has a quantization_config, but no weight is quantized so \(\.qweight\)"):
         open_checkpoint(hf_folder)

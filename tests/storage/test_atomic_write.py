@@ -132,7 +132,7 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
 
 def run(code: str, *arguments: object) -> subprocess.Popen:
     program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, env=environment)
 
 
@@ -197,7 +197,7 @@ def test_what_a_living_process_writes_stays(folder, tmp_path):
             sys.stdin.readline()
     """
     program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path / "theirs", str(folder)],
         stdin=subprocess.PIPE,

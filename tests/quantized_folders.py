@@ -1,4 +1,4 @@
-"""Hugging Face folders with quantised weights, written by plain NumPy: the formats' layouts once more, by other means.
+"""Hugging Face folders with quantized weights, written by plain NumPy: the formats' layouts once more, by other means.
 
 Each writer is given random numbers of a weight and returns its tensors, by the end of their names, and the matrix that they
 stand for, computed by the format's own formula in float32.

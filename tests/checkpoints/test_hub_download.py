@@ -88,9 +88,9 @@ def test_a_fetched_model_is_generated_from(hub, tmp_path):
 def test_what_cannot_be_fetched_is_said_in_one_line(hub):
     hub.content = NOT_READ
     for arguments, message in (
-        (["name"], "'name' is not a repository of the hub; give ORGANISATION/NAME"),
+        (["name"], "'name' is not a repository of the hub; give ORGANIZATION/NAME"),
         (["org/private"], "hf://org/private cannot be fetched: there is no such repository, or it is private: log in with"),
-        (["org/gated"], "its licence must be accepted first: accept it at http"),
+        (["org/gated"], "its license must be accepted first: accept it at http"),
         (["org/name", "--revision", "none"], "hf://org/name@none cannot be fetched: the repository has no such revision"),
         (["org/name@a", "--revision", "b"], "names the revision a, and --revision b; give one of them"),
         (["org/name/none.gguf"], "hf://org/name/none.gguf: there is no such file or folder in the repository"),
@@ -105,7 +105,7 @@ def test_what_cannot_be_fetched_is_said_in_one_line(hub):
 def test_a_licence_that_is_not_accepted(hub):
     """Of which the list is open."""
     hub.content, hub.gate = FOLDER | {"model.safetensors": b"m"}, "GatedRepo"
-    with pytest.raises(CheckpointError, match=r"its licence must be accepted first: accept it at .*/org/name, then log in"):
+    with pytest.raises(CheckpointError, match=r"its license must be accepted first: accept it at .*/org/name, then log in"):
         fetch("org/name")
 
 
