@@ -68,7 +68,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     import jax.numpy as jnp
 
     import llama_jax
-    from llama_jax.checkpoints.build_params import assemble
+    from llama_jax.checkpoints.build_params import build_params
     from llama_jax.checkpoints.huggingface import from_params
     from llama_jax.model.cache import init_cache
     from llama_jax.model.trees import quantize
@@ -85,7 +85,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     else:
         params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
         if kind in ("float32", "bfloat16"):
-            params = assemble(from_params(config, params, None), None)  # where `load` puts them
+            params = build_params(from_params(config, params, None), None)  # where `load` puts them
         else:
             params = quantize(params, kind)
     rng = np.random.default_rng(0)

@@ -82,7 +82,7 @@ def careless(path, **options):
 
 perform = nightly_kills.Work.perform
 def broken(self, operation, folder, which="new"):
-    saving.appearing = careless
+    saving.new_output = careless
     perform(self, operation, folder, which)
 nightly_kills.Work.perform = broken
 print(json.dumps(nightly_kills.run(range(0, 80, 10), 1)))

@@ -25,8 +25,8 @@ from llama_jax.checkpoints import gguf
 from llama_jax.checkpoints.device_fill import check
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.checkpoints.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
-from llama_jax.checkpoints.lazy_tensors import FLOATS, Held, Tensor, kind_of, target_dtype
-from llama_jax.checkpoints.orbax_format import StoredArray, adapters_of, asking_orbax, describe, name_of, read_arrays
+from llama_jax.checkpoints.lazy_tensors import FLOATS, ArrayTensor, Tensor, kind_of, target_dtype
+from llama_jax.checkpoints.orbax_format import OrbaxArrayInfo, adapters_of, describe, name_of, read_arrays, with_short_errors
 from llama_jax.checkpoints.step_dirs import (
     ABOUT,
     EMA,
@@ -37,7 +37,7 @@ from llama_jax.checkpoints.step_dirs import (
     find_checkpoints,
     is_step,
     of_model,
-    taking_the_newest,
+    retry_with_newest_step,
     verify,
 )
 from llama_jax.checkpoints.tensor_export import RopePermuted, new_output
@@ -123,7 +123,7 @@ PEFT = AdapterLayout(_peft_names, is_interleaved)
 LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: ARCHITECTURES[architecture_of(config.kind)].interleaved)
 
 
-@taking_the_newest
+@retry_with_newest_step
 def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
     """Read an adapter for a base of this configuration.
 
@@ -173,7 +173,7 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-@taking_the_newest
+@retry_with_newest_step
 def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
     """The configuration of an adapter's base, which training runs keep; None for other adapters.
 
@@ -242,7 +242,7 @@ def save_adapter(
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
 
 
-def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
+def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
     """The parameters that `load` read, with an adapter beside them.
 
     Args:
@@ -252,7 +252,7 @@ def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSiz
     return settled(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
 
 
-def attached_table(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
+def attach_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
     """The same with several adapters, one of which each row of a batch may use, see `model.adapter_table`."""
     given = [(adapter.params, adapter.lora) for adapter in adapters]
     table = side_by_side(config, given, params.embedding.dtype)
@@ -289,8 +289,8 @@ def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> A
             )
     verify(step, {ABOUT, name})
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
-    wanted = jax.tree.map(lambda leaf: StoredArray(leaf.shape, target), shapes)
-    found: Any = asking_orbax(step / name, lambda: read_arrays(step, name, wanted))
+    wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
+    found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
     note = read_object(step / ABOUT / NOTE, CheckpointError)
     return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))
 
@@ -501,7 +501,7 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
             put(row, layer)
     if not layout.interleaved(config):
         return found
-    held: dict[str, Tensor] = {name: Held(np.ascontiguousarray(array)) for name, array in found.items()}
+    held: dict[str, Tensor] = {name: ArrayTensor(np.ascontiguousarray(array)) for name, array in found.items()}
     permuted = permute_rope(held, config, layout.names, interleave=True)
     return {name: tensor.read(0, tensor.shape[0]) for name, tensor in permuted.items()}
 

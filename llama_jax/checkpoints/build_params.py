@@ -14,7 +14,7 @@ import numpy as np
 
 from llama_jax.checkpoints.device_fill import THREADS, ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Derived, Opened, Padded, default_dtype, target_dtype
-from llama_jax.checkpoints.quantize_on_load import Quantization, filling_of, placed
+from llama_jax.checkpoints.quantize_on_load import Quantization, parameter_fill, placed
 from llama_jax.checkpoints.tensor_names import shares_of
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.mixtures import kinds_of_parameter
@@ -27,7 +27,7 @@ from llama_jax.storage import StoredPath
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
 
-def assemble(
+def build_params(
     opened: Opened,
     dtype: jax.typing.DTypeLike | None,
     *,
@@ -40,7 +40,7 @@ def assemble(
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `quantizing.filling_of`; None gives floats.
+      quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
       layers_apart: each layer's matrices in arrays of their own, see `ops.weights.apart`.
@@ -65,7 +65,7 @@ def assemble(
     parameters, structure = jax.tree.flatten(made_of)
     places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
     fillings = [
-        filling_of(parts, target, wanted, place, memory, layers_apart=layers_apart)
+        parameter_fill(parts, target, wanted, place, memory, layers_apart=layers_apart)
         for parts, place in zip(parameters, places, strict=True)
     ]
     stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]
@@ -196,7 +196,7 @@ class Copied(Derived):
         return rows[start - first * width : stop - first * width]
 
 
-def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
+def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
     """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
 
     Raises:

@@ -21,10 +21,10 @@ from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architec
 from llama_jax.checkpoints.lazy_tensors import (
     FLOATS,
     Dense,
-    Described,
     Offset,
     Opened,
     Tensor,
+    TensorInfo,
     WeightFormat,
     blocks_of,
     kind_of,
@@ -32,7 +32,7 @@ from llama_jax.checkpoints.lazy_tensors import (
 )
 from llama_jax.checkpoints.quantize_on_load import AT_ONCE
 from llama_jax.checkpoints.rope_conversion import settings_and_tensors, short_decimal, with_scaling
-from llama_jax.checkpoints.tensor_export import WrittenTensor, fused, pieces, unfused
+from llama_jax.checkpoints.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.checkpoints.tensor_names import with_layers
 from llama_jax.checkpoints.tokenizer_files import about_from_fields, about_to_fields
 from llama_jax.config import LlamaConfig
@@ -238,7 +238,7 @@ def open_file(path: Location) -> Opened:
         raise CheckpointError(f"{path}: {error}") from None
     architecture = ARCHITECTURES[fields["general.architecture"]]
     tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
-    tensors = unfused(config, tensors, architecture.fused, NAMES)
+    tensors = split_fused(config, tensors, architecture.fused, NAMES)
     if architecture.norm_shift:
         shift = -architecture.norm_shift
         tensors = {name: Offset(t, shift) if name.endswith(NORM) else t for name, t in tensors.items()}
@@ -369,7 +369,7 @@ KEPT_TYPES = FILE_TYPES | {
 QUANTIZATION_VERSION = 2
 
 
-def can_be_kept(tensor: Described) -> bool:
+def can_be_kept(tensor: TensorInfo) -> bool:
     """Whether a tensor is in blocks that are written as they are."""
     return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
 
@@ -398,9 +398,9 @@ def write_file(
     c = opened.config
     architecture = architecture_of(c.kind)
     own = ARCHITECTURES[architecture]
-    names, todo = NAMES, pieces(opened, interleaved=own.interleaved)
+    names, todo = NAMES, tensors_to_write(opened, interleaved=own.interleaved)
     if own.fused:
-        todo, fused_names = fused(todo, own.fused)
+        todo, fused_names = fuse(todo, own.fused)
         names = names | fused_names
     if own.norm_shift:
         todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]

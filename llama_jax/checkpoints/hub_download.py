@@ -20,7 +20,7 @@ from llama_jax.checkpoints.tokenizer_files import SETTINGS
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
-from llama_jax.storage.paths import FOLDER, PassingError
+from llama_jax.storage.paths import FOLDER, TransientError
 from llama_jax.tokenizers.load import NAMES
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
@@ -71,7 +71,7 @@ def _answering(root: str, target: Path) -> Iterator[None]:
     """Turn errors of the hub, the network or the disk into an error of one line."""
     try:
         yield
-    except PassingError as error:
+    except TransientError as error:
         raise CheckpointError(
             f"{root}: the hub gave no answer ({error}); is this machine connected to the network?"
         ) from None

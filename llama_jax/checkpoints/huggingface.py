@@ -23,10 +23,10 @@ from llama_jax.checkpoints.hf_quantized import Scheme, scheme_from_dict, with_we
 from llama_jax.checkpoints.huggingface_families import FAMILIES, object_in
 from llama_jax.checkpoints.lazy_tensors import (
     FLOATS,
+    ArrayTensor,
     Dense,
-    Held,
-    HeldBlocks,
     Opened,
+    QuantizedArrayTensor,
     Stacked,
     Tensor,
     Transposed,
@@ -35,7 +35,7 @@ from llama_jax.checkpoints.lazy_tensors import (
     read_bytes,
 )
 from llama_jax.checkpoints.rope_conversion import NOTE, in_known_kinds, note_of, with_note
-from llama_jax.checkpoints.tensor_export import WrittenTensor, fused, pieces, unfused
+from llama_jax.checkpoints.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.checkpoints.tensor_names import shares_of, with_layers
 from llama_jax.checkpoints.tokenizer_files import About, read_about, token_ids, write_about
 from llama_jax.checkpoints.torch_pickle import is_torch, read_tensors
@@ -352,7 +352,7 @@ def open_folder(path: Location) -> Opened:
             continue
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
         tensors = _of_text(tensors)
-        tensors = unfused(config, tensors, FUSED, NAMES)
+        tensors = split_fused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
                 raise CheckpointError(f"{folder} has quantized weights in {what}; they are read from safetensors")
@@ -505,15 +505,15 @@ def write_folder(
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
     names = names_of(opened.config)
-    todo = pieces(opened, interleaved=is_interleaved(opened.config))
+    todo = tensors_to_write(opened, interleaved=is_interleaved(opened.config))
     if opened.config.kind == "llama4_text":
-        todo, fused_names = fused(todo, LLAMA4_FUSED, axis=1)
+        todo, fused_names = fuse(todo, LLAMA4_FUSED, axis=1)
         todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
         names |= fused_names
     else:
         todo = [one for piece in todo for one in _experts_apart(piece)]
     if opened.config.kind == "phi3":
-        todo, fused_names = fused(todo, FUSED)
+        todo, fused_names = fuse(todo, FUSED)
         names |= fused_names
     kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]
     sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
@@ -619,7 +619,7 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
     """The parameters under Hugging Face's names, as if they had been opened."""
     on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))
-    tensors: dict[str, Held | HeldBlocks] = {}
+    tensors: dict[str, ArrayTensor | QuantizedArrayTensor] = {}
     names = names_of(config)
 
     def put(row: Row, node: Any, layer: int = 0) -> None:
@@ -632,7 +632,9 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
                 last = first + shape_of(share.width, config)[0]
                 held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
             quantized = isinstance(held, QuantizedWeight)
-            tensors[names[share.name].format(layer)] = HeldBlocks(held, shape) if quantized else Held(held, shape)
+            tensors[names[share.name].format(layer)] = (
+                QuantizedArrayTensor(held, shape) if quantized else ArrayTensor(held, shape)
+            )
 
     layers = layers_of(on_host)
     for row in rows(config):

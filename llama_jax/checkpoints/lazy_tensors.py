@@ -43,7 +43,7 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
     return target
 
 
-def default_dtype(embedding: Described, stored: np.dtype) -> np.dtype:
+def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
     """The default type of the parameters that are floats, and of the computation.
 
     Args:
@@ -56,7 +56,7 @@ def default_dtype(embedding: Described, stored: np.dtype) -> np.dtype:
     return stored if embedding.kind in FLOATS else BFLOAT16
 
 
-class Described(Protocol):
+class TensorInfo(Protocol):
     """The description of a tensor in a checkpoint."""
 
     @property
@@ -74,7 +74,7 @@ class Described(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class OrbaxWeightInfo:
     """The description of a quantized weight in orbax's format."""
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class StoredWeight:
     nbytes: int
 
 
-class Tensor(Described, Protocol):
+class Tensor(TensorInfo, Protocol):
     """A tensor [rows, ...] in a file. Nothing of it is in memory until `read`."""
 
     @property
@@ -96,7 +96,7 @@ class Tensor(Described, Protocol):
         ...
 
 
-def blocks_of(tensor: Described) -> Tensor | None:
+def blocks_of(tensor: TensorInfo) -> Tensor | None:
     """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
     return getattr(tensor, "blocks", None)
 
@@ -309,7 +309,7 @@ class Stacked(Combined):
 
 
 @dataclass(frozen=True)
-class Held:
+class ArrayTensor:
     """An array in the shape of a tensor, whose rows are its leading axes, and which is not copied for it."""
 
     array: np.ndarray
@@ -335,13 +335,13 @@ class Held:
         leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
         return self.array[np.unravel_index(np.arange(start, stop), leading)]
 
-    def entry(self, index: int) -> Held:
+    def entry(self, index: int) -> ArrayTensor:
         """One of the tensors that a tensor with three axes holds."""
-        return Held(self.array[index])
+        return ArrayTensor(self.array[index])
 
 
 @dataclass(frozen=True)
-class HeldBlocks:
+class QuantizedArrayTensor:
     """A quantized weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
 
     weight: QuantizedWeight

@@ -19,7 +19,7 @@ import numpy as np
 
 from llama_jax.checkpoints import meta
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Dense, Opened, Tensor, WeightFormat, read_bytes
-from llama_jax.checkpoints.tensor_export import WrittenTensor, pieces
+from llama_jax.checkpoints.tensor_export import WrittenTensor, tensors_to_write
 from llama_jax.checkpoints.tensor_names import shares_of
 from llama_jax.checkpoints.tokenizer_files import read_about
 from llama_jax.checkpoints.torch_pickle import is_torch, read_pickled, tensors_of
@@ -286,7 +286,7 @@ def write_file(
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
             raise CheckpointError(f"{name}={found} has no place in llama2.c's format, whose code has {value}")
     angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
-    todo = sorted(pieces(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
+    todo = sorted(tensors_to_write(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
     with path.open("wb") as file:
         vocab_size = c.vocab_size if c.tie_embeddings else -c.vocab_size
         file.write(struct.pack("<7i", c.dim, c.hidden_dim, c.n_layers, c.n_heads, c.n_kv_heads, vocab_size, c.max_seq_len))

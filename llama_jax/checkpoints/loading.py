@@ -17,10 +17,10 @@ import numpy as np
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, orbax_format
 from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
-from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
-from llama_jax.checkpoints.build_params import Progress, assemble, fit_opened, plan
+from llama_jax.checkpoints.adapters import attach_adapter, attach_adapters, load_adapter, with_attend
+from llama_jax.checkpoints.build_params import Progress, build_params, pad_to_mesh, plan
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Opened, WeightFormat, default_dtype
-from llama_jax.checkpoints.orbax_format import Stored
+from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
 from llama_jax.checkpoints.quantize_on_load import (
     Quantization,
     can_be_kept,
@@ -28,7 +28,7 @@ from llama_jax.checkpoints.quantize_on_load import (
     check_quantize,
     log_what_becomes_floats,
 )
-from llama_jax.checkpoints.step_dirs import find_checkpoints, taking_the_newest
+from llama_jax.checkpoints.step_dirs import find_checkpoints, retry_with_newest_step
 from llama_jax.checkpoints.tokenizer_files import About
 from llama_jax.checkpoints.torch_pickle import is_torch
 from llama_jax.config import LlamaConfig
@@ -43,7 +43,7 @@ from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
-NAME = "the bundled stories model"
+BUNDLED_NAME = "the bundled stories model"
 
 
 def bundled() -> Path:
@@ -54,7 +54,9 @@ def bundled() -> Path:
     """
     folder = Path(str(files("llama_jax"))) / "assets"
     if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder} does not hold {NAME}; install llama_jax again, or give a model with --model")
+        raise CheckpointError(
+            f"{folder} does not hold {BUNDLED_NAME}; install llama_jax again, or give a model with --model"
+        )
     return folder
 
 
@@ -99,7 +101,7 @@ class Checkpoint:
         return (self.config, self.params, self.tokenizer)[index]
 
 
-@taking_the_newest
+@retry_with_newest_step
 def load(
     path: str | os.PathLike[str] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
@@ -176,17 +178,17 @@ def load(
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
-        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, Stored))
+        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, OrbaxCheckpoint))
         config = fitted(config, mesh)
     read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
-    elif isinstance(opened, Stored):  # a run may remove the step later
+    elif isinstance(opened, OrbaxCheckpoint):  # a run may remove the step later
         inside, beside_it = opened.tokenizer(), opened.about()
         read_tokenizer, read_about = lambda: inside, lambda: beside_it
-    if isinstance(opened, Stored):
+    if isinstance(opened, OrbaxCheckpoint):
         params = orbax_format.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
@@ -194,17 +196,19 @@ def load(
             params = fit_on_mesh(opened.config, mesh, params)
         params = layers_apart(params) if to_decode else params
     else:
-        wanted = opened if mesh is None else fit_opened(opened, mesh)
-        params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=to_decode, progress=progress)
+        wanted = opened if mesh is None else pad_to_mesh(opened, mesh)
+        params = build_params(
+            wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=to_decode, progress=progress
+        )
     if beside is not None:
-        params = attached(opened.config, params, beside, mesh)
+        params = attach_adapter(opened.config, params, beside, mesh)
     if table:
-        params = attached_table(opened.config, params, table, mesh)
+        params = attach_adapters(opened.config, params, table, mesh)
     return Checkpoint(config, params, read_tokenizer, read_about)
 
 
 def planned_weights(
-    opened: Opened | Stored, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
+    opened: Opened | OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
 ) -> tuple[np.dtype, int]:
     """The type of the computation and the bytes of the weights that `load` gives for these arguments; nothing is read."""
     names = opened.names if isinstance(opened, Opened) else {}
@@ -222,8 +226,8 @@ def planned_weights(
     return target, sum(sizes)
 
 
-@taking_the_newest
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened | Stored:
+@retry_with_newest_step
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
     """Recognize a model by its content and read all but its weights.
 
     Args:
@@ -241,13 +245,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | Stored:
         return _open(locate(path))
 
 
-def check_names(opened: Opened | Stored) -> None:
+def check_names(opened: Opened | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
-    if not isinstance(opened, Stored):  # whose arrays were checked when it was opened
+    if not isinstance(opened, OrbaxCheckpoint):  # whose arrays were checked when it was opened
         plan(opened)
 
 
-def _open(path: Location) -> Opened | Stored:
+def _open(path: Location) -> Opened | OrbaxCheckpoint:
     if not path.exists():
         if isinstance(path, StoredPath):
             raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
@@ -264,7 +268,7 @@ def _open(path: Location) -> Opened | Stored:
     return _open_within(path) if path.is_dir() else _open_unknown(path)
 
 
-def _open_within(folder: Location) -> Opened | Stored:
+def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
     """The only model in a folder that is not itself one, or the newest step if it is that of a run."""
     inside: list[Location] = [*folder.iterdir()]
     found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]

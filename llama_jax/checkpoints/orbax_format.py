@@ -23,9 +23,9 @@ from jax import lax
 
 from llama_jax.checkpoints.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.checkpoints.huggingface import read_config, write_config
-from llama_jax.checkpoints.lazy_tensors import FLOATS, StoredWeight, WeightFormat, kind_of, target_dtype
+from llama_jax.checkpoints.lazy_tensors import FLOATS, OrbaxWeightInfo, WeightFormat, kind_of, target_dtype
 from llama_jax.checkpoints.orbax_index import ArrayRows, ChunkedArray, read_index
-from llama_jax.checkpoints.quantize_on_load import filling_of
+from llama_jax.checkpoints.quantize_on_load import parameter_fill
 from llama_jax.checkpoints.step_dirs import (
     ABOUT,
     EMA,
@@ -63,7 +63,7 @@ PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_tracebacks() -> Iterator[None]:
     """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
     TensorStore sends to an event loop that has ended with the first error.
 
@@ -302,7 +302,7 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 
 @dataclass(frozen=True)
-class StoredArray:
+class OrbaxArrayInfo:
     """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
 
     shape: tuple[int, ...]
@@ -318,7 +318,7 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class Stored:
+class OrbaxCheckpoint:
     """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
 
     Attributes:
@@ -332,11 +332,11 @@ class Stored:
     format: str
     path: Location
     config: LlamaConfig
-    tensors: Mapping[str, StoredArray | StoredWeight]
+    tensors: Mapping[str, OrbaxArrayInfo | OrbaxWeightInfo]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     of_run: bool
-    found: Mapping[str, StoredArray]
+    found: Mapping[str, OrbaxArrayInfo]
     kinds: Kinds
     fetched: FetchedStep | None = None
     about: Callable[[], About] = About
@@ -349,7 +349,7 @@ def recognizes(path: Location) -> bool:
     return is_step(path) or ((path / "config.json").exists() and (path / PARAMS / "_CHECKPOINT_METADATA").exists())
 
 
-def open_path(path: Location) -> Stored:
+def open_path(path: Location) -> OrbaxCheckpoint:
     """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read.
 
     Raises:
@@ -367,7 +367,7 @@ def open_path(path: Location) -> Stored:
     return open_folder(found if is_model else found / str(existing_step(found, None)))
 
 
-def open_folder(folder: Path) -> Stored:
+def open_folder(folder: Path) -> OrbaxCheckpoint:
     """The model in a folder; its weights are not read.
 
     Raises:
@@ -385,7 +385,7 @@ def open_folder(folder: Path) -> Stored:
     config = read_config(about)
     kinds, dtype = ({}, "float32") if of_run else read_kinds(folder)
     found = describe(*arrays)
-    stored = Stored(
+    stored = OrbaxCheckpoint(
         format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
         path=folder,
         config=config,
@@ -400,7 +400,7 @@ def open_folder(folder: Path) -> Stored:
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
 
 
-def open_stored(place: StoredPath) -> Stored:
+def open_stored(place: StoredPath) -> OrbaxCheckpoint:
     """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched.
 
 
@@ -425,27 +425,29 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def _tensors(shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype) -> dict[str, StoredArray | StoredWeight]:
+def _tensors(
+    shapes: Llama, found: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
+) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
     """The stored arrays, with the planes of each quantized matrix as one."""
-    tensors: dict[str, StoredArray | StoredWeight] = {}
+    tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
         if isinstance(leaf, QuantizedWeight):
             size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
-            tensors[name] = StoredWeight(matrix_of(leaf), dtype, leaf.kind.upper(), size)
+            tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
             tensors[name] = found[name]
     return tensors
 
 
-def describe(folder: Path, name: str) -> dict[str, StoredArray]:
+def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
     """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
 
     Raises:
       CheckpointError: it cannot be read.
     """
     return {
-        name_of(path): StoredArray(tuple(leaf.shape), np.dtype(leaf.dtype))
+        name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
         if hasattr(leaf, "shape")
     }
@@ -455,7 +457,7 @@ def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
     """The arrays of what orbax wrote into a folder under a name, placed and cast.
 
     Args:
-      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `StoredArray`, for all that is stored (see `describe`).
+      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
 
     Raises:
       Exception: whatever orbax raises of damaged files.
@@ -480,7 +482,7 @@ def _metadata(folder: Path, name: str) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     where = folder if name == "state" else folder / name
-    metadata = asking_orbax(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
+    metadata = with_short_errors(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
     if metadata is None:  # how orbax says that it could not read them
         raise unreadable(where, ValueError("its metadata cannot be read"))
     return metadata
@@ -497,7 +499,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     write_config(folder, config)
     params = layers_together(params)
     write_kinds(folder, kinds_of(params, name_of), str(params.embedding.dtype))
-    with quiet():
+    with without_tracebacks():
         try:
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
@@ -506,7 +508,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
 
 
 def load_params(
-    stored: Stored,
+    stored: OrbaxCheckpoint,
     dtype: jax.typing.DTypeLike | None,
     *,
     shardings: Llama | None = None,
@@ -534,7 +536,7 @@ def _over_several(shardings: Llama) -> bool:
 
 
 def _load_shares(
-    stored: Stored, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
+    stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
 ) -> Llama:
     """As `_load_params`, but each process fetches only what its devices hold: ranges of files, which no checksum covers."""
     _check_same_step(stored)
@@ -553,7 +555,7 @@ def _load_shares(
     memory = ArrayMemory()
 
     def read(array: ArrayParts | StackParts, place: Any) -> Any:
-        filling = filling_of(array, target, None, place, memory)
+        filling = parameter_fill(array, target, None, place, memory)
         for layer in range(len(array.layers) if isinstance(array, StackParts) else 1):
             filling.fill(layer)
         return filling.done()
@@ -561,7 +563,7 @@ def _load_shares(
     return jax.tree.map(read, build(stored.config, parts), shardings)
 
 
-def _check_same_step(stored: Stored) -> None:
+def _check_same_step(stored: OrbaxCheckpoint) -> None:
     """Raise CheckpointError where processes would read different steps, as of a run that goes on saving."""
     from jax.experimental import multihost_utils
 
@@ -574,7 +576,7 @@ def _check_same_step(stored: Stored) -> None:
         )
 
 
-def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:
+def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:
     shape = _shape(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays
@@ -589,7 +591,7 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda _: default, param_shapes(stored.config))
     wanted = jax.tree.map(lambda array, place: request(array, place=place), shape, places, is_leaf=is_weight)
-    params = from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
+    params = from_arrays(with_short_errors(folder / name, lambda: read_arrays(folder, name, wanted)))
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = name_of(path)
@@ -602,7 +604,7 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
     return params
 
 
-def _shape(stored: Stored) -> Llama:
+def _shape(stored: OrbaxCheckpoint) -> Llama:
     """The shapes of the configuration, of weights as they are stored.
 
     Raises:
@@ -629,10 +631,10 @@ def _shape(stored: Stored) -> Llama:
     return shape
 
 
-def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
+def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
     """Call `ask`; whatever orbax raises becomes a CheckpointError that names `path` and the cause as far as it is known."""
     try:
-        with quiet():
+        with without_tracebacks():
             return ask()
     except CheckpointError:
         raise

@@ -28,7 +28,7 @@ from llama_jax.checkpoints.device_fill import (
     reads_others,
 )
 from llama_jax.checkpoints.hf_quantized import Reordered
-from llama_jax.checkpoints.lazy_tensors import FLOATS, Described, StoredWeight, Tensor, blocks_of
+from llama_jax.checkpoints.lazy_tensors import FLOATS, OrbaxWeightInfo, Tensor, TensorInfo, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import MIXTURES
 from llama_jax.ops.weights import (
@@ -65,7 +65,7 @@ def check_quantize(quantize: str | None) -> None:
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
 
 
-def check_kept(tensors: Sequence[Described], where: Location) -> None:
+def check_kept(tensors: Sequence[TensorInfo], where: Location) -> None:
     """Raise CheckpointError if no tensor of a model is quantized in a kind that can be kept, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
@@ -78,7 +78,7 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
         )
 
 
-def quantized_kinds(tensors: Mapping[str, Described], among: Callable[[Described], bool] = lambda tensor: True) -> str:
+def quantized_kinds(tensors: Mapping[str, TensorInfo], among: Callable[[TensorInfo], bool] = lambda tensor: True) -> str:
     """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -87,15 +87,15 @@ def quantized_kinds(tensors: Mapping[str, Described], among: Callable[[Described
     return " and ".join(kind for kind, _ in sizes.most_common())
 
 
-def log_what_becomes_floats(tensors: Mapping[str, Described], where: Location) -> None:
+def log_what_becomes_floats(tensors: Mapping[str, TensorInfo], where: Location) -> None:
     """Log a line for quantized tensors that cannot be kept."""
     if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
         _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
 
 
-def can_be_kept(tensor: Described) -> bool:
+def can_be_kept(tensor: TensorInfo) -> bool:
     """Whether a tensor is quantized in a kind that the parameters may have."""
-    return isinstance(tensor, StoredWeight) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
+    return isinstance(tensor, OrbaxWeightInfo) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
 
 
 def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
@@ -116,7 +116,7 @@ class ParameterFill(NamedTuple):
     done: Callable[[], Any]
 
 
-def filling_of(
+def parameter_fill(
     parts: ArrayParts | StackParts,
     dtype: np.dtype,
     quantize: Callable[[ArrayParts], tuple[str, ...]] | Literal["keep"] | None,

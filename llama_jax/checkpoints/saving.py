@@ -24,12 +24,12 @@ from llama_jax.checkpoints.quantize_on_load import Quantization, can_be_kept, ch
 from llama_jax.checkpoints.tensor_export import WrittenTensor, check_room, new_output
 from llama_jax.checkpoints.tokenizer_files import (
     About,
-    files_beside,
-    lost,
-    lost_line,
-    settings_of,
+    all_settings,
+    describe_missing,
+    missing_settings,
+    vocabulary_files,
     write_about,
-    write_beside,
+    write_vocabulary_files,
 )
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
@@ -47,7 +47,7 @@ from llama_jax.tokenizers.load import warn_if_small
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
-Kind = Literal["float32", "bfloat16", "float16", Blocks]
+WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
@@ -64,7 +64,7 @@ def save(
     tokenizer: Tokenizer | None = None,
     *,
     format: Format | None = None,
-    dtype: Kind | None = None,
+    dtype: WrittenDtype | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
     about: About = About(),
@@ -102,15 +102,15 @@ def save(
         if tokenizer is not None:
             tokenizer.save(target)
         write_about(target, about)
-        _log_lost(path, settings_of(tokenizer, about), target)
+        _log_lost(path, all_settings(tokenizer, about), target)
 
 
 def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
     """Log a line that names what a model that was written does not hold of what lies beside the weights."""
     if before:
         again = open_checkpoint(written)
-        if missing := lost(before, settings_of(again.tokenizer(), again.about())):
-            _log.warning(lost_line(path, missing))
+        if missing := missing_settings(before, all_settings(again.tokenizer(), again.about())):
+            _log.warning(describe_missing(path, missing))
 
 
 def convert(
@@ -118,7 +118,7 @@ def convert(
     path: str | os.PathLike[str],
     *,
     format: Format | None = None,
-    dtype: Kind | None = None,
+    dtype: WrittenDtype | None = None,
     quantize: Quantization | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
@@ -188,7 +188,7 @@ def convert(
         options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
         save(path, config, params, vocabulary, **options)
         return
-    if not isinstance(opened, orbax_format.Stored) and format != "orbax":
+    if not isinstance(opened, orbax_format.OrbaxCheckpoint) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
@@ -234,7 +234,7 @@ def about_blocks(
 def _convert_adapter(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
-    dtype: Kind | None,
+    dtype: WrittenDtype | None,
     base: str | os.PathLike[str] | None,
     overwrite: bool,
 ) -> None:
@@ -262,7 +262,7 @@ def _write(
     path: Location,
     opened: Opened,
     format: Format,
-    dtype: Kind | None,
+    dtype: WrittenDtype | None,
     overwrite: bool,
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
@@ -277,14 +277,14 @@ def _write(
     tokenizer = opened.tokenizer()
     beside = {}
     if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
-        beside = files_beside(tokenizer, path, opened.config.vocab_size, opened.about())
+        beside = vocabulary_files(tokenizer, path, opened.config.vocab_size, opened.about())
     written: list[Path] = []
     try:
         with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
             write(target, opened, tokenizer, kind, progress=progress)
             # Before the weights have their name: without a vocabulary they are half a model.
-            write_beside(beside, written)
-            _log_lost(path, settings_of(tokenizer, opened.about()), target)
+            write_vocabulary_files(beside, written)
+            _log_lost(path, all_settings(tokenizer, opened.about()), target)
     except BaseException:
         for each in written:
             remove(each)
@@ -293,7 +293,7 @@ def _write(
         _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
 
 
-def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
+def _check(path: str | os.PathLike[str], format: Format, dtype: WrittenDtype | None) -> None:
     if format not in get_args(Format):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
     if dtype is not None and dtype not in KINDS:
@@ -333,7 +333,7 @@ def _check_leaves(params: Llama) -> None:
 _largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
 
 
-def _checked(params: Llama, dtype: Kind | None) -> Llama:
+def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
     """The parameters in a type, checked to be finite in it, as the other formats do tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:

@@ -209,7 +209,7 @@ class StepRemovedError(CheckpointError):
     """A step in a store of which files were to be read that are there no more: the run has removed it."""
 
 
-def taking_the_newest(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
+def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
     """`read` again where its first argument, `path`, is a run whose newest step has become another one meanwhile.
 
     A run keeps its last few steps: one that was found may be removed before all of it is read.

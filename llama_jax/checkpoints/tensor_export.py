@@ -23,7 +23,7 @@ from llama_jax.errors import CheckpointError, reading
 from llama_jax.model.params import TABLE, rows, shape_of
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 from llama_jax.storage import Location, StoredPath, resolved
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
@@ -33,7 +33,7 @@ OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VO
 
 @contextmanager
 def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
-    """A new empty file or folder that becomes `path` when all of it is written, see `atomic_write.appearing`.
+    """A new empty file or folder that becomes `path` when all of it is written, see `atomic_write.write_atomically`.
 
     Args:
       folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
@@ -46,7 +46,7 @@ def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
     path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
     again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
-    with appearing(path, folder=folder, check=again, raises=CheckpointError, last=LAST) as target:
+    with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=LAST) as target:
         yield target
 
 
@@ -146,7 +146,7 @@ class RopePermuted(Derived):
         return permuted.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
 
 
-def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
+def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
     Args:
@@ -174,7 +174,7 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     return [first, *layers, *rest]
 
 
-def unfused(
+def split_fused(
     config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """The tensors, with each that holds several parts of a layer as those parts.
@@ -199,7 +199,7 @@ def unfused(
     return found
 
 
-def fused(
+def fuse(
     todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]], axis: int = 0
 ) -> tuple[list[WrittenTensor], dict[str, str]]:
     """The inverse for tensors to be written, along an axis, and the names of those that hold several parts."""

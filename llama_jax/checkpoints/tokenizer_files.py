@@ -19,7 +19,7 @@ import numpy as np
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.storage import Location, StoredPath, resolved
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import SWALLOWING
@@ -170,7 +170,7 @@ def _short(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def settings_of(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
+def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
     """Everything that lies beside the weights, by the names that `transformers` has for it."""
     found: dict[str, Any] = {}
     if tokenizer is not None:
@@ -201,7 +201,7 @@ def _settings(tokenizer: Tokenizer) -> Settings:
     return found
 
 
-def lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are there before and not, or with another value, after; of sets what is missing."""
     found = {}
     for name, value in before.items():
@@ -214,7 +214,7 @@ def lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def lost_line(where: object, missing: Mapping[str, Any]) -> str:
+def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
     """One line that names what a model that was written does not hold."""
     parts = (
         name
@@ -227,7 +227,7 @@ def lost_line(where: object, missing: Mapping[str, Any]) -> str:
     return f"{where} has no place for {'; '.join(parts)}"
 
 
-def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
+def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
     """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
     tokenizer; none if it is there already.
 
@@ -257,10 +257,9 @@ def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About
     return {path: content for path, content in files.items() if not path.exists()}
 
 
-def write_beside(files: dict[Path, bytes], written: list[Path]) -> None:
-    """Write the files of `files_beside`, noting each in `written`; the vocabulary last, since without it the others are not
-    read."""
+def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> None:
+    """Write the files of `vocabulary_files`, noting each in `written`; the vocabulary last: without it none is read."""
     for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
-        with appearing(path, raises=CheckpointError) as target:
+        with write_atomically(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])
         written.append(path)

@@ -16,7 +16,7 @@ from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.saving import Kind
+    from llama_jax.checkpoints.saving import WrittenDtype
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Merge(CompileOptions):
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        dtype: WrittenDtype | None = None if self.dtype == "auto" else self.dtype
         exact = dtype is None
         if kinds := quantized_kinds(base.tensors):
             exact = False

@@ -116,7 +116,7 @@ class LoadOptions(CompileOptions):
 
         import llama_jax
         from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.loading import NAME, bundled
+        from llama_jax.checkpoints.loading import BUNDLED_NAME, bundled
         from llama_jax.cli.runtime import loading_bar
         from llama_jax.model.checks import check_attend
 
@@ -138,7 +138,7 @@ class LoadOptions(CompileOptions):
         )
         if self.model is None:
             size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
-            print(f"model: {NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
+            print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(
                 f"no vocabulary of at most {config.vocab_size} pieces lies with {path}; give one with --tokenizer"

@@ -12,7 +12,7 @@ import tyro
 
 from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ class Plot:
 
 def save_picture(figure: Figure, path: Path) -> None:
     """Write a picture that appears whole or not at all; UserError, which names it, where it cannot be written."""
-    with appearing(path) as target:
+    with write_atomically(path) as target:
         figure.savefig(target, format=path.suffix[1:].lower())
 
 

@@ -20,7 +20,7 @@ from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.lazy_tensors import Opened
-    from llama_jax.checkpoints.orbax_format import Stored
+    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
     from llama_jax.cli.runtime import CompileClock
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
         return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
 
 
-def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
+def stored_tokenizer(path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
     """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
@@ -85,7 +85,7 @@ class TextOptions(CompileOptions):
     json: bool = False
     """Print one JSON object; what is not a number is null."""
 
-    def vocabulary(self, path: Location, opened: Opened | Stored) -> Tokenizer:
+    def vocabulary(self, path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
         """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
         from llama_jax.tokenizers import load_tokenizer
 

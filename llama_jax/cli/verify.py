@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from llama_jax.checkpoints.lazy_tensors import Opened
-    from llama_jax.checkpoints.orbax_format import Stored
+    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
@@ -110,7 +110,7 @@ class Verify(CompileOptions):
             errors = () if quantize is None else self._matrix_errors(opened, params)
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
-    def _check_quantize(self, opened: Opened | Stored) -> None:
+    def _check_quantize(self, opened: Opened | OrbaxCheckpoint) -> None:
         """Raise an error if the model cannot be quantised this way."""
         from llama_jax.checkpoints.quantize_on_load import check_kept
         from llama_jax.model.trees import param_shapes, quantize
@@ -128,7 +128,7 @@ class Verify(CompileOptions):
             return None
         return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
 
-    def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
+    def _matrix_errors(self, opened: Opened | OrbaxCheckpoint, params: Llama) -> tuple[MatrixError, ...]:
         """Of every matrix, beside what is read once more."""
         from llama_jax.checkpoints.build_params import plan
         from llama_jax.checkpoints.lazy_tensors import Opened
@@ -153,7 +153,7 @@ class Verify(CompileOptions):
         if self.tokens is not None and self.tokens < 2:
             raise UserError(f"tokens={self.tokens} must be at least 2")
 
-    def _origin(self, opened: Opened | Stored) -> Origin:
+    def _origin(self, opened: Opened | OrbaxCheckpoint) -> Origin:
         """What this model's numbers will be of; names and shapes are checked."""
         import jax
 

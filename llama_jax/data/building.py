@@ -29,7 +29,7 @@ from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.data.workers import Progress, Workers, cores, working
 from llama_jax.errors import shown
 from llama_jax.storage import locate, on_disk, resolved
-from llama_jax.storage.atomic_write import appearing, cannot_write, hold, sign
+from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock, write_atomically
 from llama_jax.tokenizers import load_tokenizer
 
 # Bytes of a file that become a shard, at least and at most: to put one on the disk for good takes some 30 ms.
@@ -175,12 +175,12 @@ def _held(folder: Path) -> Iterator[None]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = hold(folder / LOCK, partial(_taken, folder), "build")
+        lock = hold_lock(folder / LOCK, partial(_taken, folder), "build")
     except OSError as error:
         raise DataError(cannot_write(folder, error)) from None
     try:
         with suppress(OSError):  # on a full disk it is held all the same
-            sign(lock)
+            sign_lock(lock)
         yield
     finally:
         with suppress(OSError):
@@ -272,7 +272,7 @@ def _list(path: Path, units: Sequence[Unit], counts: Sequence[int], found: Seque
 
     lines = (f"{place(one.document)}\t{place(one.other)}\t{one.similarity:.3f}\n" for one in found)
     digest = hashlib.sha256()
-    with appearing(path, raises=DataError) as target, target.open("wb") as file:
+    with write_atomically(path, raises=DataError) as target, target.open("wb") as file:
         for line in ("file\tdocument\tnear_file\tnear_document\tsimilarity\n", *lines):
             digest.update(line.encode())
             file.write(line.encode())

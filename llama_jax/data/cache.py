@@ -31,7 +31,7 @@ import platformdirs
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.pieces import DocumentPart
-from llama_jax.storage.atomic_write import appearing, cannot_write
+from llama_jax.storage.atomic_write import cannot_write, write_atomically
 
 MAGIC = b"llamajx1"
 CORPUS = re.compile(r"[0-9a-f]{32}\.corpus")  # a file's name in a cache
@@ -57,7 +57,7 @@ def write_corpus(path: Path, pieces: Iterable[DocumentPart], vocab_size: int, or
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise elsewhere(cannot_write(path.parent, error)) from None
-    with appearing(path, raises=elsewhere) as target, target.open("wb") as file:
+    with write_atomically(path, raises=elsewhere) as target, target.open("wb") as file:
 
         def put(content: bytes) -> None:
             digest.update(content)

@@ -19,8 +19,8 @@ from llama_jax.data.hub import SPLITS, STATE
 from llama_jax.data.manifest import MANIFEST
 from llama_jax.errors import reading
 from llama_jax.storage import StoredPath, locate
-from llama_jax.storage.atomic_write import appearing, remove
-from llama_jax.storage.paths import MOST_OPEN, Listed
+from llama_jax.storage.atomic_write import remove, write_atomically
+from llama_jax.storage.paths import MOST_OPEN, StoreEntry
 
 OBJECTS = "objects"  # in the cache
 BESIDE = (MANIFEST, SPLITS, STATE)  # what tells of the data in a folder
@@ -66,14 +66,14 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
     folder = objects / hashlib.sha256(told.encode()).hexdigest()[:32]
     sizes = {name: int(listed.size or 0) for name, listed in found.items()}
     if not _is_whole(folder, sizes):
-        with appearing(folder, folder=True, raises=elsewhere) as target:
+        with write_atomically(folder, folder=True, raises=elsewhere) as target:
             _fetch(base, sizes, target)
         _make_room(objects, cache_limit(), folder)
     note_use(folder)
     return folder / single
 
 
-def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, Listed]]:
+def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, StoreEntry]]:
     """The objects in a folder and those below, by their paths in it."""
     for name, listed in folder.view.names(folder.key).items():
         if name.startswith("."):

@@ -12,7 +12,7 @@ from typing import Any
 from llama_jax.data.errors import DataError
 from llama_jax.errors import shown
 from llama_jax.storage import resolved
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 MANIFEST = "manifest.json"
 
@@ -87,7 +87,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 def write_json(path: Path, found: Any) -> None:
     """Write an object, so that all of it appears or nothing."""
-    with appearing(path, raises=DataError) as target:
+    with write_atomically(path, raises=DataError) as target:
         target.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 

@@ -22,7 +22,7 @@ from llama_jax.data.manifest import ShardFacts, read_facts, write_json
 from llama_jax.data.units import Unit
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.errors import TokenizerError
-from llama_jax.storage.atomic_write import appearing, cannot_write
+from llama_jax.storage.atomic_write import cannot_write, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 BATCH = 1 << 18  # characters of documents that are encoded at once
@@ -71,7 +71,7 @@ def look(job: BuildJob, unit: Unit) -> None:
     path = Path(job.folder) / looks_of(unit)
     if path.is_file():
         return
-    with appearing(path, raises=DataError) as target, target.open("wb") as file:
+    with write_atomically(path, raises=DataError) as target, target.open("wb") as file:
         for some in _batches(read_documents(Path(unit.path), job.reading, unit.span)):
             texts = [document.text for document in some]
             found = [digests(text.encode() for text in texts).view("<u4").reshape(-1, 2)]
@@ -108,7 +108,7 @@ def make(job: BuildJob, unit: Unit, fates: np.ndarray | None) -> ShardFacts:
         known = read_facts(facts)
         if known.name is None or (path.is_file() and _sha256(path) == known.sha256):
             return known
-    with appearing(path, raises=DataError) as target:
+    with write_atomically(path, raises=DataError) as target:
         found = write_shard(job, unit, fates, path.name, target)
     if not found.documents:
         path.unlink()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.checkpoints import load, open_checkpoint
-from llama_jax.checkpoints.lazy_tensors import Described
+from llama_jax.checkpoints.lazy_tensors import TensorInfo
 from llama_jax.checkpoints.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
@@ -86,7 +86,7 @@ def load_frozen(
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
-def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
+def about_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """A line that says what becomes of weights that are quantized."""
     kinds = quantized_kinds(tensors)
     if not kinds:

@@ -27,11 +27,11 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import RECIPE
 from llama_jax.storage import StoredPath
-from llama_jax.storage.atomic_write import cannot_write, hold, sign
-from llama_jax.storage.object_store import ObjectBucket, Stamped
-from llama_jax.storage.paths import PassingError, trying
+from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock
+from llama_jax.storage.object_store import ObjectBucket, VersionedObject
+from llama_jax.storage.paths import TransientError, with_retries
 
-FILE = "lock"
+LOCK = "lock"
 OF_A_RUN = (RECIPE, METRICS)
 
 
@@ -51,17 +51,17 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
       TrainingError: another process holds the lock, or the folder cannot be written to.
     """
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    was_there = (folder / FILE).exists()
+    was_there = (folder / LOCK).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = hold(folder / FILE, partial(_taken, folder), "run")
+        descriptor = hold_lock(folder / LOCK, partial(_taken, folder), "run")
     except OSError as error:
         raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
     try:
         try:
-            sign(descriptor)
+            sign_lock(descriptor)
         except OSError as error:
-            raise TrainingError(cannot_write(folder / FILE, error)) from None
+            raise TrainingError(cannot_write(folder / LOCK, error)) from None
         try:
             yield partial(_check, folder, descriptor)
         except BaseException:
@@ -75,7 +75,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 def _is_held(folder: Path, descriptor: int) -> bool:
     """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
     try:
-        return os.path.samestat((folder / FILE).stat(), os.fstat(descriptor))
+        return os.path.samestat((folder / LOCK).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # a network file system that does not answer now
@@ -85,7 +85,7 @@ def _is_held(folder: Path, descriptor: int) -> bool:
 def _check(folder: Path, descriptor: int) -> None:
     if not _is_held(folder, descriptor):
         raise TrainingError(
-            f"{folder} is no longer the folder of this run: it, or {FILE!r} in it, was removed or replaced meanwhile;"
+            f"{folder} is no longer the folder of this run: it, or {LOCK!r} in it, was removed or replaced meanwhile;"
             " nothing more is written; if the folder was renamed, go on there with --resume"
         )
 
@@ -102,12 +102,12 @@ def _remove_unused(folder: Path, made: list[Path]) -> None:
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
         if not any((folder / name).exists() for name in OF_A_RUN):
-            (folder / FILE).unlink()
+            (folder / LOCK).unlink()
             for path in made:
                 path.rmdir()
 
 
-NAME = "lease.json"  # in the folder of a run
+LEASE = "lease.json"  # in the folder of a run
 SECONDS = 60.0  # until one that is not renewed may be taken
 RENEWALS = 4  # in that time
 POLL = 2.0  # seconds between looks at one that another has
@@ -120,7 +120,7 @@ class Lease:
 
     def __init__(self, folder: StoredPath) -> None:
         self._folder = folder
-        self._object = folder / NAME
+        self._object = folder / LEASE
         self._lock = threading.RLock()
         self._content: dict[str, Any] = {
             "holder": f"{os.getpid()} on {platform.node()}",
@@ -130,7 +130,7 @@ class Lease:
             "renewals": 0,
             "ended": False,
         }
-        self._held: Stamped | None = None  # as it was written last
+        self._held: VersionedObject | None = None  # as it was written last
         self._renewed = 0.0
         self._taken = False
         self._lost: TrainingError | None = None
@@ -150,7 +150,7 @@ class Lease:
         first: bytes | None = None  # the lease as it was found, b"" for none
         deadline = 0.0
         while True:
-            found = trying(str(self._object), self._read)
+            found = with_retries(str(self._object), self._read)
             if found is None:
                 first = b""
             else:
@@ -174,7 +174,7 @@ class Lease:
                     continue
             with self._lock:
                 self._held = found
-                if trying(str(self._object), self._write):
+                if with_retries(str(self._object), self._write):
                     break
         self._taken = True
         self._thread.start()
@@ -184,7 +184,7 @@ class Lease:
 
         Raises:
           TrainingError: another run has taken it.
-          PassingError, OSError: it cannot be renewed.
+          TransientError, OSError: it cannot be renewed.
         """
         with self._lock:
             self.look()
@@ -209,7 +209,7 @@ class Lease:
                 self._content["ended"] = True
                 try:
                     self._write()
-                except (OSError, PassingError) as error:
+                except (OSError, TransientError) as error:
                     _log.warning("%s: %s; it expires in %g s", self._object, error, SECONDS)
             if self._lost is None:
                 self._lost = TrainingError(f"{self._folder} is no longer written to")  # by threads that live on
@@ -223,7 +223,7 @@ class Lease:
                     self._renew()
             except TrainingError:
                 return
-            except (OSError, PassingError) as error:
+            except (OSError, TransientError) as error:
                 _log.warning("%s: not renewed (%s); trying again in %g s", self._object, error, SECONDS / RENEWALS)
 
     def _renew(self) -> None:
@@ -251,13 +251,13 @@ class Lease:
             if found is None or found.content != content:
                 return False
             mark = found.mark  # an earlier try has written it, but its answer was lost
-        self._held, self._renewed = Stamped(content, mark, 0.0), began
+        self._held, self._renewed = VersionedObject(content, mark, 0.0), began
         return True
 
-    def _read(self) -> Stamped | None:
+    def _read(self) -> VersionedObject | None:
         return _bucket_of(self._object).stamped(self._object.key)
 
-    def _age(self, found: Stamped) -> float:
+    def _age(self, found: VersionedObject) -> float:
         """Seconds since it was renewed, by the clock of the store: of an object that is put there now."""
         probe = self._folder / f".clock-{uuid.uuid4().hex}"
         bucket = _bucket_of(probe)
@@ -266,13 +266,13 @@ class Lease:
             bucket.write(probe.key, b"now")
             now = bucket.stamped(probe.key)
             if now is None:
-                raise PassingError("an object that was just written is not there")
+                raise TransientError("an object that was just written is not there")
             return now.modified
 
         try:
-            now = trying(str(probe), ask)
+            now = with_retries(str(probe), ask)
         finally:
-            trying(str(probe), lambda: bucket.delete(probe.key))
+            with_retries(str(probe), lambda: bucket.delete(probe.key))
         return max(0.0, now - found.modified - 1.0)  # clocks of stores count whole seconds
 
 
@@ -282,8 +282,8 @@ def run_of(folder: StoredPath) -> str | None:
     Raises:
       OSError: the store gives no answer.
     """
-    place = folder / NAME
-    found = trying(str(place), lambda: _bucket_of(place).stamped(place.key))
+    place = folder / LEASE
+    found = with_retries(str(place), lambda: _bucket_of(place).stamped(place.key))
     return None if found is None else _content_of(found).get("run")
 
 
@@ -293,7 +293,7 @@ def _bucket_of(path: StoredPath) -> ObjectBucket:
     return store
 
 
-def _content_of(found: Stamped) -> dict[str, Any]:
+def _content_of(found: VersionedObject) -> dict[str, Any]:
     """The content of a lease; empty if it is not one."""
     try:
         content = json.loads(found.content)

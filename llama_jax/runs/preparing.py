@@ -36,7 +36,7 @@ from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.choose import check_task, kind_of
 from llama_jax.runs.tasks.task import Task
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 
@@ -254,5 +254,5 @@ def is_given(paths: Data) -> bool:
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
-        with appearing(folder / RECIPE, raises=TrainingError) as target:
+        with write_atomically(folder / RECIPE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")

@@ -29,13 +29,13 @@ from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints.huggingface import write_config
 from llama_jax.checkpoints.orbax_format import (
-    asking_orbax,
     describe,
     error_of_writing,
     name_of,
-    quiet,
     read_arrays,
     wait_for_writers,
+    with_short_errors,
+    without_tracebacks,
 )
 from llama_jax.checkpoints.step_dirs import (
     ABOUT,
@@ -54,7 +54,7 @@ from llama_jax.checkpoints.step_dirs import (
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
-from llama_jax.storage.atomic_write import clear_up, remedy_for
+from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
 
@@ -163,7 +163,7 @@ class Snapshots:
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
         with ExitStack() as until_written, self._watched(step):
-            until_written.enter_context(quiet())
+            until_written.enter_context(without_tracebacks())
             try:
                 with _writing(self._shelf):
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
@@ -273,7 +273,7 @@ class Snapshots:
                     f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
                 )
         loaded = {
-            name: asking_orbax(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
+            name: with_short_errors(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
         }
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
 
@@ -390,7 +390,7 @@ class Snapshots:
 
     def _clear_up(self) -> None:
         """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
-        clear_up(self.folder)
+        remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith(REPLACED):
                 final = path.with_name(path.name.removesuffix(REPLACED))

@@ -24,8 +24,7 @@ from llama_jax.checkpoints.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS
 from llama_jax.errors import CheckpointError
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.locks import NAME as LEASE
-from llama_jax.runs.locks import Lease
+from llama_jax.runs.locks import LEASE, Lease
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS
 from llama_jax.runs.shelf import Shelf
@@ -294,7 +293,7 @@ def _add(step: Path, name: str, content: bytes) -> None:
 
 
 def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    paths.trying(str(path), ask, (*paths.WAITS, *PATIENCE))
+    paths.with_retries(str(path), ask, (*paths.WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 Track = Literal["tensorboard", "wandb", "mlflow"]
 PACKAGES: dict[Track, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # what is imported
@@ -69,7 +69,7 @@ class Tracking:
                 raise TrainingError(f"{name} cannot record this run: {_first_line(error)}") from None
             known[name] = tracker.name
         if self._trackers:
-            with appearing(path, raises=TrainingError) as target:
+            with write_atomically(path, raises=TrainingError) as target:
                 target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def _temporary(path: Path, kind: str) -> Path:
 
 
 @contextmanager
-def appearing(
+def write_atomically(
     path: Location,
     *,
     folder: bool = False,
@@ -82,7 +82,7 @@ def appearing(
         cleanup.callback(_remove_empty, made)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            clear_up(path.parent)
+            remove_leftovers(path.parent)
             target, lock = _create_locked(path, folder)
         except OSError as error:
             raise raises(cannot_write(path, error)) from None
@@ -91,14 +91,14 @@ def appearing(
             yield target
             flush(target)
             check()
-            put(target, path)
+            replace_path(target, path)
         except OSError as error:
             if error.filename is not None and not _is_in(error.filename, (target, path, path.parent)):
                 raise  # about something that was read meanwhile
             raise raises(cannot_write(path, error)) from None
 
 
-def put(target: Path, path: Path) -> None:
+def replace_path(target: Path, path: Path) -> None:
     """Rename `target` to `path`, in one step where the system can; a folder that had the name is `target` afterwards.
 
     Raises:
@@ -111,7 +111,7 @@ def put(target: Path, path: Path) -> None:
     elif not _exchange(target, path):
         old, lock = _temporary(path, "old"), _lock(path)
         try:
-            path.rename(old)  # a process that is killed now leaves neither name: `clear_up` restores the old one
+            path.rename(old)  # a process that is killed now leaves neither name: `remove_leftovers` restores the old one
             try:
                 target.rename(path)
             except OSError:
@@ -165,7 +165,7 @@ class ScratchFolder:
           OSError: it cannot be made, or exists.
         """
         wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
-        clear_up(wanted.parent)
+        remove_leftovers(wanted.parent)
         self.path, lock = _create_locked(wanted, folder=True, as_it_is=path is not None)
         self.close = weakref.finalize(self, _discard, self.path, lock)
 
@@ -175,7 +175,7 @@ def _discard(path: Path, lock: int | None) -> None:
     remove(path)
 
 
-def clear_up(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left in a folder, and restore what they had moved aside.
 
     Where there are no locks, as on some network file systems, everything stays.
@@ -222,7 +222,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def hold(path: Path, taken: Callable[[str], UserError], what: str) -> int:
+def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
     """Lock a file, which is created; the descriptor holds the lock until it is closed, or the process ends.
 
     Without file locks nothing is held; where the file system has none, this warns.
@@ -252,7 +252,7 @@ def hold(path: Path, taken: Callable[[str], UserError], what: str) -> int:
                     return descriptor
 
 
-def sign(descriptor: int) -> None:
+def sign_lock(descriptor: int) -> None:
     """Write into the file of a lock which process holds it."""
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
@@ -308,7 +308,7 @@ def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple
     return target, None
 
 
-def send_nowhere(descriptor: int) -> None:
+def discard_output(descriptor: int) -> None:
     """Discard what is written to a descriptor from now on: at exit nothing may be flushed to a closed pipe."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)

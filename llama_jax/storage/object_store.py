@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llama_jax.errors import UserError, reason_of, shown
-from llama_jax.storage.paths import FOLDER, Listed, PassingError, SlowError
+from llama_jax.storage.paths import FOLDER, StoreEntry, TimedOutError, TransientError
 
 EXTRA = 'pip install -e ".[stores]"'
 # Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
@@ -59,7 +59,7 @@ def open_bucket(root: str) -> ObjectBucket:
 
     def within(seconds: float) -> Any:
         options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
-        # Retries are made by `paths.trying`, which logs what it waits for.
+        # Retries are made by `paths.with_retries`, which logs what it waits for.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
     try:
@@ -69,10 +69,10 @@ def open_bucket(root: str) -> ObjectBucket:
     return ObjectBucket(root, within)
 
 
-Mark = Mapping[str, str]
+ObjectVersion = Mapping[str, str]
 
 
-class Stamped(NamedTuple):
+class VersionedObject(NamedTuple):
     """An object as it is.
 
     Attributes:
@@ -81,7 +81,7 @@ class Stamped(NamedTuple):
     """
 
     content: bytes
-    mark: Mark
+    mark: ObjectVersion
     modified: float
 
 
@@ -93,7 +93,7 @@ class ObjectBucket:
         self._root = root
         self._within = cache(within)
 
-    def names(self, folder: str) -> Mapping[str, Listed]:
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
         import obstore
 
         found = self._asked(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
@@ -101,17 +101,17 @@ class ObjectBucket:
         names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
         for each in found["objects"]:
             if each["path"] != folder:  # some tools write this object to represent the folder
-                names[each["path"].removeprefix(below)] = Listed(each["size"], each["e_tag"])
+                names[each["path"].removeprefix(below)] = StoreEntry(each["size"], each["e_tag"])
         return names
 
-    def head(self, key: str) -> Listed | None:
+    def head(self, key: str) -> StoreEntry | None:
         import obstore
 
         try:
             found = self._asked(key, lambda bucket: obstore.head(bucket, key))
         except FileNotFoundError:
             return None
-        return Listed(found["size"], found["e_tag"])
+        return StoreEntry(found["size"], found["e_tag"])
 
     def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
         import obstore
@@ -136,21 +136,21 @@ class ObjectBucket:
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
 
-    def stamped(self, key: str) -> Stamped | None:
+    def stamped(self, key: str) -> VersionedObject | None:
         """A small object, with what is needed to replace it; None where there is none."""
         import obstore
 
-        def ask(bucket: Any) -> Stamped:
+        def ask(bucket: Any) -> VersionedObject:
             found = obstore.get(bucket, key)
             meta = found.meta
-            return Stamped(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
+            return VersionedObject(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
 
         try:
             return self._asked(key, ask, QUICK)
         except FileNotFoundError:
             return None
 
-    def swap(self, key: str, content: bytes, mark: Mark | None) -> Mark | None:
+    def swap(self, key: str, content: bytes, mark: ObjectVersion | None) -> ObjectVersion | None:
         """Replace the version with this mark by a few bytes, or create it if the mark is None; gives the new mark.
 
         Returns:
@@ -175,7 +175,7 @@ class ObjectBucket:
         self._asked(key, lambda bucket: obstore.delete(bucket, key))
 
     def _asked(self, key: str, ask: Callable[[Any], Given], seconds: float | None = None) -> Given:
-        """The result of obstore; its errors become a PassingError, or an OSError that names the object and the cause.
+        """The result of obstore; its errors become a TransientError, or an OSError that names the object and the cause.
 
         Args:
           ask: called with obstore's bucket.
@@ -196,8 +196,8 @@ class ObjectBucket:
             raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:
             found = self._passing_or_final(error, url)
-            if isinstance(found, PassingError) and time.monotonic() - began >= seconds:
-                found = SlowError(f"not done within {seconds:g} s")
+            if isinstance(found, TransientError) and time.monotonic() - began >= seconds:
+                found = TimedOutError(f"not done within {seconds:g} s")
             raise found from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
@@ -220,7 +220,7 @@ class ObjectBucket:
             return OSError(errno.EIO, f"the store refuses ({_said(error)})", url)
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
-        return PassingError(_said(error))
+        return TransientError(_said(error))
 
 
 def _seconds(size: int) -> float:
@@ -231,7 +231,7 @@ def _seconds(size: int) -> float:
     return min(seconds, MOST_SECONDS)
 
 
-def _mark(meta: Mapping[str, Any]) -> Mark:
+def _mark(meta: Mapping[str, Any]) -> ObjectVersion:
     return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
 

@@ -33,7 +33,7 @@ _log = logging.getLogger("llama_jax.storage")
 Given = TypeVar("Given")
 
 
-class Listed(NamedTuple):
+class StoreEntry(NamedTuple):
     """A store's entry for a name.
 
     Attributes:
@@ -45,20 +45,20 @@ class Listed(NamedTuple):
     version: str | None
 
 
-FOLDER = Listed(None, None)
+FOLDER = StoreEntry(None, None)
 
 
 class Store(Protocol):
     """A bucket or repository: the interface to its library. Keys are paths in it, without a slash at either end.
 
-    Errors that may not recur in a retry are raised as `PassingError`, all others as an `OSError` that names the URL.
+    Errors that may not recur in a retry are raised as `TransientError`, all others as an `OSError` that names the URL.
     """
 
-    def names(self, folder: str) -> Mapping[str, Listed]:
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
         """The content of a folder, by name; empty where there is no such folder."""
         ...
 
-    def head(self, key: str) -> Listed | None:
+    def head(self, key: str) -> StoreEntry | None:
         """An object; None where there is none."""
         ...
 
@@ -79,11 +79,11 @@ class Store(Protocol):
         ...
 
 
-class PassingError(Exception):
+class TransientError(Exception):
     """A request failed, and may succeed when retried: a broken connection, a server that is busy or failing."""
 
 
-class SlowError(PassingError):
+class TimedOutError(TransientError):
     """A request timed out, though some bytes may have come."""
 
 
@@ -99,19 +99,19 @@ class StoreView:
         self._open = open_store
         self._store: Store | None = None
         self._lock = threading.Lock()
-        self._folders: dict[str, Mapping[str, Listed]] = {}
-        self._alone: dict[str, Listed | None] = {}  # objects that were looked up by name
+        self._folders: dict[str, Mapping[str, StoreEntry]] = {}
+        self._alone: dict[str, StoreEntry | None] = {}  # objects that were looked up by name
 
     def url(self, key: str) -> str:
         return f"{self.root}/{key}" if key else self.root
 
-    def names(self, folder: str) -> Mapping[str, Listed]:
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
         """The content of a folder."""
         if folder not in self._folders:
-            self._folders[folder] = trying(self.url(folder), lambda: self.store().names(folder))
+            self._folders[folder] = with_retries(self.url(folder), lambda: self.store().names(folder))
         return self._folders[folder]
 
-    def look(self, key: str) -> Listed | None:
+    def look(self, key: str) -> StoreEntry | None:
         """The entry of a key; None where there is none. A key in a known listing needs no request."""
         if self._alone.get(key) is not None:
             return self._alone[key]
@@ -122,7 +122,7 @@ class StoreView:
         if self.names(key):
             return FOLDER
         if key and key not in self._alone:
-            self._alone[key] = trying(self.url(key), lambda: self.store().head(key))
+            self._alone[key] = with_retries(self.url(key), lambda: self.store().head(key))
         return self._alone.get(key)
 
     def size(self, key: str) -> int:
@@ -145,15 +145,15 @@ class StoreView:
         def ask(first: int, last: int) -> memoryview:
             found = self.store().read(key, first, last, version)
             if len(found) != last - first:
-                raise PassingError(f"{len(found)} of {last - first} bytes came")
+                raise TransientError(f"{len(found)} of {last - first} bytes came")
             return found
 
         if stop - start <= MOST_OPEN:
-            return trying(url, partial(ask, start, stop))
+            return with_retries(url, partial(ask, start, stop))
         whole = memoryview(bytearray(stop - start))
         for first in range(start, stop, MOST_OPEN):
             last = min(first + MOST_OPEN, stop)
-            whole[first - start : last - start] = trying(url, partial(ask, first, last))
+            whole[first - start : last - start] = with_retries(url, partial(ask, first, last))
         return whole
 
     def write(self, key: str, file: Path) -> None:
@@ -162,7 +162,7 @@ class StoreView:
         Raises:
           OSError: it cannot be written.
         """
-        trying(self.url(key), lambda: self.store().write(key, file))
+        with_retries(self.url(key), lambda: self.store().write(key, file))
 
     def create(self, key: str, content: bytes) -> None:
         """Put a few bytes under a key that does not exist.
@@ -182,7 +182,7 @@ class StoreView:
                 if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
                     raise  # not our own write of an earlier try, whose answer was lost
 
-        trying(self.url(key), ask)
+        with_retries(self.url(key), ask)
 
     def delete(self, key: str) -> None:
         """Remove an object.
@@ -190,7 +190,7 @@ class StoreView:
         Raises:
           OSError: it cannot be removed.
         """
-        trying(self.url(key), lambda: self.store().delete(key))
+        with_retries(self.url(key), lambda: self.store().delete(key))
 
     def again(self) -> StoreView:
         """The same store as it is now."""
@@ -212,8 +212,8 @@ class StoreView:
         return found.size, found.version
 
 
-def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
-    """The result of `ask`, retried after a wait as long as it raises PassingError; each wait is logged as a warning.
+def with_retries(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
+    """The result of `ask`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
 
     Args:
       waits: seconds; None is WAITS.
@@ -226,8 +226,8 @@ def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = N
     for tried, wait in enumerate((*waits, None), 1):
         try:
             return ask()
-        except PassingError as error:
-            slow += isinstance(error, SlowError)
+        except TransientError as error:
+            slow += isinstance(error, TimedOutError)
             if wait is None or slow == SLOW_TRIES:
                 raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
             _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llama_jax.checkpoints.lazy_tensors import Described
+from llama_jax.checkpoints.lazy_tensors import TensorInfo
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import base_kind
@@ -87,7 +87,7 @@ class Rounding:
 EXACT = Rounding("float32", 0.0, 0.0)
 
 
-def origin_of(name: str, config: LlamaConfig, tensors: Sequence[Described], dtype: str, versions: dict[str, str]) -> Origin:
+def origin_of(name: str, config: LlamaConfig, tensors: Sequence[TensorInfo], dtype: str, versions: dict[str, str]) -> Origin:
     """The origin of a checkpoint's numbers.
 
     Raises:

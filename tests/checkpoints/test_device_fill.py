@@ -22,7 +22,7 @@ from llama_jax.checkpoints.device_fill import (
     fill,
     floats_of,
 )
-from llama_jax.checkpoints.lazy_tensors import Dense, Held, Joined
+from llama_jax.checkpoints.lazy_tensors import ArrayTensor, Dense, Joined
 from llama_jax.checkpoints.tensor_export import RopePermuted
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
@@ -162,11 +162,11 @@ def test_range_of_the_target(value, target, fits):
 def test_rows_of_joined_parts(n, a, b):
     whole = np.arange(n * 32, dtype=np.float32).reshape(n * 8, 4)
     start, stop = sorted((a % (n * 8), b % (n * 8)))
-    by_rows = Joined([Held(part) for part in np.split(whole, n)], 0)
+    by_rows = Joined([ArrayTensor(part) for part in np.split(whole, n)], 0)
     assert by_rows.shape == whole.shape
     assert by_rows.nbytes == whole.nbytes
     np.testing.assert_array_equal(by_rows.read(start, stop + 1), whole[start : stop + 1])
-    by_columns = Joined([Held(part) for part in np.split(whole, 4, axis=1)], 1)
+    by_columns = Joined([ArrayTensor(part) for part in np.split(whole, 4, axis=1)], 1)
     assert by_columns.shape == whole.shape
     np.testing.assert_array_equal(by_columns.read(start, stop + 1), whole[start : stop + 1])
 
@@ -179,7 +179,7 @@ def test_turned_rows(a, b):
     heads = weight.reshape(3, 8, 5)
     np.testing.assert_array_equal(half_from_interleaved(interleaved_from_half(heads)), heads)
     for interleave, turn in ((True, interleaved_from_half), (False, half_from_interleaved)):
-        got = RopePermuted(Held(weight), 8, interleave).read(start, stop)
+        got = RopePermuted(ArrayTensor(weight), 8, interleave).read(start, stop)
         np.testing.assert_array_equal(got, turn(heads).reshape(24, 5)[start:stop])
 
 

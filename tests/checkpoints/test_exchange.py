@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.checkpoints.device_fill import ArrayParts, Part, fill, fill_by_rows, reads_others
-from llama_jax.checkpoints.lazy_tensors import Held
+from llama_jax.checkpoints.lazy_tensors import ArrayTensor
 
 F32 = np.dtype(np.float32)
 
@@ -44,7 +44,7 @@ def test_joined_and_turned_rows_come_to_their_places(spec):
     lead, widths, head, columns = 2, (3, 1, 1), 6, 16
     parts, first = [], 0
     for width in widths:
-        tensor = Held(rng.standard_normal((lead * width * head, columns), np.float32))
+        tensor = ArrayTensor(rng.standard_normal((lead * width * head, columns), np.float32))
         parts.append(Part("x", tensor, slice(first, first + width), interleaved=first < 4))
         first += width
     array = ArrayParts((lead, sum(widths), head, columns), tuple(parts), is_matrix=True, stored=True)
@@ -55,7 +55,7 @@ def test_joined_and_turned_rows_come_to_their_places(spec):
 
 
 def test_a_plain_matrix_is_cast():
-    array = ArrayParts((24, 16), (Part("x", Held(np.arange(384, dtype=np.float32).reshape(24, 16))),), stored=True)
+    array = ArrayParts((24, 16), (Part("x", ArrayTensor(np.arange(384, dtype=np.float32).reshape(24, 16))),), stored=True)
     place = sharding(P("fsdp", "tensor"))
     bfloat16 = np.dtype(jax.numpy.bfloat16)
     got = fill_by_rows(array, bfloat16, place)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llama_jax.checkpoints import orbax_format
-from llama_jax.checkpoints.orbax_format import asking_orbax
+from llama_jax.checkpoints.orbax_format import with_short_errors
 from llama_jax.errors import CheckpointError
 from llama_jax.storage.atomic_write import cannot_write
 
@@ -28,7 +28,7 @@ def test_what_orbax_logs_is_not_heard_until_the_last_of_two_saves_has_ended(firs
     theirs, others = (os.path.join("lib", package, "future.py") for package in ("orbax", "etils"))
     logging.getLogger("absl").addHandler(caplog.handler)
     try:
-        saves = [orbax_format.quiet() for _ in range(2)]
+        saves = [orbax_format.without_tracebacks() for _ in range(2)]
         for save in saves:
             save.__enter__()
         for save in (saves[first], saves[1 - first]):
@@ -58,7 +58,7 @@ def test_what_comes_after_an_event_loop_has_ended_is_no_traceback(failing, monke
     left = [left_over(os.path.join("lib", package, "reading.py")) for package in ("orbax", "etils")]
     hooks = []
     for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), orbax_format.quiet():
+        with contextlib.suppress(ZeroDivisionError), orbax_format.without_tracebacks():
             sys.unraisablehook(late)
             sys.unraisablehook(other)
             for one in left:
@@ -114,6 +114,6 @@ def test_a_load_that_fails_leaves_no_tracebacks(tmp_path, monkeypatch):
         raise ValueError("a chunk is missing")
 
     with pytest.raises(CheckpointError, match="a chunk is missing"):
-        asking_orbax(tmp_path, fails)
+        with_short_errors(tmp_path, fails)
     sys.unraisablehook(left_over(os.path.join("lib", "orbax", "reading.py")))
     assert heard == []

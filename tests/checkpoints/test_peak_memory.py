@@ -11,7 +11,7 @@ import pytest
 
 import llama_jax
 from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.lazy_tensors import FLOATS, Held, Opened
+from llama_jax.checkpoints.lazy_tensors import FLOATS, ArrayTensor, Opened
 
 CONFIG = llama_jax.LlamaConfig(
     vocab_size=32_000,
@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
         "down": (c.dim, c.hidden_dim),
     }
     tensors = {
-        name.format(i): Held(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
+        name.format(i): ArrayTensor(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
         for part, name in huggingface.NAMES.items()
         for i in range(c.n_layers if "{}" in name else 1)
         if part in shapes

@@ -387,7 +387,7 @@ def test_two_that_write_one_path(format, overwrite, tmp_path, models):
 
 def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
     """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
-    put, failing = atomic_write.put, False
+    put, failing = atomic_write.replace_path, False
 
     def look(target, path):
         if path.name == "model.bin":
@@ -396,7 +396,7 @@ def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path,
                 raise OSError(errno.ENOSPC, "No space left on device")
         put(target, path)
 
-    monkeypatch.setattr(atomic_write, "put", look)
+    monkeypatch.setattr(atomic_write, "replace_path", look)
     for failing in (True, False):
         with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
             save(tmp_path / "model.bin", *stories, format="llama2c")

@@ -22,7 +22,7 @@ from llama_jax.data.building import LOCK, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest
 from llama_jax.data.sources import describe
 from llama_jax.errors import UserError
-from llama_jax.storage.atomic_write import hold, sign
+from llama_jax.storage.atomic_write import hold_lock, sign_lock
 from llama_jax.tokenizers import load_tokenizer
 
 SMALL = BuildOptions(unit=2000)
@@ -333,8 +333,8 @@ def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
     (tmp_path / "out").mkdir()
-    lock = hold(tmp_path / "out" / LOCK, UserError, "build")
-    sign(lock)
+    lock = hold_lock(tmp_path / "out" / LOCK, UserError, "build")
+    sign_lock(lock)
     with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
         build(files[0], tmp_path / "out", TOKENIZER, processes=1)
     os.close(lock)

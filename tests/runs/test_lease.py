@@ -10,7 +10,7 @@ from llama_jax.runs import locks
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.locks import Lease
 from llama_jax.storage import locate
-from llama_jax.storage.paths import PassingError
+from llama_jax.storage.paths import TransientError
 
 KEY = "run/lease.json"
 
@@ -130,7 +130,7 @@ def test_an_answer_that_goes_wrong_loses_nothing(store, fault, quick):
     faults = [fault]
     store.write_fault = lambda key, changes: faults.pop() if faults else None
     one._renewed -= 100
-    with pytest.raises(PassingError):  # of whoever asks, and tries again
+    with pytest.raises(TransientError):  # of whoever asks, and tries again
         one.check()
     one.check()
     assert told(store)["renewals"] == 2

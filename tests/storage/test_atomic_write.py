@@ -16,13 +16,13 @@ import pytest
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import atomic_write
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 OLD, NEW = "the old " * 50, "the new " * 50
 
 
 def write(path: Path, text: str, *, folder: bool) -> None:
-    with appearing(path, folder=folder) as target:
+    with write_atomically(path, folder=folder) as target:
         for name in ("a", "b") if folder else ("",):
             (target / name if name else target).write_text(text)
 
@@ -34,11 +34,11 @@ def read(path: Path) -> set[str]:
 def test_an_error_leaves_what_was_there(tmp_path):
     for folder in (False, True):
         path = tmp_path / "parent" / str(folder)
-        with pytest.raises(ZeroDivisionError), appearing(path, folder=folder):
+        with pytest.raises(ZeroDivisionError), write_atomically(path, folder=folder):
             raise ZeroDivisionError
         assert not list(tmp_path.iterdir()), "nor the folder that was made for it"
         write(path, OLD, folder=folder)
-        with pytest.raises(ZeroDivisionError), appearing(path, folder=folder):
+        with pytest.raises(ZeroDivisionError), write_atomically(path, folder=folder):
             raise ZeroDivisionError
         assert read(path) == {OLD}
         write(path, NEW, folder=folder)
@@ -109,13 +109,13 @@ def test_a_failing_rename_is_taken_back(exchange, tmp_path, monkeypatch):
 )
 def test_a_full_disk_is_named_with_the_file_and_the_remedy(error, remedy, tmp_path):
     said = rf"{tmp_path}/model cannot be written \(.*{remedy}"
-    with pytest.raises(CheckpointError, match=said), appearing(tmp_path / "model", raises=CheckpointError):
+    with pytest.raises(CheckpointError, match=said), write_atomically(tmp_path / "model", raises=CheckpointError):
         raise error
     assert not os.listdir(tmp_path)
 
 
 def test_an_error_of_what_is_read_stays_its_own(tmp_path):
-    with pytest.raises(FileNotFoundError, match="source"), appearing(tmp_path / "model"):
+    with pytest.raises(FileNotFoundError, match="source"), write_atomically(tmp_path / "model"):
         (tmp_path / "source").read_bytes()
 
 
@@ -139,7 +139,7 @@ def run(code: str, *arguments: object) -> subprocess.Popen:
 SLOWLY = """
     path, folder = Path(sys.argv[1]), sys.argv[2] == "True"
     while True:
-        with atomic_write.appearing(path, folder=folder) as target:
+        with atomic_write.write_atomically(path, folder=folder) as target:
             print("begun", flush=True)
             for name in "ab" if folder else "a":
                 with (target / name if folder else target).open("w") as file:
@@ -176,7 +176,7 @@ def test_killed_between_two_renames_the_old_comes_back(tmp_path):
         atomic_write._exchange = lambda *_: False
         rename = Path.rename
         Path.rename = lambda self, to: os.kill(os.getpid(), signal.SIGKILL) if "partial" in self.name else rename(self, to)
-        with atomic_write.appearing(Path(sys.argv[1]), folder=True):
+        with atomic_write.write_atomically(Path(sys.argv[1]), folder=True):
             pass
     """
     with run(dying, path) as process:
@@ -191,7 +191,7 @@ def test_killed_between_two_renames_the_old_comes_back(tmp_path):
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
 def test_what_a_living_process_writes_stays(folder, tmp_path):
     code = """
-        with atomic_write.appearing(Path(sys.argv[1]), folder=sys.argv[2] == "True") as target:
+        with atomic_write.write_atomically(Path(sys.argv[1]), folder=sys.argv[2] == "True") as target:
             (target / "a" if target.is_dir() else target).write_text("theirs")
             print("begun", flush=True)
             sys.stdin.readline()
@@ -224,7 +224,7 @@ def test_a_largest_size_of_files(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
-            with atomic_write.appearing(Path(sys.argv[1])) as target:
+            with atomic_write.write_atomically(Path(sys.argv[1])) as target:
                 target.write_text("the new " * 50)
         except atomic_write.UserError as error:
             print(error)

@@ -13,7 +13,7 @@ from llama_jax.data.building import build
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
 from llama_jax.storage import StoredPath, locate, on_disk, paths
-from llama_jax.storage.paths import FOLDER, Listed, PassingError, StoreView
+from llama_jax.storage.paths import FOLDER, StoreEntry, StoreView, TransientError
 
 OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
 
@@ -29,14 +29,14 @@ class Memory:
         below = f"{folder}/" if folder else ""
         inside = {key.removeprefix(below): body for key, body in self.objects.items() if key.startswith(below)}
         return {
-            name.partition("/")[0]: FOLDER if "/" in name else Listed(len(body), str(hash(body)))
+            name.partition("/")[0]: FOLDER if "/" in name else StoreEntry(len(body), str(hash(body)))
             for name, body in inside.items()
         }
 
     def head(self, key):
         self.asked.append(("head", key))
         found = self.objects.get(key)
-        return None if found is None else Listed(len(found), str(hash(found)))
+        return None if found is None else StoreEntry(len(found), str(hash(found)))
 
     def read(self, key, start, stop, version):
         self.asked.append(("read", key, start, stop))
@@ -173,7 +173,7 @@ def test_what_is_no_file(memory):
 def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
     waited = []
     monkeypatch.setattr(paths.time, "sleep", waited.append)
-    answers = iter([PassingError("busy"), b"GG", None])
+    answers = iter([TransientError("busy"), b"GG", None])
 
     def answer(found):
         given = next(answers)

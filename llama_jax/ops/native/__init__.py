@@ -25,7 +25,7 @@ import numpy as np
 import platformdirs
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
 PAGED_ATTENTION, PUT = "llama_jax_attend_paged", "llama_jax_put_rows"
@@ -174,7 +174,7 @@ def _compiled(source: Path) -> Path:
     library = folder / f"{source.stem}-{name}.so"
     if not library.exists():
         _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", library)
-        with appearing(library) as made:
+        with write_atomically(library) as made:
             command = [found, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
             done = run(command, check=False)
             if done.returncode:

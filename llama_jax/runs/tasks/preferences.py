@@ -29,7 +29,7 @@ from llama_jax.runs.program import TrainingProgram, loss_options
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
 from llama_jax.runs.tasks.text import check_vocabulary
-from llama_jax.storage.atomic_write import appearing
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.pairs import (
@@ -225,7 +225,7 @@ class PreferenceFeed:
             bar = partial(tqdm, desc="reference", unit=" batches", leave=False, delay=1.0, disable=hidden)
             made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
             if beginning.processes.index == 0:
-                with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
+                with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
             return made, digest_of(made)
         try:
