@@ -146,6 +146,7 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         return (_read_gguf if _is_gguf(folder) else _read_peft)(folder, config, dtype)
 
 
+@retry_with_newest_step
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Whether a path holds an adapter and no model."""
     folder = locate(path)
@@ -156,6 +157,7 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
         return (folder / CONFIG).is_file() or _is_gguf(folder)
 
 
+@retry_with_newest_step
 def base_of(path: str | os.PathLike[str]) -> str | None:
     """The model that an adapter names as its base; None if it names none.
 

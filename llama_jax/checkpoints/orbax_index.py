@@ -113,8 +113,7 @@ class ArrayRows:
 
 
 def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedArray] | None:
-    """The arrays of what orbax wrote under a name into a step; None where they lie otherwise, as those of older versions do,
-    compressed or without an index apart.
+    """The arrays of what orbax wrote under a name into a step; None where they are compressed, or partly in the index.
 
     Args:
       folder: of this machine, with the files of the step that hold no numbers.

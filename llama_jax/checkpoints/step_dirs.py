@@ -136,7 +136,7 @@ def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
 
 
 def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether a step's files are known to be what was saved; False without checksums, as in steps of older versions.
+    """Whether a step's files are known to be what was saved; False without checksums.
 
     Args:
       parts: the folders of the step to look at, besides the files that lie in no folder; None is all.
@@ -301,30 +301,30 @@ def of_model(parts: Collection[str]) -> set[str]:
 def fetch_step(
     place: StoredPath, choose: Callable[[Collection[str]], Collection[str]], *, numbers: bool = True
 ) -> FetchedStep:
-    """A step, or the newest one of a folder of checkpoints, also while a run goes on saving there.
+    """A step, or the newest one of a folder of checkpoints; see `retry_with_newest_step` for runs that go on saving there.
 
     Args:
       choose: given the folders in a step those that are wanted.
       numbers: whether to fetch the numbers of arrays at once, and not only in `FetchedStep.complete`.
 
     Raises:
+      StepRemovedError: the run has saved a newer one meanwhile, and may have removed this one.
       CheckpointError: no step, or one that cannot be read; a DamagedError where a file is not what was saved.
       OSError: the store gives no answer; it names the object.
     """
-    for left in reversed(range(TRIES)):
-        now = place.resolve()
-        step = now if is_step(now) else now / str(existing_step(now, None))
-        scratch = ScratchFolder()
-        try:
-            folder = scratch.path / step.name
-            sums = _wanted(step, choose)
-            _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not OF_NUMBERS.fullmatch(name)})
-            return FetchedStep(folder, step, sums, scratch)
-        except (CheckpointError, OSError):
-            scratch.close()
-            if not left or step is now or steps_in(place.resolve())[-1:] == [int(step.name)]:
-                raise
-    raise AssertionError("the last try returns or raises")
+    now = place.resolve()
+    step = now if is_step(now) else now / str(existing_step(now, None))
+    scratch = ScratchFolder()
+    try:
+        folder = scratch.path / step.name
+        sums = _wanted(step, choose)
+        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not OF_NUMBERS.fullmatch(name)})
+        return FetchedStep(folder, step, sums, scratch)
+    except (CheckpointError, OSError):
+        scratch.close()
+        if step is not now and steps_in(place.resolve())[-1:] != [int(step.name)]:
+            raise StepRemovedError(f"{step} was removed while it was read; try again") from None
+        raise
 
 
 def fetch_files(step: StoredPath, folder: Path) -> None:

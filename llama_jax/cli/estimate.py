@@ -312,7 +312,7 @@ def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     path = locate(model)
     if model in PRESETS or path.name == "config.json":
         return "none", None
-    if (path / "config.json").is_file() and not huggingface.has_weights(path):
+    if (path / "config.json").is_file() and not huggingface.recognizes(path):
         return "none", None
     opened = open_checkpoint(path)
     words = quantized_kinds(opened.tensors, can_be_kept)

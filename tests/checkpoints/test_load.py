@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import jit_logits, params_of, write_hf_folder
+from make_format_goldens import write_llama2c
 from safetensors.numpy import load_file, save_file
 
 import llama_jax
@@ -79,57 +80,13 @@ def test_dtypes(stored, wanted, tmp_path):
 def test_weights_do_not_change_with_the_file(tmp_path):
     """What is loaded is a copy: writing over the file later must not reach the arrays."""
     path = tmp_path / "model.bin"
-    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     params = llama_jax.load(path).params
     before = [np.array(leaf) for leaf in jax.tree.leaves(params)]
     with path.open("r+b") as file:
         file.write(b"\1" * path.stat().st_size)
     for leaf, old in zip(jax.tree.leaves(params), before, strict=True):
         np.testing.assert_array_equal(leaf, old)
-
-
-def write_llama2c(path, config, tensors):
-    """A legacy file in the order of llama2.c's export.py, rows of q and k interleaved as Meta has them."""
-    c = config
-
-    def interleaved(name, heads):
-        return tensors[name].reshape(heads, 2, c.head_dim // 2, c.dim).swapaxes(1, 2).reshape(-1, c.dim)
-
-    def layers(part, heads=None):
-        for i in range(c.n_layers):
-            name = NAMES[part].format(i)
-            yield interleaved(name, heads) if heads else tensors[name]
-
-    angles = np.outer(np.arange(c.max_seq_len), c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim))
-    vocab = c.vocab_size if c.tie_embeddings else -c.vocab_size
-    with path.open("wb") as file:
-        file.write(struct.pack("7i", c.dim, c.hidden_dim, c.n_layers, c.n_heads, c.n_kv_heads, vocab, c.max_seq_len))
-        for part in [
-            [tensors[NAMES["embedding"]]],
-            layers("attention_norm"),
-            layers("q", c.n_heads),
-            layers("k", c.n_kv_heads),
-            layers("v"),
-            layers("out"),
-            layers("ffn_norm"),
-            layers("gate"),
-            layers("down"),
-            layers("up"),
-            [tensors[NAMES["final_norm"]], np.cos(angles), np.sin(angles)],
-            [] if c.tie_embeddings else [tensors[NAMES["lm_head"]]],
-        ]:
-            for array in part:
-                file.write(array.astype("<f4").tobytes())
-
-
-@pytest.mark.parametrize("kind", ["gqa", "mha", "tied"])
-def test_llama2c_equals_the_same_weights_from_hugging_face(kind, tmp_path, models):
-    path = tmp_path / "anything.weights"
-    write_llama2c(path, KINDS[kind], make_goldens.random_tensors(KINDS[kind]))
-    for where in (path, tmp_path):
-        config, params, _ = llama_jax.load(where)
-        assert config == KINDS[kind]
-        same(params, models[kind][1])
 
 
 def test_stories_260k(stories):
@@ -378,7 +335,7 @@ def test_index_that_is_not_one(hf_folder):
 @pytest.mark.parametrize("change", [lambda b: b[:-4], lambda b: b + b"\0" * 4, lambda b: b[:20], lambda b: b""])
 def test_llama2c_of_the_wrong_size(tmp_path, change):
     path = tmp_path / "model.bin"
-    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"model.bin is not a whole llama2.c file"):
         llama_jax.load(path)
@@ -387,7 +344,7 @@ def test_llama2c_of_the_wrong_size(tmp_path, change):
 @pytest.mark.parametrize("word", range(7))
 def test_llama2c_with_a_garbled_header(tmp_path, word):
     path = tmp_path / "model.bin"
-    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     for value in (0, -1, 2**31 - 1, -(2**31)):
         content = bytearray(path.read_bytes())
         content[4 * word : 4 * word + 4] = struct.pack("i", value)
@@ -400,7 +357,7 @@ def test_llama2c_with_a_garbled_header(tmp_path, word):
 def test_llama2c_made_with_another_theta(tmp_path):
     path = tmp_path / "model.bin"
     config = replace(KINDS["tied"], rope_theta=500_000.0)
-    write_llama2c(path, config, make_goldens.random_tensors(config))
+    write_llama2c(path, config, make_goldens.random_tensors(config), 0)
     with pytest.raises(CheckpointError, match="stored rotary angles"):
         llama_jax.load(path)
 
@@ -409,7 +366,7 @@ def test_llama2c_with_nan(tmp_path):
     config = KINDS["tied"]
     tensors = make_goldens.random_tensors(config)
     tensors[NAMES["down"].format(1)][0, 0] = np.nan
-    write_llama2c(tmp_path / "model.bin", config, tensors)
+    write_llama2c(tmp_path / "model.bin", config, tensors, 0)
     with pytest.raises(CheckpointError, match=f"tensor '{llama2c.NAMES['down'].format(1)}' holds NaN"):
         llama_jax.load(tmp_path)
 
@@ -426,7 +383,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, hf_folder):
 
 
 def test_small_files_beside_a_model_do_not_matter(tmp_path):
-    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     for n in (0, 1, 5, 27):
         (tmp_path / f"notes{n}").write_bytes(b"x" * n)
     assert llama_jax.load(tmp_path).config == KINDS["tied"]
@@ -478,7 +435,7 @@ def test_where_there_is_no_model(tmp_path):
 
 def test_several_models_in_a_folder(tmp_path):
     for name in ("a.bin", "b.bin"):
-        write_llama2c(tmp_path / name, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+        write_llama2c(tmp_path / name, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     with pytest.raises(CheckpointError, match=r"several models \(a.bin, b.bin\)"):
         llama_jax.load(tmp_path)
 
