@@ -4,7 +4,6 @@ A repository often holds the weights twice, for other frameworks or in many quan
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,9 @@ from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
 from llama_jax.checkpoints.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from llama_jax.checkpoints.gguf import SPLIT
 from llama_jax.checkpoints.huggingface import PICKLED, SAFETENSORS
+from llama_jax.checkpoints.loading import FORMATS
 from llama_jax.checkpoints.tokenizer_files import SETTINGS
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError
 from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
 from llama_jax.storage.paths import FOLDER, TransientError
@@ -115,19 +115,16 @@ def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
 
 def _is_alone(name: str) -> bool:
     """Whether a file of that name is a whole model, or a part of one that is split."""
-    return name.endswith((".gguf", ".bin", ".pt")) and "/" not in name and name not in NO_MODELS
+    suffixes = {suffix for format in FORMATS.values() for suffix in format.suffixes}
+    return name.endswith(tuple(suffixes)) and "/" not in name and name not in NO_MODELS
 
 
 def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
     """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
     beside = [name for name in ("config.json", *NAMES, *SETTINGS) if name in sizes]
-    for single, index in (SAFETENSORS, PICKLED):
-        if "config.json" in sizes and index in sizes:
-            return [index, *_indexed(read(index), sizes, f"{place}/{index}"), *beside]
-        if "config.json" in sizes and single in sizes:
-            return [single, *beside]
-    if "params.json" in sizes and (shards := [name for name in sizes if name.endswith(".pth") and "/" not in name]):
-        return ["params.json", *shards, *beside]
+    for format in FORMATS.values():
+        if format.files is not None and (names := format.files(sizes, read, place)):
+            return [*names, *beside]
     models = [name for name in sizes if _is_alone(name)]
     models = [name for name in models if name.endswith(".gguf")] or models
     firsts = [name for name in models if (part := SPLIT.search(name)) is None or int(part[1]) == 1]
@@ -151,18 +148,6 @@ def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
         stem = SPLIT.sub("", file)
         return sorted(name for name in sizes if SPLIT.search(name) and SPLIT.sub("", name) == stem)
     return [file, *(name for name in (*NAMES, *SETTINGS) if name in sizes and not file.endswith(".gguf"))]
-
-
-def _indexed(content: bytes, sizes: Mapping[str, int], index: str) -> list[str]:
-    """The files that an index of weights names."""
-    try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
-        missing = [name for name in names if name not in sizes]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
-    if missing:
-        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which is not there; choose another revision")
-    return names
 
 
 def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:

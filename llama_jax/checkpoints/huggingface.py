@@ -7,7 +7,7 @@ import math
 import os.path
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -483,6 +483,34 @@ def recognizes(path: Location) -> bool:
     return path.name == "config.json" or is_safetensors(path) or (is_torch(path) and not of_meta)
 
 
+def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
+    """See `WeightFormat.files`.
+
+    Raises:
+      CheckpointError: a damaged index, or one of files that are not there.
+    """
+    if "config.json" not in names:
+        return None
+    for single, index in (SAFETENSORS, PICKLED):
+        if index in names:
+            return [index, *_indexed(read(index), names, f"{place}/{index}")]
+        if single in names:
+            return [single]
+    return None
+
+
+def _indexed(content: bytes, there: Collection[str], index: str) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+        missing = [name for name in names if name not in there]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
+    if missing:
+        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which is not there; choose another revision")
+    return names
+
+
 def is_safetensors(path: Location) -> bool:
     """Whether a file begins like one of safetensors: with the length of a header, and an object."""
     with path.open("rb") as file:
@@ -647,4 +675,4 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
 
 
-FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder)
+FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files)

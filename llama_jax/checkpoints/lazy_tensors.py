@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -447,6 +447,8 @@ class WeightFormat:
         memory.
       suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
       is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
+      files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
+        model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
     """
 
     name: str
@@ -455,6 +457,7 @@ class WeightFormat:
     write: Callable[..., None] | None = None
     suffixes: tuple[str, ...] = ()
     is_whole: Callable[[Location], bool] | None = None
+    files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
 
     @property
     def is_folder(self) -> bool:

@@ -7,7 +7,7 @@ RowParallelLinear columns; the embedding is split by columns in Llama 1 and 2, b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,12 @@ def recognizes(path: Location) -> bool:
     if path.is_dir():
         return (path / "params.json").exists() and any(path.glob("*.pth"))
     return is_torch(path) and (path.parent / "params.json").exists()
+
+
+def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
+    """See `WeightFormat.files`."""
+    shards = [name for name in names if name.endswith(".pth") and "/" not in name]
+    return ["params.json", *shards] if "params.json" in names and shards else None
 
 
 def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: int, tied: bool = False) -> LlamaConfig:
@@ -201,4 +207,4 @@ def _read_rank(path: Location) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}
 
 
-FORMAT = WeightFormat("meta", recognizes, open_folder)
+FORMAT = WeightFormat("meta", recognizes, open_folder, files=files)

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 import llama_jax
 from llama_jax.checkpoints import llama2c
+from llama_jax.checkpoints import loading as module
 from llama_jax.checkpoints.huggingface import NAMES, config_from_dict, config_to_dict
+from llama_jax.checkpoints.loading import bundled
 from llama_jax.errors import CheckpointError, ConfigError
 
 KINDS = make_goldens.KINDS
@@ -445,3 +448,14 @@ def test_params_of_is_what_load_gives(hf_folder):
     same(params_of(KINDS["gqa"], make_goldens.random_tensors(KINDS["gqa"])), llama_jax.load(hf_folder).params)
     config, params, _ = llama_jax.load(hf_folder)
     assert jit_logits(config, params, TOKENS).shape == (2, 8, 96)
+
+
+def test_it_lies_inside_the_package():
+    assert bundled() == Path(llama_jax.__file__).parent / "assets"
+    assert llama_jax.load(bundled()).tokenizer is not None
+
+
+def test_an_installation_without_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "files", lambda name: tmp_path)
+    with pytest.raises(CheckpointError, match="does not hold the bundled stories model; install llama_jax again"):
+        bundled()
