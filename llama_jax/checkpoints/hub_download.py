@@ -19,8 +19,8 @@ from llama_jax.checkpoints.loading import FORMATS
 from llama_jax.checkpoints.tokenizer_files import SETTINGS
 from llama_jax.errors import CheckpointError
 from llama_jax.storage.atomic_write import cannot_write
+from llama_jax.storage.consistent_reader import FOLDER, TransientError
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
-from llama_jax.storage.paths import FOLDER, TransientError
 from llama_jax.tokenizers.load import NAMES
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")

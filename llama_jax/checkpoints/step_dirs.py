@@ -26,7 +26,8 @@ from typing import Any, ParamSpec, TypeVar
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
-from llama_jax.storage.paths import MOST_OPEN, read_object
+from llama_jax.storage.consistent_reader import MOST_OPEN
+from llama_jax.storage.paths import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"

@@ -20,7 +20,7 @@ from llama_jax.data.manifest import MANIFEST
 from llama_jax.errors import reading
 from llama_jax.storage import StoredPath, locate
 from llama_jax.storage.atomic_write import remove, write_atomically
-from llama_jax.storage.paths import MOST_OPEN, StoreEntry
+from llama_jax.storage.consistent_reader import MOST_OPEN, StoreEntry
 
 OBJECTS = "objects"  # in the cache
 BESIDE = (MANIFEST, SPLITS, STATE)  # what tells of the data in a folder

@@ -28,8 +28,8 @@ from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import RECIPE
 from llama_jax.storage import StoredPath
 from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock
+from llama_jax.storage.consistent_reader import TransientError, with_retries
 from llama_jax.storage.object_store import ObjectBucket, VersionedObject
-from llama_jax.storage.paths import TransientError, with_retries
 
 LOCK = "lock"
 OF_A_RUN = (RECIPE, METRICS)

@@ -28,11 +28,11 @@ from llama_jax.runs.locks import LEASE, Lease
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS
 from llama_jax.runs.shelf import Shelf
-from llama_jax.storage import StoredPath, paths
+from llama_jax.storage import StoredPath, consistent_reader
 from llama_jax.storage.atomic_write import ScratchFolder
 
 THREADS = 4  # files that are put at a time, large ones in parts
-PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.paths`: a run costs more than a reader
+PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.consistent_reader`: a run costs more than a reader
 METRICS_EVERY = 15.0  # seconds
 LEAVING = 20.0  # seconds that what is left of a run that has failed may take
 PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
@@ -293,7 +293,7 @@ def _add(step: Path, name: str, content: bytes) -> None:
 
 
 def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    paths.with_retries(str(path), ask, (*paths.WAITS, *PATIENCE))
+    consistent_reader.with_retries(str(path), ask, (*consistent_reader.WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:

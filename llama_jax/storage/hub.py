@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.paths import FOLDER, StoreEntry, TransientError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TransientError
 
 Given = TypeVar("Given")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)

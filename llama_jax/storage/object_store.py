@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llama_jax.errors import UserError, reason_of, shown
-from llama_jax.storage.paths import FOLDER, StoreEntry, TimedOutError, TransientError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
 
 EXTRA = 'pip install -e ".[stores]"'
 # Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
@@ -59,7 +59,7 @@ def open_bucket(root: str) -> ObjectBucket:
 
     def within(seconds: float) -> Any:
         options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
-        # Retries are made by `paths.with_retries`, which logs what it waits for.
+        # Retries are made by `consistent_reader.with_retries`, which logs what it waits for.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
     try:

@@ -10,7 +10,7 @@ from llama_jax.runs import locks
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.locks import Lease
 from llama_jax.storage import locate
-from llama_jax.storage.paths import TransientError
+from llama_jax.storage.consistent_reader import TransientError
 
 KEY = "run/lease.json"
 

@@ -12,8 +12,8 @@ import pytest
 from llama_jax.data.building import build
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
-from llama_jax.storage import StoredPath, locate, on_disk, paths
-from llama_jax.storage.paths import FOLDER, StoreEntry, StoreView, TransientError
+from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, StoreView, TransientError
 
 OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
 
@@ -156,7 +156,7 @@ def test_files_are_read_by_ranges(memory):
 
 
 def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
-    monkeypatch.setattr(paths, "MOST_OPEN", 30)
+    monkeypatch.setattr(consistent_reader, "MOST_OPEN", 30)
     with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
         assert raw.read() == OBJECTS["models/a/model.bin"]
     assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
@@ -172,7 +172,7 @@ def test_what_is_no_file(memory):
 
 def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
     waited = []
-    monkeypatch.setattr(paths.time, "sleep", waited.append)
+    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
     answers = iter([TransientError("busy"), b"GG", None])
 
     def answer(found):
@@ -188,12 +188,12 @@ def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
         "s3://bucket/models/b.gguf: busy; asking again in 0.5 s (try 2 of 8)",
         "s3://bucket/models/b.gguf: 2 of 4 bytes came; asking again in 1 s (try 3 of 8)",
     ]
-    assert [0.5 * most <= wait <= most for wait, most in zip(waited, paths.WAITS, strict=False)] == [True, True]
+    assert [0.5 * most <= wait <= most for wait, most in zip(waited, consistent_reader.WAITS, strict=False)] == [True, True]
 
 
 def test_the_last_try_is_an_error_that_names_the_object(memory, monkeypatch):
     waited = []
-    monkeypatch.setattr(paths.time, "sleep", waited.append)
+    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
     memory.answers = lambda found: found[:1]
     with pytest.raises(OSError, match="no whole answer in 8 tries, the last: 1 of 4 bytes came") as failed:
         at(memory, "models/b.gguf").open().read()
