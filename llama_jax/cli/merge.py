@@ -43,7 +43,8 @@ class Merge(CompileOptions):
         from llama_jax.checkpoints import load, load_adapter, open_checkpoint, save
         from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.quantize_on_load import quantized_kinds
-        from llama_jax.checkpoints.saving import FOLDERS, check_room, format_of
+        from llama_jax.checkpoints.saving import FOLDERS, format_of
+        from llama_jax.checkpoints.tensor_export import check_room
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
         from llama_jax.model.adapters import merge
 
