@@ -230,11 +230,7 @@ class _Output:
 
     def _lock(self, descriptor: int) -> None:
         """Lock the file: two batches that write it would mix their lines. The lock ends with the process."""
-        if sys.platform == "win32":
-            return
-        import fcntl
+        from llama_jax.storage.atomic_write import lock_descriptor
 
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another batch; give another file to write") from None
+        if not lock_descriptor(descriptor):
+            raise UserError(f"{self.path} is being written by another batch; give another file to write")

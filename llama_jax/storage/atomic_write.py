@@ -239,7 +239,7 @@ def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             unless_held.callback(os.close, descriptor)
             try:
-                free = _flock(descriptor)
+                free = lock_descriptor(descriptor)
             except OSError as error:
                 free = True
                 message = f"{path.parent} cannot be locked ({error.strerror}): start no second {what} in it"
@@ -258,7 +258,7 @@ def sign_lock(descriptor: int) -> None:
     os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
 
 
-def _flock(descriptor: int) -> bool:
+def lock_descriptor(descriptor: int) -> bool:
     """Lock a file or folder while the descriptor is open: False where another process has it; OSError without locks."""
     if fcntl is not None:
         try:
@@ -276,7 +276,7 @@ def _lock(path: Path) -> int | None:
         mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # over a network only what may be written can be locked
         descriptor = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         until_locked.callback(os.close, descriptor)
-        if _flock(descriptor):
+        if lock_descriptor(descriptor):
             until_locked.pop_all()
             return descriptor
     return None
