@@ -80,7 +80,7 @@ TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.
 
 
 class Adapter(NamedTuple):
-    """An adapter as it was read.
+    """A LoRA adapter.
 
     Attributes:
       lora: its settings.
@@ -245,7 +245,7 @@ def save_adapter(
 
 
 def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
-    """The parameters that `load` read, with an adapter beside them.
+    """The parameters with an adapter attached.
 
     Args:
       config: of the base, as its file has it.
@@ -255,7 +255,7 @@ def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: M
 
 
 def attach_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
-    """The same with several adapters, one of which each row of a batch may use, see `model.adapter_table`."""
+    """The parameters with several adapters, one for each row of a batch, see `model.adapter_table`."""
     given = [(adapter.params, adapter.lora) for adapter in adapters]
     table = side_by_side(config, given, params.embedding.dtype)
     return tabled(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))

@@ -29,7 +29,7 @@ ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 PIECE = 16 << 20  # bytes of memory that small arrays share
 LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
 RUN = 1 << 20  # bytes read at a time
-THREADS = min(8, os.cpu_count() or 1)  # on each of which `assemble` fills one array after the other
+THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
 # For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
 STORED_RUN, STORED_THREADS = 2 << 20, 16
 Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
@@ -54,8 +54,13 @@ class Part:
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantized, whether its files lie in
-    a store, and which parameter it is, of which layer."""
+    """The tensors that make up an array.
+
+    Attributes:
+      is_matrix: whether it may be quantized.
+      stored: whether its files lie in a store.
+      path, layer: the parameter that it is.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -88,7 +93,7 @@ class ArrayParts:
 
 @dataclass(frozen=True)
 class StackParts:
-    """What a parameter of all layers is made of."""
+    """The tensors that make up a parameter of all layers."""
 
     layers: tuple[ArrayParts, ...]
 
@@ -153,7 +158,7 @@ Rows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np
 def fill(
     array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
 ) -> Any:
-    """The array on the devices of `sharding`, of which only the rows that they need are read; of NumPy where it is None."""
+    """The array on the devices of `sharding`, which reads only the rows that they need; without a sharding a NumPy array."""
     filling = Filling((array,), [ArrayToFill(array.shape, dtype, sharding)], floats_of(dtype), memory or ArrayMemory())
     filling.fill(0)
     return filling.done()[0]

@@ -214,7 +214,7 @@ def is_whole(path: Location) -> bool:
 
 
 def open_file(path: Location) -> Opened:
-    """The model in a file, or in all the files that it is a part of; the weights are not read.
+    """The model in a file, or in all files of a split model; the weights are not read.
 
     Raises:
       CheckpointError: a file that is missing, damaged or of an unsupported kind.
@@ -320,7 +320,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
-    """A setting of the layers, which a file may say of each."""
+    """A setting that is the same for all layers, of which a file may give a list."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
     if len(value) != n_layers or any(one != value[0] for one in value):
@@ -352,7 +352,7 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 
 def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
-    """All fields of a file, of which texts were passed over at first, since reading a model does not need them."""
+    """All fields of a file, with the texts, which were skipped because reading a model does not need them."""
     if isinstance(path, StoredPath):
         return fields
     with open_header(_parts(path)[0], CheckpointError) as header:
@@ -370,7 +370,7 @@ QUANTIZATION_VERSION = 2
 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
-    """Whether a tensor is in blocks that are written as they are."""
+    """Whether a tensor's blocks can be copied into a GGUF."""
     return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
 
 

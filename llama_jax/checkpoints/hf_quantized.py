@@ -197,7 +197,7 @@ ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them a
 
 @dataclass(frozen=True)
 class QuantizedTensor(ABC):
-    """A weight [rows, columns]; subclasses give its planes, which is all that differs between layouts.
+    """A weight [rows, columns]; subclasses give its planes.
 
     Attributes:
       name: for messages: the file and the weight's name.
@@ -334,7 +334,7 @@ class Gptq(ColumnMajor):
 
 
 class Reordered(Gptq):
-    """GPTQ with `desc_act`: a group's columns lie apart, so that no kind holds it. Its numbers are read."""
+    """GPTQ with `desc_act`: the columns of a group are not adjacent, so no kind can keep it. It is read as floats."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         values, scales, zeros = self._integers(start, stop)
@@ -450,7 +450,7 @@ OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a folder, with those that make up a quantized weight as one under the weight's name.
+    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name.
 
     Raises:
       CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.

@@ -143,7 +143,7 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
 
 
 def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
-    """A file that is a whole model, or all parts of a split one; with the vocabulary beside it where that is not in it."""
+    """A file that is a whole model, with its vocabulary unless it is inside; or all parts of a split one."""
     if SPLIT.search(file):
         stem = SPLIT.sub("", file)
         return sorted(name for name in sizes if SPLIT.search(name) and SPLIT.sub("", name) == stem)

@@ -377,7 +377,7 @@ OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_
 
 
 def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of a model of text alone, without those for pictures beside it."""
+    """The tensors of the language model of a multimodal one, under the names of a text-only model."""
     found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
     if len(found) == len(tensors):
         return found
@@ -402,7 +402,7 @@ QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.w
 
 
 def names_of(config: LlamaConfig) -> dict[str, str]:
-    """The names of a model's tensors, of which some depend on where its norms are, or on the family of its experts."""
+    """The names of a model's tensors; some depend on its norms, or on the family of its experts."""
     found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
     if config.experts:
         found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.kind, {})

@@ -52,7 +52,7 @@ def number_in(found: ConfigJson, name: str) -> float:
 
 
 def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
-    """A setting that is an object; without what is null in it, and empty where it is null itself."""
+    """A setting that is an object, without its null entries; empty if it is null itself."""
     value = found.get(name)
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{name}={shown(value)} must be an object")

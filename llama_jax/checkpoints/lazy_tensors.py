@@ -103,7 +103,7 @@ def blocks_of(tensor: TensorInfo) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Dense:
-    """A tensor that lies in one run in a file.
+    """A tensor that is contiguous in a file.
 
     It is read with plain reads rather than a memory map: the pages of a map count as this process's memory until they are
     released, and each costs a page fault.
@@ -238,7 +238,7 @@ class Padded(Derived):
 
 @dataclass(frozen=True)
 class Combined:
-    """Base of a tensor made of several of one type, whose bytes add up."""
+    """Base of a tensor made of several of one type."""
 
     parts: Sequence[Tensor]
 
@@ -310,7 +310,7 @@ class Stacked(Combined):
 
 @dataclass(frozen=True)
 class ArrayTensor:
-    """An array in the shape of a tensor, whose rows are its leading axes, and which is not copied for it."""
+    """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
 
     array: np.ndarray
     seen_as: tuple[int, ...] | None = None
@@ -342,7 +342,7 @@ class ArrayTensor:
 
 @dataclass(frozen=True)
 class QuantizedArrayTensor:
-    """A quantized weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+    """A quantized weight in memory as a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
 
     weight: QuantizedWeight
     shape: tuple[int, ...]

@@ -217,7 +217,7 @@ def _tensors(
 
 
 def _check_rotary(path: Location, config: LlamaConfig, cos: Tensor, sin: Tensor) -> None:
-    """Refuse a file whose stored angles belong to another theta than the format's, which the header cannot express."""
+    """Refuse a file made with another theta: its stored angles differ, and the header has no theta."""
     rows = min(16, config.max_seq_len)
     angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
     stored = cos.read(0, rows) + 1j * sin.read(0, rows)

@@ -87,7 +87,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The vocabulary, or None if there is none with the weights; read when it is first asked for.
+        """The vocabulary, or None if there is none with the weights; read on first access.
 
         Raises:
           TokenizerError: a damaged vocabulary.
@@ -210,7 +210,7 @@ def load(
 def planned_weights(
     opened: Opened | OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
 ) -> tuple[np.dtype, int]:
-    """The type of the computation and the bytes of the weights that `load` gives for these arguments; nothing is read."""
+    """The compute dtype and the bytes of the weights that `load` would return for these arguments; nothing is read."""
     names = opened.names if isinstance(opened, Opened) else {}
     tables = (names.get(name, name) for name in ("embedding", "lm_head"))
     embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None is damaged
@@ -288,7 +288,8 @@ def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
 
 
 def _is_whole(file: Location) -> bool:
-    """Whether a file is a whole model by itself. In a store only its suffix may ask for a look, which is a request."""
+    """Whether a file is a whole model by itself. In a store, files without a known suffix are not looked at: each look is a
+    request."""
     formats = [format for format in FORMATS.values() if format.is_whole is not None]
     if isinstance(file, StoredPath):
         formats = [format for format in formats if file.suffix in format.suffixes]

@@ -65,10 +65,9 @@ PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
     """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
-    TensorStore sends to an event loop that has ended with the first error.
+    TensorStore sends to an event loop that the first error has closed.
 
-    TensorStore may send them later, so after an error that part stays. Two may overlap, in several threads, and end in any
-    order.
+    TensorStore may send them later, so after an error that part stays in place. Two contexts may overlap in several threads.
     """
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -101,7 +100,7 @@ class _WithoutClosedLoops:
 
 
 def root_cause(error: BaseException, most: int = 300) -> str:
-    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
+    """The message of the innermost error, which names the file."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
     return " ".join(str(error).split())[:most]
@@ -165,7 +164,7 @@ def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
 
 
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
-    """The kinds, and the type of the computation; none where there is no such file.
+    """The kinds, and the compute dtype; no kinds if there is no such file.
 
     Raises:
       CheckpointError: a damaged file, or a kind that is not known.
@@ -325,7 +324,7 @@ class OrbaxCheckpoint:
       arrays: the folder that orbax wrote, and by which name the parameters are in it.
       of_run: whether it is a step of a training run.
       found: all arrays that are stored, by name; several may be one of the tensors.
-      kinds: of the weights that are quantized, see `stored_weights`.
+      kinds: of the weights that are quantized, see `Kinds`.
       fetched: what `arrays` lie in, of a step in a store.
     """
 
@@ -513,7 +512,7 @@ def load_params(
     *,
     shardings: Llama | None = None,
 ) -> Llama:
-    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `assemble`.
+    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`.
 
     Raises:
       CheckpointError: a file that is damaged, or an array that is not finite.
@@ -605,7 +604,7 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
 
 
 def _shape(stored: OrbaxCheckpoint) -> Llama:
-    """The shapes of the configuration, of weights as they are stored.
+    """The shapes of the configuration's parameters, with quantized weights as they are stored.
 
     Raises:
       CheckpointError: the stored arrays have others.
@@ -632,7 +631,7 @@ def _shape(stored: OrbaxCheckpoint) -> Llama:
 
 
 def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
-    """Call `ask`; whatever orbax raises becomes a CheckpointError that names `path` and the cause as far as it is known."""
+    """Call `ask`; what orbax raises becomes a CheckpointError of one line, with `path` and the cause."""
     try:
         with without_tracebacks():
             return ask()

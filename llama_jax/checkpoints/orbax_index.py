@@ -39,7 +39,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkedArray:
-    """An array whose chunks lie anywhere in a store, as rows along its last axis.
+    """An array in chunks anywhere in a store, seen as rows along its last axis.
 
     Attributes:
       folder: that the files of its chunks are in.

@@ -196,7 +196,7 @@ def _apart(array: ArrayParts) -> list[ArrayParts]:
 
 
 def _floats_by_rows(arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, stacked: bool) -> ParameterFill:
-    """Floats of a store, of which each process reads some rows of each layer, see `fill_by_rows`."""
+    """Floats in a store; each process reads a part of the rows of each layer, see `fill_by_rows`."""
     found: list[Any] = [None] * len(arrays)
 
     def fill(layer: int) -> None:
@@ -221,8 +221,7 @@ def _quantized(
     memory: ArrayMemory,
     stacked: bool,
 ) -> ParameterFill:
-    """A quantized weight, whose planes `put` fills, given an array, the first and the last of some of its rows, and
-    contiguous memory for them."""
+    """A quantized weight; `put(array, start, stop, planes)` fills contiguous memory with the planes of some rows."""
     shape = (*[len(arrays)] * stacked, *arrays[0].shape)
     places = shardings_of_planes(form, sharding, len(shape))
     targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]

@@ -106,7 +106,7 @@ def save(
 
 
 def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
-    """Log a line that names what a model that was written does not hold of what lies beside the weights."""
+    """Log a line with the settings that the format of a written model has no place for."""
     if before:
         again = open_checkpoint(written)
         if missing := missing_settings(before, all_settings(again.tokenizer(), again.about())):
@@ -213,7 +213,7 @@ def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: T
 def about_blocks(
     source: str | os.PathLike[str], path: str | os.PathLike[str], format: Format | None, rounded: str | None
 ) -> list[str]:
-    """What `convert` does with the quantized tensors of a model, in a line; nothing where there are none.
+    """A line about what `convert` does with the quantized tensors of a model; no line if there are none.
 
     Args:
       rounded: the requested type or kind.

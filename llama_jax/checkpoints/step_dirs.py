@@ -67,7 +67,7 @@ def existing_step(folder: Location, step: int | None) -> int:
 
 
 def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
-    """The note that a run wrote beside a step's arrays, which are not read; `step` None is the newest.
+    """The note of a step, by default of the newest.
 
     Raises:
       CheckpointError: no such step, or a note that cannot be read; a DamagedError where it is no note.
@@ -101,7 +101,7 @@ def by_loss(folder: Location) -> list[int]:
 
 
 def find_checkpoints(path: Location) -> Location | None:
-    """The folder of checkpoints that a path is or, as the folder of a run, holds; None for another folder."""
+    """The folder of checkpoints at a path, or in the run's folder at a path; None if it is neither."""
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS
     return path if any(is_step(path / str(step)) for step in steps_in(path)) else None
@@ -207,11 +207,11 @@ Found = TypeVar("Found")
 
 
 class StepRemovedError(CheckpointError):
-    """A step in a store of which files were to be read that are there no more: the run has removed it."""
+    """The run has removed a step while it was read."""
 
 
 def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
-    """`read` again where its first argument, `path`, is a run whose newest step has become another one meanwhile.
+    """Call `read` again if its first argument, `path`, is a run that has saved a newer step meanwhile.
 
     A run keeps its last few steps: one that was found may be removed before all of it is read.
     """
@@ -329,7 +329,7 @@ def fetch_step(
 
 
 def fetch_files(step: StoredPath, folder: Path) -> None:
-    """All files of a step, into a folder, which is made; see `fetch_step`."""
+    """Fetch all files of a step into a new folder; see `fetch_step`."""
     _fetch_all(step, folder, _wanted(step, lambda parts: parts))
 
 
@@ -364,7 +364,7 @@ def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def _fetch(source: StoredPath, target: Path) -> str:
-    """The SHA-256 of a file that was brought here: all of it, or nothing is here."""
+    """Fetch a file, all of it or nothing; returns its SHA-256."""
     digest, size = hashlib.sha256(), source.stat().st_size
     try:
         with target.open("wb") as file:

@@ -133,7 +133,7 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class RopePermuted(Derived):
-    """A query or key projection with the rows of each head brought into the other rotary layout."""
+    """A query or key projection with the rows of each head permuted to the other rotary layout."""
 
     head_dim: int
     interleave: bool
@@ -202,7 +202,7 @@ def split_fused(
 def fuse(
     todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]], axis: int = 0
 ) -> tuple[list[WrittenTensor], dict[str, str]]:
-    """The inverse for tensors to be written, along an axis, and the names of those that hold several parts."""
+    """The inverse of `split_fused` for tensors to be written, along an axis; also the names of the fused tensors."""
     groups = {parts[0]: parts for parts in fused_names.values()}
     rest = {part for parts in groups.values() for part in parts[1:]}
     found = []

@@ -91,7 +91,7 @@ def read_about(folder: Location, *, card: bool = True) -> About:
 
 
 def _of_card(text: str) -> dict[str, Any]:
-    """The entries of a model card's head, of those that have a key in a GGUF."""
+    """The entries of a model card's head that have a key in a GGUF."""
     import yaml  # type: ignore[import-untyped]  # of gguf's requirements
 
     head = re.match(r"---\r?\n(.{,65536}?)\r?\n---", text, re.DOTALL)
@@ -202,7 +202,7 @@ def _settings(tokenizer: Tokenizer) -> Settings:
 
 
 def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are there before and not, or with another value, after; of sets what is missing."""
+    """The settings of `before` that `after` lacks or has with another value; for sets the missing members."""
     found = {}
     for name, value in before.items():
         there = after.get(name)

@@ -58,7 +58,7 @@ ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in (*
 
 @dataclass(frozen=True)
 class Strided(Derived):
-    """A tensor whose rows are not contiguous, as those of a saved transpose; `tensor` is the run of numbers they lie in."""
+    """A tensor whose rows are not contiguous, such as a saved transpose; `tensor` is the span of its numbers."""
 
     tensor: Dense
     axes: tuple[int, ...]

@@ -159,7 +159,7 @@ class ScratchFolder:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path` is the one of another host, for a folder of the same name on this one.
+        """With `path`, the folder has this name: that of another host's.
 
         Raises:
           OSError: it cannot be made, or exists.

@@ -181,7 +181,7 @@ class StoreView:
         with_retries(self.url(key), lambda: self.store().delete(key))
 
     def again(self) -> StoreView:
-        """The same store as it is now."""
+        """A new view of the store as it is now."""
         return StoreView(self.root, self.store)
 
     def store(self) -> Store:

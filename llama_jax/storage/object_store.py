@@ -73,7 +73,7 @@ ObjectVersion = Mapping[str, str]
 
 
 class VersionedObject(NamedTuple):
-    """An object as it is.
+    """One version of an object.
 
     Attributes:
       mark: identifies this version, so that `swap` replaces no other.
@@ -89,7 +89,7 @@ class ObjectBucket:
     """A `Store`."""
 
     def __init__(self, root: str, within: Callable[[float], Any]) -> None:
-        """`within` gives obstore's bucket with requests that time out after this many seconds."""
+        """`within(seconds)` makes obstore's bucket with this timeout of requests."""
         self._root = root
         self._within = cache(within)
 
@@ -137,7 +137,7 @@ class ObjectBucket:
             raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
 
     def stamped(self, key: str) -> VersionedObject | None:
-        """A small object, with what is needed to replace it; None where there is none."""
+        """A small object with its version, for `swap`; None if there is none."""
         import obstore
 
         def ask(bucket: Any) -> VersionedObject:
@@ -151,7 +151,7 @@ class ObjectBucket:
             return None
 
     def swap(self, key: str, content: bytes, mark: ObjectVersion | None) -> ObjectVersion | None:
-        """Replace the version with this mark by a few bytes, or create it if the mark is None; gives the new mark.
+        """Compare and swap: replace the version with this mark, or create the object if it is None; returns the new mark.
 
         Returns:
           None where something else is there; then nothing was written.
