@@ -54,17 +54,17 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings without effect on what the adapter computes.
-IGNORED = frozenset(
+IGNORED_SETTINGS = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
         *("lora_dropout", "exclude_modules", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
     }
 )
-READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
+READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
 # Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 # By target: the tensor of the base that it changes.
 BASES: dict[str, tuple[Row, Share]] = {
     name: (row, share)
@@ -76,7 +76,7 @@ BASES: dict[str, tuple[Row, Share]] = {
 
 
 # Metadata of a GGUF.
-TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
+TYPE, ADAPTER_TYPE, ALPHA, BASE_NAME = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
 
 
 class Adapter(NamedTuple):
@@ -154,7 +154,7 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
         with _step_in(folder) as step:
             if step is not None:
                 return adapters_of(step) is not None
-        return (folder / CONFIG).is_file() or _is_gguf(folder)
+        return (folder / ADAPTER_CONFIG).is_file() or _is_gguf(folder)
 
 
 @retry_with_newest_step
@@ -169,9 +169,9 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
         if step is not None:
             found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
         elif folder.is_file():
-            found = gguf.read_file(folder)[0].get(BASE)
+            found = gguf.read_file(folder)[0].get(BASE_NAME)
         else:
-            found = read_object(folder / CONFIG, CheckpointError).get("base_model_name_or_path")
+            found = read_object(folder / ADAPTER_CONFIG, CheckpointError).get("base_model_name_or_path")
     return found if isinstance(found, str) and found else None
 
 
@@ -300,16 +300,18 @@ def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> A
 def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
-    if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} holds no adapter: it has no {CONFIG}; give a folder that PEFT or train wrote")
-    settings = read_object(folder / CONFIG, CheckpointError)
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}; save the adapter as safetensors with PEFT")
-    tensors = read_safetensors(folder / WEIGHTS)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
+        )
+    settings = read_object(folder / ADAPTER_CONFIG, CheckpointError)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
+    tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
     lora = _lora_of(folder, settings, tensors)
     named = settings.get("base_model_name_or_path")
     base = named if isinstance(named, str) and named else None
-    return Adapter(lora, read_pairs(folder / WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
+    return Adapter(lora, read_pairs(folder / ADAPTER_WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
 
 
 def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -330,8 +332,8 @@ def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, 
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-    with (folder / WEIGHTS).open("wb") as file:
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    with (folder / ADAPTER_WEIGHTS).open("wb") as file:
         file.write(header({name: (kind_of(one.dtype), one.shape, one.nbytes) for name, one in tensors.items()}))
         for name, array in tensors.items():
             file.write(_bytes_of(name, array).data)
@@ -339,13 +341,13 @@ def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, 
 
 def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
     """The settings; the targets are those of the tensors, for a file may name them by a pattern."""
-    where, kind = folder / CONFIG, settings.get("peft_type")
+    where, kind = folder / ADAPTER_CONFIG, settings.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; adapters are read of the type LORA")
     for name, value in settings.items():
-        if name not in IGNORED | READ and value and value != "none":
+        if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
             raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
-    if settings.get("init_lora_weights") not in STARTS:
+    if settings.get("init_lora_weights") not in INITIALIZATIONS:
         raise CheckpointError(
             f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert it to a"
             " plain LoRA with PEFT"
@@ -355,8 +357,8 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
     for name in targets if isinstance(targets, list) else ():
         if str(name).split(".")[-1] not in names:
             raise CheckpointError(
-                f"{where} names the target {shown(name, 80)}, for which {WEIGHTS} has no tensor of layer 0; the targets"
-                f" of a Llama are {', '.join(TARGETS)}"
+                f"{where} names the target {shown(name, 80)}, for which {ADAPTER_WEIGHTS} has no tensor of layer 0; the"
+                f" targets of a Llama are {', '.join(TARGETS)}"
             )
     try:
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -386,7 +388,7 @@ def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike)
         lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # of 0 llama.cpp takes a change as it is
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    base = fields.get(BASE)
+    base = fields.get(BASE_NAME)
     return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, (LLAMA_CPP, base)), base)
 
 
@@ -397,7 +399,7 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, ba
         )
     tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
     settings: dict[str, Any] = {TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA: float(lora.scale * lora.rank)}
-    settings |= {} if base is None else {"general.base_model.count": 1, BASE: base}
+    settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME: base}
     listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
     with gguf.new_file(path, architecture_of(config.kind), settings, listed) as write:
         for name, array in tensors.items():

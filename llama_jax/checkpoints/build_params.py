@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.device_fill import THREADS, ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.checkpoints.device_fill import FILL_THREADS, ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Derived, Opened, Padded, default_dtype, target_dtype
 from llama_jax.checkpoints.quantize_on_load import Quantization, parameter_fill, placed
 from llama_jax.checkpoints.tensor_names import shares_of
@@ -97,7 +97,7 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
     if alone:
         yield partial
         return
-    threads = ThreadPoolExecutor(THREADS)
+    threads = ThreadPoolExecutor(FILL_THREADS)
     try:
         yield lambda call, *arguments: threads.submit(call, *arguments).result
     finally:

@@ -26,13 +26,13 @@ from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
-PIECE = 16 << 20  # bytes of memory that small arrays share
+POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
 LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
-RUN = 1 << 20  # bytes read at a time
-THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
+READ_BYTES = 1 << 20  # bytes read at a time
+FILL_THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
 # For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
-STORED_RUN, STORED_THREADS = 2 << 20, 16
-Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
+STORED_READ_BYTES, STORED_THREADS = 2 << 20, 16
+Slices = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ArrayMemory:
                 found = _aligned(size)
             else:
                 if padded > len(self._free):
-                    self._free = _aligned(min(PIECE, self._taken))
+                    self._free = _aligned(min(POOL_BYTES, self._taken))
                 found, self._free = self._free[:size], self._free[padded:]
         return found.view(dtype).reshape(shape)
 
@@ -139,7 +139,7 @@ class ArrayToFill:
     dtype: np.dtype
     sharding: jax.sharding.Sharding | None = None
 
-    def places(self) -> dict[jax.Device | None, Place]:
+    def places(self) -> dict[jax.Device | None, Slices]:
         """The part of it that each device of this process holds; without a sharding all of it, under None."""
         if self.sharding is None:
             return {None: tuple(slice(0, size) for size in self.shape)}
@@ -193,7 +193,7 @@ class Filling:
         self._arrays, self._targets, self._rows, self._stacked = arrays, targets, rows, stacked
         self._places = [target.places() for target in targets]
         # Several devices may hold the same part.
-        self._parts: list[dict[tuple, tuple[Place, np.ndarray]]] = []
+        self._parts: list[dict[tuple, tuple[Slices, np.ndarray]]] = []
         for target, there in zip(targets, self._places, strict=True):
             distinct = {_key(place): place for place in there.values()}
             take = lambda place, dtype=target.dtype: memory.take([i.stop - i.start for i in place], dtype)
@@ -218,7 +218,7 @@ class Filling:
 
         _each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
 
-    def _of_layer(self, parts: dict[tuple, tuple[Place, np.ndarray]], layer: int) -> list[tuple[Place, np.ndarray]]:
+    def _of_layer(self, parts: dict[tuple, tuple[Slices, np.ndarray]], layer: int) -> list[tuple[Slices, np.ndarray]]:
         """The parts of a target that hold some of a layer, without the axis of layers."""
         if not self._stacked:
             return list(parts.values())
@@ -240,7 +240,7 @@ class Filling:
         return found
 
 
-def _key(place: Place) -> tuple:
+def _key(place: Slices) -> tuple:
     return tuple((i.start, i.stop) for i in place)
 
 
@@ -248,7 +248,7 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
-    step = max(1, (STORED_RUN if array.stored else RUN) // entry, least)
+    step = max(1, (STORED_READ_BYTES if array.stored else READ_BYTES) // entry, least)
     runs: list[tuple[int, int]] = []
     reached = 0
     for start, stop in ranges:

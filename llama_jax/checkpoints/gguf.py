@@ -30,7 +30,7 @@ from llama_jax.checkpoints.lazy_tensors import (
     kind_of,
     read_bytes,
 )
-from llama_jax.checkpoints.quantize_on_load import AT_ONCE
+from llama_jax.checkpoints.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.checkpoints.rope_conversion import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.checkpoints.tensor_names import with_layers
@@ -201,15 +201,15 @@ NAMES = with_layers(
         "shared_down": "ffn_down_shexp.weight",
     },
 )
-NORM = "norm.weight"
+NORM_SUFFIX = "norm.weight"
 OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
-SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
+SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def is_whole(path: Location) -> bool:
     """Whether it is a whole model, or the first part of a split one."""
-    part = SPLIT.search(path.name)
+    part = SPLIT_NAME.search(path.name)
     return is_gguf(path) and (part is None or int(part[1]) == 1)
 
 
@@ -237,11 +237,11 @@ def open_file(path: Location) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     architecture = ARCHITECTURES[fields["general.architecture"]]
-    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
     tensors = split_fused(config, tensors, architecture.fused, NAMES)
     if architecture.norm_shift:
         shift = -architecture.norm_shift
-        tensors = {name: Offset(t, shift) if name.endswith(NORM) else t for name, t in tensors.items()}
+        tensors = {name: Offset(t, shift) if name.endswith(NORM_SUFFIX) else t for name, t in tensors.items()}
     return Opened(
         format=f"GGUF version {fields['GGUF.version']}",
         path=path,
@@ -329,7 +329,7 @@ def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
 
 
 def _parts(path: Location) -> list[Location]:
-    name = SPLIT.search(path.name)
+    name = SPLIT_NAME.search(path.name)
     if name is None:
         return [path]
     count = int(name[2])
@@ -496,7 +496,7 @@ def new_file(
 
 def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Rows in runs that stay in a processor's cache while they are encoded."""
-    step = max(1, AT_ONCE * len(rows) // rows.size)
+    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)
     return (rows[first : first + step] for first in range(0, len(rows), step))
 
 

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
-from llama_jax.checkpoints.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from llama_jax.checkpoints.gguf import SPLIT
+from llama_jax.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from llama_jax.checkpoints.gguf import SPLIT_NAME
 from llama_jax.checkpoints.huggingface import PICKLED, SAFETENSORS
 from llama_jax.checkpoints.loading import FORMATS
-from llama_jax.checkpoints.tokenizer_files import SETTINGS
+from llama_jax.checkpoints.tokenizer_files import SETTINGS_FILES
 from llama_jax.errors import CheckpointError
 from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.consistent_reader import FOLDER, TransientError
@@ -121,13 +120,13 @@ def _is_alone(name: str) -> bool:
 
 def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
     """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
-    beside = [name for name in ("config.json", *NAMES, *SETTINGS) if name in sizes]
+    beside = [name for name in ("config.json", *NAMES, *SETTINGS_FILES) if name in sizes]
     for format in FORMATS.values():
         if format.files is not None and (names := format.files(sizes, read, place)):
             return [*names, *beside]
     models = [name for name in sizes if _is_alone(name)]
     models = [name for name in models if name.endswith(".gguf")] or models
-    firsts = [name for name in models if (part := SPLIT.search(name)) is None or int(part[1]) == 1]
+    firsts = [name for name in models if (part := SPLIT_NAME.search(name)) is None or int(part[1]) == 1]
     if len(firsts) > 1:
         listed = ", ".join(f"{name} ({sum(sizes[part] for part in _alone(name, sizes)) / 1e9:.1f} GB)" for name in firsts)
         raise CheckpointError(f"{place} holds several models; give one of them, as {place}/{firsts[0]}: {listed}")
@@ -144,10 +143,10 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
 
 def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
     """A file that is a whole model, with its vocabulary unless it is inside; or all parts of a split one."""
-    if SPLIT.search(file):
-        stem = SPLIT.sub("", file)
-        return sorted(name for name in sizes if SPLIT.search(name) and SPLIT.sub("", name) == stem)
-    return [file, *(name for name in (*NAMES, *SETTINGS) if name in sizes and not file.endswith(".gguf"))]
+    if SPLIT_NAME.search(file):
+        stem = SPLIT_NAME.sub("", file)
+        return sorted(name for name in sizes if SPLIT_NAME.search(name) and SPLIT_NAME.sub("", name) == stem)
+    return [file, *(name for name in (*NAMES, *SETTINGS_FILES) if name in sizes and not file.endswith(".gguf"))]
 
 
 def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:

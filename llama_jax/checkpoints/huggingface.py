@@ -34,7 +34,7 @@ from llama_jax.checkpoints.lazy_tensors import (
     kind_of,
     read_bytes,
 )
-from llama_jax.checkpoints.rope_conversion import NOTE, in_known_kinds, note_of, with_note
+from llama_jax.checkpoints.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.checkpoints.tensor_names import shares_of, with_layers
 from llama_jax.checkpoints.tokenizer_files import About, read_about, token_ids, write_about
@@ -50,7 +50,7 @@ from llama_jax.storage.paths import LARGEST_JSON, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name of a setting in the file, by its name here, for messages.
-SETTINGS = {
+SETTING_NAMES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -65,7 +65,7 @@ SETTINGS = {
 }
 # Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
 # settings of a trainer, do not matter here.
-PLAIN = {
+SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -118,7 +118,7 @@ def read_config(folder: Location) -> LlamaConfig:
     try:
         return config_from_dict(read_object(path, CheckpointError))
     except ConfigError as error:
-        in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTINGS.get(name[0], name[0]), str(error))
+        in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTING_NAMES.get(name[0], name[0]), str(error))
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
@@ -146,7 +146,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    for name, supported in PLAIN.items():
+    for name, supported in SUPPORTED.items():
         if found.get(name, supported) not in (supported, None) and name not in family.reads:
             raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
     if found.get("quantization_config") is not None:
@@ -167,7 +167,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
     # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
     extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
-    note = found.get(NOTE)
+    note = found.get(SCALING_NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
     config = LlamaConfig(
@@ -247,7 +247,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     """
     found = _in_their_words(in_known_kinds(config))
     if config_from_dict(found) != config and config.rope_scaling is not None:
-        found[NOTE] = note_of(config)
+        found[SCALING_NOTE] = note_of(config)
     back = config_from_dict(found)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
@@ -324,7 +324,7 @@ FUSED = {
     "model.layers.{}.mlp.gate_up_proj.weight": ("gate", "up"),
 }
 # Buffers that old versions of transformers saved with the weights; the configuration says the same.
-IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # The two ways to store the weights, the better first: name of a single file, and of the index of several.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -350,7 +350,7 @@ def open_folder(path: Location) -> Opened:
             tensors = read(folder / single)
         else:
             continue
-        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
         tensors = _of_text(tensors)
         tensors = split_fused(config, tensors, FUSED, NAMES)
         if scheme is not None:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, orbax_format
-from llama_jax.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
-from llama_jax.checkpoints.adapters import attach_adapter, attach_adapters, load_adapter, with_attend
+from llama_jax.checkpoints.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_attend
 from llama_jax.checkpoints.build_params import Progress, build_params, pad_to_mesh, plan
 from llama_jax.checkpoints.lazy_tensors import FLOATS, Opened, WeightFormat, default_dtype
 from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint

@@ -37,13 +37,13 @@ NAMES = with_layers(
     },
 )
 # Axis along which the ranks' parts are concatenated; every rank has the whole of tensors that are not named (norms).
-SPLIT = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
+SPLIT_AXES = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
 # Buffers that some releases store; the configuration says the same.
-IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
+IGNORED_TENSORS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
 # What params.json must say, and all that it may.
-NEEDED = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps")
-KNOWN = {*NEEDED, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size", "rope_theta"}
-KNOWN |= {"use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
+REQUIRED_SETTINGS = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps")
+KNOWN_SETTINGS = {*REQUIRED_SETTINGS, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
+KNOWN_SETTINGS |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
 
 
 def open_folder(path: Location) -> Opened:
@@ -55,7 +55,7 @@ def open_folder(path: Location) -> Opened:
     folder = path if path.is_dir() else path.parent
     ranks = [_read_rank(file) for file in _files(folder)]
     tensors: dict[str, Tensor] = {}
-    axes = {template: SPLIT.get(part) for part, template in NAMES.items()}
+    axes = {template: SPLIT_AXES.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
         if any(name not in rank for rank in ranks):
             raise CheckpointError(
@@ -116,10 +116,10 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
     Raises:
       ConfigError: a setting that is missing or that this library does not support.
     """
-    unknown = [name for name in found if name not in KNOWN]
+    unknown = [name for name in found if name not in KNOWN_SETTINGS]
     if unknown:
         raise ConfigError(f"{unknown[0][:60]}={shown(found[unknown[0]])} is not supported")
-    missing = [name for name in NEEDED if name not in found]
+    missing = [name for name in REQUIRED_SETTINGS if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     if found["vocab_size"] not in (-1, vocab_size):
@@ -204,7 +204,7 @@ def _files(folder: Location) -> list[Location]:
 
 def _read_rank(path: Location) -> dict[str, Tensor]:
     found = read_tensors(path)
-    return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}
+    return {name: tensor for name, tensor in found.items() if not IGNORED_TENSORS.fullmatch(name)}
 
 
 FORMAT = WeightFormat("meta", recognizes, open_folder, files=files)

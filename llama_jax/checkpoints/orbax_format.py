@@ -57,9 +57,12 @@ from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
-NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
-OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
+PASSING_NAMES = (
+    *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
+    *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
+)
+WRITING_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+PASSING_ERRNOS = tuple(getattr(errno, name) for name in PASSING_NAMES if hasattr(errno, name))
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def error_of_writing(error: BaseException) -> OSError:
     TensorStore's errors have only a text, which ends, after long paths, in the system's message.
     """
     said = root_cause(error, most=10_000)
-    number = next((number for number in OF_WRITING if os.strerror(number) in said), None)
+    number = next((number for number in WRITING_ERRNOS if os.strerror(number) in said), None)
     return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
@@ -123,10 +126,12 @@ def is_passing(error: BaseException) -> bool:
     while at is not None:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING for each in chain):
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING_ERRNOS for each in chain):
         return True
     said = " ".join(map(str, chain))
-    return any(text in said for text in (*map(os.strerror, PASSING), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
+    return any(
+        text in said for text in (*map(os.strerror, PASSING_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+    )
 
 
 def wait_for_writers() -> None:
@@ -136,7 +141,7 @@ def wait_for_writers() -> None:
             threading.Thread.join(thread, 60)  # their own `join` raises the error of each
 
 
-FILE = "quantized.json"
+KINDS_FILE = "quantized.json"
 # By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
 # {"layers": [the kind of each]}.
 Kinds = Mapping[str, Any]
@@ -160,7 +165,7 @@ def _kind_of(leaf: Any) -> Any:
 def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
     """Write the file if something is quantized."""
     if kinds:
-        (folder / FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
+        (folder / KINDS_FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
 
 
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
@@ -169,17 +174,17 @@ def read_kinds(folder: Path) -> tuple[Kinds, str]:
     Raises:
       CheckpointError: a damaged file, or a kind that is not known.
     """
-    if not (folder / FILE).exists():
+    if not (folder / KINDS_FILE).exists():
         return {}, "float32"
-    found = read_object(folder / FILE, CheckpointError)
+    found = read_object(folder / KINDS_FILE, CheckpointError)
     kinds, dtype = found.get("kinds"), found.get("dtype")
     if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
-        raise CheckpointError(f"{folder / FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
+        raise CheckpointError(f"{folder / KINDS_FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
         for each in _single_kinds(kind):
             if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
                 raise CheckpointError(
-                    f"{folder / FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
+                    f"{folder / KINDS_FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
                 )
     return kinds, dtype
 
@@ -209,7 +214,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
         possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
         if not possible or any(len(one) != layers for one in own):
             raise CheckpointError(
-                f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
+                f"{where / KINDS_FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
             )
         return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
 
@@ -218,12 +223,16 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
             return leaf
         form, shape = KINDS[kind], leaf.shape
         if shape[-1] % form.block:
-            raise CheckpointError(f"{where / FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks")
+            raise CheckpointError(
+                f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
+            )
         return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
     if left:
-        raise CheckpointError(f"{where / FILE} names {shown(min(left), 60)}, which this model does not have; copy it again")
+        raise CheckpointError(
+            f"{where / KINDS_FILE} names {shown(min(left), 60)}, which this model does not have; copy it again"
+        )
     return found
 
 

@@ -50,7 +50,7 @@ from llama_jax.storage import Location
 
 Quantization = Literal[Name, Pure, "keep"]
 _log = logging.getLogger("llama_jax.checkpoints")
-AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
+ENCODED_AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
 
 def check_quantize(quantize: str | None) -> None:
@@ -278,7 +278,7 @@ def _encoded(form: Kind, array: ArrayParts, start: int, stop: int, planes: Seque
     columns = array.shape[-1]
     matrix = array.rows(start, stop, np.dtype(np.float32)).reshape(-1, columns)
     flat = [memory.reshape(plane.packed(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
-    step = max(1, AT_ONCE // columns)
+    step = max(1, ENCODED_AT_ONCE // columns)
     for first in range(0, len(matrix), step):
         for memory, found in zip(flat, form.encode(matrix[first : first + step]), strict=True):
             memory[first : first + step] = found

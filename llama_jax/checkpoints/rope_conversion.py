@@ -25,7 +25,7 @@ from llama_jax.model.rope import rotary_frequencies
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
 
-NOTE = "llama_jax"  # under which a file keeps it
+SCALING_NOTE = "llama_jax"  # under which a file keeps it
 
 
 def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
@@ -64,11 +64,13 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
     except (KeyError, TypeError):
         whole = False
     if not whole:
-        raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of this library; remove it")
+        raise ConfigError(f"{SCALING_NOTE}={shown(note, 80)} is not a note of this library; remove it")
     # For a dynamic scaling other libraries store the original context alone.
     same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
     if not same_context or not same_rotation(found, noted):
-        raise ConfigError(f"{NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them")
+        raise ConfigError(
+            f"{SCALING_NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them"
+        )
     return noted
 
 
@@ -83,11 +85,11 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
 
 FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-OUR_NOTE = f"{NOTE}.rope_scaling"  # a JSON text
+OUR_NOTE = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
 OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
-    f"{NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
-    f"{NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
-    f"{NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
+    f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
+    f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
+    f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
 }
 # Settings that llama.cpp does not read for this architecture, and what it takes instead.
 FIXED = {

@@ -49,7 +49,7 @@ Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
 WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
-KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+TENSOR_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
 }
 CALIBRATION = 2048  # tokens
@@ -247,7 +247,7 @@ def _convert_adapter(
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
-    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[KINDS[dtype]])
+    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
     save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
 
 
@@ -272,7 +272,7 @@ def _write(
             f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
             " safetensors or orbax"
         )
-    kind, write = None if dtype is None else KINDS[dtype], FORMATS[format].write
+    kind, write = None if dtype is None else TENSOR_TYPES[dtype], FORMATS[format].write
     assert write is not None
     tokenizer = opened.tokenizer()
     beside = {}
@@ -296,8 +296,8 @@ def _write(
 def _check(path: str | os.PathLike[str], format: Format, dtype: WrittenDtype | None) -> None:
     if format not in get_args(Format):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
-    if dtype is not None and dtype not in KINDS:
-        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(KINDS)}")
+    if dtype is not None and dtype not in TENSOR_TYPES:
+        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
     name = os.fspath(path)
     if isinstance(locate(path), StoredPath) and format not in ("safetensors", "gguf"):
         raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
@@ -339,7 +339,7 @@ def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
             return array  # planes of a quantized weight, whose factors are looked at
-        target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
+        target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):
             raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; give parameters that are finite")

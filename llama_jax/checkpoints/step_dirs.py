@@ -107,8 +107,8 @@ def find_checkpoints(path: Location) -> Location | None:
     return path if any(is_step(path / str(step)) for step in steps_in(path)) else None
 
 
-LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
-THREADS = 8  # hashing lets others run
+SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
+FILE_THREADS = 8  # files that are hashed or fetched at a time
 
 
 def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
@@ -132,7 +132,7 @@ def files_in(step: Path) -> list[str]:
 
 def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
     """{name: checksum} of files of a step, which are on the disk afterwards."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
 
 
@@ -151,7 +151,7 @@ def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple
     if sums is None:
         return False
     wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
         problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
         first = next(filter(None, problems), None)
     if first is None:
@@ -189,7 +189,7 @@ def read_sums(step: Location) -> dict[str, str] | None:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
     if not mark or last != hashlib.sha256(text.encode()).hexdigest() + "\n":
         return None
-    found = [LINE.fullmatch(line) for line in text.splitlines()]
+    found = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
     return {line["name"]: line["sum"] for line in found if line is not None}
 
 
@@ -200,7 +200,7 @@ def _sum_of(path: Location, *, flush: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-TRIES = 5  # so many steps are taken before the error of the last is raised
+STEP_TRIES = 5  # so many steps are taken before the error of the last is raised
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
@@ -219,7 +219,7 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
     @functools.wraps(read)
     def again(*arguments: Arguments.args, **named: Arguments.kwargs) -> Found:
         path = arguments[0] if arguments else named.get("path")
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(STEP_TRIES)):
             before = _newest(path)
             try:
                 return read(*arguments, **named)
@@ -249,7 +249,6 @@ def _newest(path: object) -> Location | None:
     return folder / str(steps[-1]) if folder is not None and steps else None
 
 
-THREADS = 8  # files at a time, each in pieces of up to MOST_OPEN
 # The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
 # of where in these files they are, the configuration and the vocabulary.
 OF_NUMBERS = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
@@ -359,7 +358,7 @@ def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
         if found != sums[name]:
             raise DamagedError(f"{step / name} is not what was saved (its SHA-256 is another)")
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
         list(pool.map(fetch, sums))
 
 

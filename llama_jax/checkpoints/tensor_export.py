@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from llama_jax.checkpoints.build_params import plan
-from llama_jax.checkpoints.device_fill import RUN, cast, check
+from llama_jax.checkpoints.device_fill import READ_BYTES, cast, check
 from llama_jax.checkpoints.lazy_tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
 from llama_jax.checkpoints.tensor_names import Share, shares_of
-from llama_jax.checkpoints.tokenizer_files import SETTINGS, VOCABULARIES
+from llama_jax.checkpoints.tokenizer_files import SETTINGS_FILES, VOCABULARIES
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.model.params import TABLE, rows, shape_of
@@ -26,9 +26,9 @@ from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
-LAST = ("config.json", "adapter_config.json")  # without which nobody takes a folder for a model, or an adapter
-OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS}
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
+DECISIVE_FILES = ("config.json", "adapter_config.json")  # without which nobody takes a folder for a model, or an adapter
+OTHER_FILES = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS_FILES}
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
     path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
     again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
-    with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=LAST) as target:
+    with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=DECISIVE_FILES) as target:
         yield target
 
 
@@ -76,12 +76,13 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
         return
     if not overwrite:
         raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
-    foreign = [name for name in inside if name not in OTHERS and not WEIGHTS.fullmatch(name)]
+    foreign = [name for name in inside if name not in OTHER_FILES and not WEIGHT_FILES.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; give another path")
 
 
-LONG_RUN = 16 << 20  # bytes, of an object store: runs are read one after the other, and each answer takes long to begin
+# Bytes, of an object store: runs are read one after the other, and each answer takes long to begin.
+STORED_READ_AHEAD = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class WrittenTensor:
     tensor: Tensor
     label: str
     expert: int | None = None
-    run: int = RUN
+    run: int = READ_BYTES
 
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
@@ -157,7 +158,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
     """
     plan(opened)
     config = opened.config
-    run = LONG_RUN if isinstance(opened.path, StoredPath) else RUN
+    run = STORED_READ_AHEAD if isinstance(opened.path, StoredPath) else READ_BYTES
 
     def piece(share: Share, layer: int = 0) -> WrittenTensor:
         name = opened.names[share.name].format(layer)

@@ -27,14 +27,14 @@ from llama_jax.tokenizers.settings import OF_A_FILE, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 # What is read with a vocabulary from its folder.
-SETTINGS = (
+SETTINGS_FILES = (
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
 )
-GENERATION, CARD = "generation_config.json", "README.md"
+GENERATION_FILE, CARD_FILE = "generation_config.json", "README.md"
 PROVENANCE = {"transformers_version", "_from_model_config"}  # what wrote the file
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
 # Settings of ``generation_config.json`` by the last part of their keys in a GGUF, general.sampling.*.
@@ -79,15 +79,15 @@ def read_about(folder: Location, *, card: bool = True) -> About:
     Raises:
       CheckpointError: a file that is not JSON or not text.
     """
-    path = folder / GENERATION
+    path = folder / GENERATION_FILE
     found = read_object(path, CheckpointError) if path.is_file() else {}
     generation = {key: value for key, value in found.items() if key not in PROVENANCE | TOKEN_IDS and value is not None}
     texts = {}
     if card:
-        inside: list[Location] = [folder / CARD] if isinstance(folder, StoredPath) else sorted(folder.iterdir())
-        named = [each for each in inside if each.name == CARD or LICENSES.fullmatch(each.name)]
+        inside: list[Location] = [folder / CARD_FILE] if isinstance(folder, StoredPath) else sorted(folder.iterdir())
+        named = [each for each in inside if each.name == CARD_FILE or LICENSES.fullmatch(each.name)]
         texts = {each.name: read_text(each, CheckpointError) for each in named if each.is_file()}
-    return About(generation, _of_card(texts.get(CARD, "")), texts)
+    return About(generation, _of_card(texts.get(CARD_FILE, "")), texts)
 
 
 def _of_card(text: str) -> dict[str, Any]:
@@ -116,17 +116,17 @@ def _is_plain(value: Any) -> bool:
 
 def write_about(folder: Path, about: About) -> None:
     """Write what `read_about` reads into a folder with a tokenizer's files."""
-    path = folder / GENERATION
+    path = folder / GENERATION_FILE
     ids = read_object(path, CheckpointError) if path.is_file() else {}
     if about.generation:
         path.write_text(json.dumps(dict(about.generation) | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     texts = dict(about.texts)
-    if about.card and CARD not in texts:
+    if about.card and CARD_FILE not in texts:
         named = {CARD_NAMES.get(key, key): value for key, value in about.card.items() if key in CARD_KEYS}
         others = {key: value for key, value in about.card.items() if key not in CARD_KEYS}
         head = named | ({"gguf": others} if others else {})
         lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())  # JSON is YAML
-        texts[CARD] = "\n".join(["---", *lines, "---", ""])
+        texts[CARD_FILE] = "\n".join(["---", *lines, "---", ""])
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -249,7 +249,7 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: A
         tokenizer.save(Path(scratch))
         write_about(Path(scratch), About(about.generation))
         files = {folder / file.name: file.read_bytes() for file in Path(scratch).iterdir()}
-    for path in [folder / name for name in SETTINGS]:
+    for path in [folder / name for name in SETTINGS_FILES]:
         if path.exists() and not (path.is_file() and path.read_bytes() == files.get(path)):
             raise CheckpointError(
                 f"{path} is of another model, and this one's vocabulary would be read with it; write into another folder"

@@ -31,7 +31,7 @@ from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock
 from llama_jax.storage.consistent_reader import TransientError, with_retries
 from llama_jax.storage.object_store import ObjectBucket, VersionedObject
 
-LOCK = "lock"
+RUN_LOCK = "lock"
 OF_A_RUN = (RECIPE, METRICS)
 
 
@@ -51,17 +51,17 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
       TrainingError: another process holds the lock, or the folder cannot be written to.
     """
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    was_there = (folder / LOCK).exists()
+    was_there = (folder / RUN_LOCK).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = hold_lock(folder / LOCK, partial(_taken, folder), "run")
+        descriptor = hold_lock(folder / RUN_LOCK, partial(_taken, folder), "run")
     except OSError as error:
         raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
     try:
         try:
             sign_lock(descriptor)
         except OSError as error:
-            raise TrainingError(cannot_write(folder / LOCK, error)) from None
+            raise TrainingError(cannot_write(folder / RUN_LOCK, error)) from None
         try:
             yield partial(_check, folder, descriptor)
         except BaseException:
@@ -75,7 +75,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 def _is_held(folder: Path, descriptor: int) -> bool:
     """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
     try:
-        return os.path.samestat((folder / LOCK).stat(), os.fstat(descriptor))
+        return os.path.samestat((folder / RUN_LOCK).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # a network file system that does not answer now
@@ -85,7 +85,7 @@ def _is_held(folder: Path, descriptor: int) -> bool:
 def _check(folder: Path, descriptor: int) -> None:
     if not _is_held(folder, descriptor):
         raise TrainingError(
-            f"{folder} is no longer the folder of this run: it, or {LOCK!r} in it, was removed or replaced meanwhile;"
+            f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced meanwhile;"
             " nothing more is written; if the folder was renamed, go on there with --resume"
         )
 
@@ -102,7 +102,7 @@ def _remove_unused(folder: Path, made: list[Path]) -> None:
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
         if not any((folder / name).exists() for name in OF_A_RUN):
-            (folder / LOCK).unlink()
+            (folder / RUN_LOCK).unlink()
             for path in made:
                 path.rmdir()
 

@@ -92,7 +92,7 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
         parts = [Part("x", Watched(block.reshape(-1, shape[-1])), its) for block, its in zip(blocks, columns, strict=True)]
         layers.append(ArrayParts(shape[1:], tuple(parts)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "RUN", run)
+        patch.setattr(room, "READ_BYTES", run)
         filling = Filling(layers, [InPlaces(shape, places)], floats_of(F32), ArrayMemory(), stacked=True)
         for layer in reversed(range(len(layers))):
             filling.fill(layer)

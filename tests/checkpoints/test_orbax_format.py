@@ -104,7 +104,7 @@ def test_writers_are_waited_for_whatever_their_own_join_raises():
     assert sorted(map(id, ended)) == sorted(map(id, writers))
 
 
-@pytest.mark.parametrize("number", orbax_format.OF_WRITING)
+@pytest.mark.parametrize("number", orbax_format.WRITING_ERRNOS)
 def test_the_systems_words_are_found_after_long_paths(number):
     path = "/a/long/way" * 40
     error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "{path}": Failed to write 9 bytes: {os.strerror(number)} [os_e')

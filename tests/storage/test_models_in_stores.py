@@ -16,7 +16,7 @@ from conftest import write_hf_folder
 from obstore.exceptions import GenericError
 
 import llama_jax
-from llama_jax.checkpoints.device_fill import STORED_RUN
+from llama_jax.checkpoints.device_fill import STORED_READ_BYTES
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import object_store
@@ -89,7 +89,7 @@ def test_each_byte_is_fetched_once(tmp_path, store):
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert size * 0.99 < store.sent() < size * 1.05 + 4096  # headers are read twice
     assert [answer.key for answer in store.answers if answer.method == "LIST"] == ["model/"]
-    assert max(answer.sent for answer in store.answers) <= STORED_RUN
+    assert max(answer.sent for answer in store.answers) <= STORED_READ_BYTES
 
 
 def test_over_a_mesh_each_byte_is_fetched_once(tmp_path, store):
