@@ -36,8 +36,8 @@ import numpy as np
 import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
-from llama_jax.checkpoints.loading import bundled
 from llama_jax.data.workers import cores
+from llama_jax.formats.loading import bundled
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"

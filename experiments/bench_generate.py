@@ -68,8 +68,8 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     import jax.numpy as jnp
 
     import llama_jax
-    from llama_jax.checkpoints.build_params import build_params
-    from llama_jax.checkpoints.huggingface import from_params
+    from llama_jax.formats.build_params import build_params
+    from llama_jax.formats.huggingface import from_params
     from llama_jax.model.cache import init_cache
     from llama_jax.model.trees import quantize
 
@@ -118,7 +118,7 @@ def transformers(shape: str, kind: str, arguments: Arguments) -> dict[str, Measu
     from transformers import LlamaForCausalLM
 
     import llama_jax
-    from llama_jax.checkpoints.huggingface import config_to_dict
+    from llama_jax.formats.huggingface import config_to_dict
 
     torch.set_num_threads(THREADS)
     config = llama_jax.preset(shape)

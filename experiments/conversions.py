@@ -27,10 +27,10 @@ from make_format_goldens import write_meta
 
 import llama_jax
 from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.huggingface import from_params
-from llama_jax.checkpoints.tokenizer_files import about_from_fields, about_to_fields, all_settings, missing_settings
 from llama_jax.errors import CheckpointError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.huggingface import from_params
+from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields, all_settings, missing_settings
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build
@@ -297,7 +297,7 @@ def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("llama_jax.checkpoints.saving")
+    logger = logging.getLogger("llama_jax.formats.saving")
     logger.addHandler(handler)
     logger.propagate = False
     try:

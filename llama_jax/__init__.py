@@ -45,12 +45,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Checkpoint": "checkpoints",
-    "convert": "checkpoints",
-    "load": "checkpoints",
-    "load_adapter": "checkpoints",
-    "save": "checkpoints",
-    "save_adapter": "checkpoints",
+    "Checkpoint": "formats",
+    "convert": "formats",
+    "load": "formats",
+    "load_adapter": "formats",
+    "save": "formats",
+    "save_adapter": "formats",
     "LayerConfig": "config",
     "LlamaConfig": "config",
     "QueryScaling": "config",
@@ -124,7 +124,7 @@ _HOME = {
 }
 _ROOMS = (
     "analysis",
-    "checkpoints",
+    "formats",
     "config",
     "data",
     "errors",
@@ -219,10 +219,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.exporting import register_for_export
+    from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup

@@ -15,8 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llama_jax.checkpoints.huggingface import config_to_dict
 from llama_jax.config import LlamaConfig
+from llama_jax.formats.huggingface import config_to_dict
 
 CONFIG = LlamaConfig(
     vocab_size=96,

@@ -69,7 +69,7 @@ CARELESS = """
 import contextlib, json, shutil, sys
 sys.path.insert(0, sys.argv[1])
 import nightly_kills
-from llama_jax.checkpoints import saving
+from llama_jax.formats import saving
 
 @contextlib.contextmanager
 def careless(path, **options):

@@ -28,7 +28,7 @@ FLOOR = {
     "child_process": 1,
     "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all rooms below
-    "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
+    "formats": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file
     "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
     "serving": 6.5,  # runs what is below as a service, with clocks and threads
@@ -86,7 +86,7 @@ def test_functions_of_the_core_take_few_arguments():
 
 
 def test_rooms_are_reached_from_the_package():
-    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface.config_from_dict"
+    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.formats.huggingface.config_from_dict"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,7 +15,7 @@ from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.saving import WrittenDtype
+    from llama_jax.formats.saving import WrittenDtype
 
 FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
@@ -53,7 +53,7 @@ class Convert:
     def run(self) -> None:
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.saving import about_blocks, convert
+        from llama_jax.formats.saving import about_blocks, convert
 
         started = time.perf_counter()
         dtype: WrittenDtype | None = None if self.dtype == "auto" else self.dtype

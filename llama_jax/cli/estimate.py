@@ -282,9 +282,9 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
 
 def read_config(model: str) -> LlamaConfig:
     """The configuration of a preset, or of a model's files without their weights."""
-    from llama_jax.checkpoints import huggingface
-    from llama_jax.checkpoints.loading import open_checkpoint
     from llama_jax.config import PRESETS
+    from llama_jax.formats import huggingface
+    from llama_jax.formats.loading import open_checkpoint
     from llama_jax.storage import locate
 
     if model in PRESETS:
@@ -300,13 +300,13 @@ def read_config(model: str) -> LlamaConfig:
 
 def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
-    from llama_jax.checkpoints import huggingface
-    from llama_jax.checkpoints.build_params import plan
-    from llama_jax.checkpoints.device_fill import StackParts
-    from llama_jax.checkpoints.lazy_tensors import Opened
-    from llama_jax.checkpoints.loading import open_checkpoint
-    from llama_jax.checkpoints.quantize_on_load import can_be_kept, kinds_of, quantized_kinds
     from llama_jax.config import PRESETS
+    from llama_jax.formats import huggingface
+    from llama_jax.formats.build_params import plan
+    from llama_jax.formats.device_fill import StackParts
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.loading import open_checkpoint
+    from llama_jax.formats.quantize_on_load import can_be_kept, kinds_of, quantized_kinds
     from llama_jax.storage import locate
 
     path = locate(model)

@@ -17,8 +17,8 @@ from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.lazy_tensors import Opened, TensorInfo
-    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.lazy_tensors import Opened, TensorInfo
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
@@ -43,7 +43,7 @@ class Inspect:
     def run(self) -> None:
         import jax
 
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.formats.loading import open_checkpoint
 
         jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator need be there, or be free
         opened = open_checkpoint(self.path)
@@ -62,7 +62,7 @@ def describe(opened: Opened | OrbaxCheckpoint) -> dict[str, Any]:
     """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
-    from llama_jax.checkpoints.loading import check_names
+    from llama_jax.formats.loading import check_names
     from llama_jax.model.cache import cache_bytes
     from llama_jax.model.trees import parameter_count
 
@@ -143,8 +143,8 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
-    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
-    from llama_jax.checkpoints.step_dirs import DamagedError, verify
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.step_dirs import DamagedError, verify
 
     if not isinstance(opened, OrbaxCheckpoint):
         return
@@ -159,7 +159,7 @@ def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
 
 def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
     """The files that hold the model's tensors."""
-    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
 
     if isinstance(opened, OrbaxCheckpoint):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
@@ -174,8 +174,8 @@ def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
 
 
 def _files_of(tensor: Any) -> list[Location]:
-    from llama_jax.checkpoints.hf_quantized import QuantizedTensor
-    from llama_jax.checkpoints.lazy_tensors import Combined, Derived
+    from llama_jax.formats.hf_quantized import QuantizedTensor
+    from llama_jax.formats.lazy_tensors import Combined, Derived
 
     if isinstance(tensor, QuantizedTensor):
         return [part.path for part in tensor.parts.values()]

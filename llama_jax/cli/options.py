@@ -18,8 +18,8 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.build_params import Progress
     from llama_jax.config import LlamaConfig
+    from llama_jax.formats.build_params import Progress
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
@@ -115,16 +115,16 @@ class LoadOptions(CompileOptions):
         import jax.numpy as jnp
 
         import llama_jax
-        from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.loading import BUNDLED_NAME, bundled
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.loading import BUNDLED_NAME, bundled
         from llama_jax.model.checks import check_attend
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
         # What cannot be is said before minutes go into loading.
         mesh = self.mesh_sizes()
-        opened = with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        opened = with_rope(llama_jax.formats.open_checkpoint(path).config, self.rope)
         check_attend(with_attend(opened, adapters if adapter is None else [adapter]), llama_jax.Compute())
         config, params, tokenizer = llama_jax.load(
             path,
@@ -137,7 +137,7 @@ class LoadOptions(CompileOptions):
             progress=progress or loading_bar,
         )
         if self.model is None:
-            size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
+            size = llama_jax.parameter_count(llama_jax.formats.open_checkpoint(path).config) / 1e6
             print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(
@@ -230,8 +230,8 @@ class DraftOptions(LoadOptions):
     def check_draft(self) -> None:
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
         if self.draft:
-            from llama_jax.checkpoints import open_checkpoint
-            from llama_jax.checkpoints.loading import bundled
+            from llama_jax.formats import open_checkpoint
+            from llama_jax.formats.loading import bundled
 
             check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
 

@@ -144,7 +144,7 @@ class Train(CompileOptions):
 
     def _recipe(self) -> Recipe:
         """The recipe with its changes, and with the model of the weights if there are any."""
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.formats.loading import open_checkpoint
         from llama_jax.runs.overrides import override
         from llama_jax.runs.recipes import check_weights, find
 

@@ -18,9 +18,9 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.checkpoints.lazy_tensors import Opened
-    from llama_jax.checkpoints.orbax_format import OrbaxCheckpoint
     from llama_jax.config import LlamaConfig
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
@@ -65,8 +65,8 @@ class Verify(CompileOptions):
 
     def run(self) -> None:
         self._check_options()
-        from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.verify.compare import compare
         from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
         from llama_jax.verify.trace import trace
@@ -112,7 +112,7 @@ class Verify(CompileOptions):
 
     def _check_quantize(self, opened: Opened | OrbaxCheckpoint) -> None:
         """Raise an error if the model cannot be quantised this way."""
-        from llama_jax.checkpoints.quantize_on_load import check_kept
+        from llama_jax.formats.quantize_on_load import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
         if self.quantize == "keep":
@@ -130,9 +130,9 @@ class Verify(CompileOptions):
 
     def _matrix_errors(self, opened: Opened | OrbaxCheckpoint, params: Llama) -> tuple[MatrixError, ...]:
         """Of every matrix, beside what is read once more."""
-        from llama_jax.checkpoints.build_params import plan
-        from llama_jax.checkpoints.lazy_tensors import Opened
-        from llama_jax.checkpoints.loading import load
+        from llama_jax.formats.build_params import plan
+        from llama_jax.formats.lazy_tensors import Opened
+        from llama_jax.formats.loading import load
         from llama_jax.verify.matrices import matrix_errors
 
         # Orbax reads whole models alone.
@@ -158,7 +158,7 @@ class Verify(CompileOptions):
         import jax
 
         import llama_jax
-        from llama_jax.checkpoints.loading import check_names
+        from llama_jax.formats.loading import check_names
         from llama_jax.verify.rounding import origin_of
 
         check_names(opened)
@@ -169,7 +169,7 @@ class Verify(CompileOptions):
 
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
-        from llama_jax.checkpoints.huggingface import open_folder
+        from llama_jax.formats.huggingface import open_folder
         from llama_jax.verify.reference import check_transformers
 
         assert self.against is not None

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.checkpoints import load, open_checkpoint
-from llama_jax.checkpoints.lazy_tensors import TensorInfo
-from llama_jax.checkpoints.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.config import LlamaConfig
+from llama_jax.formats import load, open_checkpoint
+from llama_jax.formats.lazy_tensors import TensorInfo
+from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.model.params import Llama
 from llama_jax.ops.weights import Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_jax.checkpoints.step_dirs import CHECKPOINTS
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import RECIPE

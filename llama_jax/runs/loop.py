@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.step_dirs import CHECKPOINTS
 from llama_jax.data.sources import Data, find_data
 from llama_jax.errors import CheckpointError, StuckSaveError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing

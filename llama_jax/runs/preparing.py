@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.step_dirs import ABOUT, CHECKPOINTS, DamagedError, read_note, verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Data, FoundData
 from llama_jax.errors import reading, shown
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, read_note, verify
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.checkpoints.step_dirs import CHECKPOINTS
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.locks import locked

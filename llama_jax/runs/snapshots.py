@@ -1,6 +1,6 @@
 """The checkpoints of a run while it trains: saved beside the training, the last and the best kept, restored to the bit.
 
-What lies on the disk is described in `checkpoints.step_dirs`. A step's folder appears whole or not at all, for it is
+What lies on the disk is described in `formats.step_dirs`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
 can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
 """
@@ -27,8 +27,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints.huggingface import write_config
-from llama_jax.checkpoints.orbax_format import (
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.formats.huggingface import write_config
+from llama_jax.formats.orbax_format import (
     describe,
     error_of_writing,
     name_of,
@@ -37,7 +39,7 @@ from llama_jax.checkpoints.orbax_format import (
     with_short_errors,
     without_tracebacks,
 )
-from llama_jax.checkpoints.step_dirs import (
+from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
     NOTE,
@@ -51,8 +53,6 @@ from llama_jax.checkpoints.step_dirs import (
     verify,
     write_sums,
 )
-from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
 from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
 from llama_jax.tokenizers import Tokenizer

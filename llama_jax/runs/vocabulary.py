@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llama_jax.checkpoints.step_dirs import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.storage import Location

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.device_fill import ArrayParts, StackParts
+from llama_jax.formats.device_fill import ArrayParts, StackParts
 from llama_jax.model.params import Llama, row_at
 from llama_jax.model.trees import is_weight
 from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight, layer_of

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError, shown
+from llama_jax.formats import huggingface
+from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.verify.rounding import KIND, ROUNDING, origin_of
 from llama_jax.verify.trace import Origin, Trace

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llama_jax.checkpoints.lazy_tensors import TensorInfo
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
+from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_kind
 from llama_jax.ops.weights import with_fallback
 from llama_jax.verify.trace import Origin

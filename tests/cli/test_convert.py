@@ -15,9 +15,9 @@ from make_format_goldens import FORMATS, SMALL
 from make_goldens import random_tensors
 
 import llama_jax
-from llama_jax.checkpoints.saving import TENSOR_TYPES, Format
 from llama_jax.cli.convert import BLOCKS
 from llama_jax.cli.convert import FORMATS as OFFERED
+from llama_jax.formats.saving import TENSOR_TYPES, Format
 
 START = "from llama_jax.cli import main; "
 
@@ -43,9 +43,9 @@ def test_there_and_back(run, tmp_path):
 def test_the_format_is_guessed_from_the_name(run, tmp_path, name, format):
     source = write_hf_folder(tmp_path / "model", SMALL, random_tensors(SMALL))
     assert run(source, tmp_path / name).returncode == 0
-    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / name).format.lower()
+    assert format.lower() in llama_jax.formats.open_checkpoint(tmp_path / name).format.lower()
     llama_jax.save(tmp_path / "saved" / name, *llama_jax.load(source))
-    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / "saved" / name).format.lower()
+    assert format.lower() in llama_jax.formats.open_checkpoint(tmp_path / "saved" / name).format.lower()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.checkpoints.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
+    "import os, signal; from llama_jax.formats.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
     "    return rows(self, dtype)\n"

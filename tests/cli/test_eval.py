@@ -11,10 +11,10 @@ from conftest import params_of, write_hf_folder
 from make_goldens import KINDS, random_tensors
 from vocabularies import sentencepiece_model
 
-from llama_jax.checkpoints.saving import save
 from llama_jax.cli.eval import Eval
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
+from llama_jax.formats.saving import save
 from llama_jax.tokenizers import load_tokenizer
 
 TEXTS = "The park was big.", "Once upon a time, there was a little girl named Lily.", "She loved to play outside."
@@ -214,7 +214,7 @@ def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
     ],
 )
 def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
-    monkeypatch.setattr("llama_jax.checkpoints.loading.load", pytest.fail)  # they come before the model is read
+    monkeypatch.setattr("llama_jax.formats.loading.load", pytest.fail)  # they come before the model is read
     with pytest.raises(UserError, match=message):
         run(model, "--data", text, *arguments)
 

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.checkpoints import orbax_format
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.lazy_tensors import Dense, Joined, Opened
 from llama_jax.cli import main
 from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.page import columns, printable, size
 from llama_jax.config import PRESETS
+from llama_jax.formats import orbax_format
+from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.lazy_tensors import Dense, Joined, Opened
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]

@@ -9,10 +9,10 @@ import pytest
 from conftest import params_of
 from make_goldens import KINDS, random_tensors
 
-from llama_jax.checkpoints.saving import save
 from llama_jax.cli.needle import Needle
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
+from llama_jax.formats.saving import save
 from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer
 
 CONFIG = replace(KINDS["gqa"], vocab_size=BYTE_VOCABULARY, max_seq_len=40)
@@ -107,7 +107,7 @@ def test_default_lengths_are_those_of_the_model(run, model, text):
     ],
 )
 def test_mistakes(run, model, text, monkeypatch, arguments, message):
-    monkeypatch.setattr("llama_jax.checkpoints.loading.load", pytest.fail)  # they come before the model is read
+    monkeypatch.setattr("llama_jax.formats.loading.load", pytest.fail)  # they come before the model is read
     with pytest.raises(UserError, match=message):
         run(model, "--data", text, *SHORT, *arguments)
 

@@ -14,11 +14,11 @@ import pytest
 from conftest import write_hf_folder
 from safetensors.numpy import load_file
 
-from llama_jax.checkpoints import orbax_format
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.loading import bundled
-from llama_jax.checkpoints.saving import save
 from llama_jax.cli import main
+from llama_jax.formats import orbax_format
+from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.loading import bundled
+from llama_jax.formats.saving import save
 from llama_jax.verify.reference import read_oracle, write_oracle
 
 CONFIG = make_goldens.KINDS["gqa"]

@@ -16,12 +16,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import DataError, DocumentFormat, building, open_corpus, shards, units, workers
 from llama_jax.data.building import LOCK, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest
 from llama_jax.data.sources import describe
 from llama_jax.errors import UserError
+from llama_jax.formats.loading import bundled
 from llama_jax.storage.atomic_write import hold_lock, sign_lock
 from llama_jax.tokenizers import load_tokenizer
 

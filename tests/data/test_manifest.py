@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import DataError, DocumentFormat, open_corpus, shards
 from llama_jax.data.building import BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest
+from llama_jax.formats.loading import bundled
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.making import byte_tokenizer
 

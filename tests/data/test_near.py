@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import DataError, near, open_corpus, shards
 from llama_jax.data.building import LISTING, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST
+from llama_jax.formats.loading import bundled
 from llama_jax.tokenizers import load_tokenizer
 
 WORDS = [

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.build_params import build_params, pad_to_mesh
-from llama_jax.checkpoints.lazy_tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.build_params import build_params, pad_to_mesh
+from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of

@@ -12,8 +12,8 @@ from commands import run_here
 from mortal_run import recipe
 
 import llama_jax
-from llama_jax.checkpoints.loading import bundled
 from llama_jax.data import ChatReading, open_chats
+from llama_jax.formats.loading import bundled
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import evaluate

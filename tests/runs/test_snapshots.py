@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints.step_dirs import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.formats.step_dirs import steps_in
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
 from llama_jax.runs import snapshots
@@ -476,7 +476,7 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
 @pytest.mark.parametrize("name", ["describe", "read_config", "find_tokenizer", "read_arrays"])
 def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
-    from llama_jax.checkpoints import orbax_format
+    from llama_jax.formats import orbax_format
 
     removed, endless = [], False
     real = getattr(orbax_format, name)

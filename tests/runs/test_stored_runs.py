@@ -18,11 +18,11 @@ from mortal_run import environment_of, recipe, write_words
 from small_run import CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints import open_checkpoint, step_dirs
-from llama_jax.checkpoints.orbax_format import load_params
-from llama_jax.checkpoints.step_dirs import StepRemovedError, by_loss, steps_in
 from llama_jax.cli.inspect import describe
 from llama_jax.errors import CheckpointError
+from llama_jax.formats import open_checkpoint, step_dirs
+from llama_jax.formats.orbax_format import load_params
+from llama_jax.formats.step_dirs import StepRemovedError, by_loss, steps_in
 from llama_jax.parallel.processes import Processes
 from llama_jax.parallel.roll_call import Member
 from llama_jax.runs import locks, stored_run

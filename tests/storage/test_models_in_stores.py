@@ -16,8 +16,8 @@ from conftest import write_hf_folder
 from obstore.exceptions import GenericError
 
 import llama_jax
-from llama_jax.checkpoints.device_fill import STORED_READ_BYTES
 from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.formats.device_fill import STORED_READ_BYTES
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import object_store
 from llama_jax.storage.object_store import ObjectBucket, open_bucket
@@ -214,7 +214,7 @@ def test_without_credentials():
 
 def test_what_is_replaced_meanwhile_is_noticed(tmp_path, store):
     url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
-    opened = llama_jax.checkpoints.open_checkpoint(url)
+    opened = llama_jax.formats.open_checkpoint(url)
     store.objects["model/model.safetensors"] = bytes(len(store.objects["model/model.safetensors"]))
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: it was replaced while it was read"):
         next(iter(opened.tensors.values())).read(0, 1)

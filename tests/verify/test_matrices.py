@@ -5,8 +5,8 @@ import pytest
 from adapters import LORA, random_adapters
 
 import llama_jax
-from llama_jax.checkpoints.build_params import plan
-from llama_jax.checkpoints.loading import bundled, open_checkpoint
+from llama_jax.formats.build_params import plan
+from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.adapters import adapted
 from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights import KINDS, JoinedWeight

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.errors import CheckpointError, UserError
+from llama_jax.formats.huggingface import NAMES
 from llama_jax.verify import reference
 from llama_jax.verify.compare import compare
 from llama_jax.verify.reference import check_room, check_transformers, read_oracle, run_transformers, write_oracle
@@ -117,7 +117,7 @@ def header(shape: str, descr: str = "<f4") -> bytes:
 ABOUT = {
     "format": reference.FORMAT,
     "name": "n",
-    "config": llama_jax.checkpoints.huggingface.config_to_dict(CONFIG),
+    "config": llama_jax.formats.huggingface.config_to_dict(CONFIG),
     "kinds": ["F32"],
     "dtype": "float32",
     "versions": {},

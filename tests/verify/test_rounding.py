@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import quantized_folders
 
-from llama_jax.checkpoints.gguf import TYPES
-from llama_jax.checkpoints.lazy_tensors import Dense
-from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.errors import CheckpointError
+from llama_jax.formats.gguf import TYPES
+from llama_jax.formats.lazy_tensors import Dense
+from llama_jax.formats.loading import open_checkpoint
 from llama_jax.ops.weights import KINDS
 from llama_jax.verify import rounding
 from llama_jax.verify.rounding import EXACT, ROUNDING, Rounding, origin_of, rounding_between, rounding_of

@@ -5,7 +5,7 @@ import pytest
 from conftest import params_of
 
 from llama_jax import ops
-from llama_jax.checkpoints.huggingface import NAMES, from_params
+from llama_jax.formats.huggingface import NAMES, from_params
 from llama_jax.verify.soundness import TEXT, check_logits, check_speech, check_vocabulary
 from llama_jax.verify.trace import Origin, Trace, trace
 

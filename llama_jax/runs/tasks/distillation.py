@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints import open_checkpoint
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
+from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import check_model, layout_over
