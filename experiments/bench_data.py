@@ -36,8 +36,8 @@ import numpy as np
 import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data.build_corpus import cpu_count
+from llama_jax.formats.loading import bundled
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"

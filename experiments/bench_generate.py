@@ -68,8 +68,8 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     import jax.numpy as jnp
 
     import llama_jax
-    from llama_jax.checkpoints.assemble import assemble
-    from llama_jax.checkpoints.memory import from_params
+    from llama_jax.formats.build_params import build_params
+    from llama_jax.formats.huggingface import from_params
     from llama_jax.model.cache import init_cache
     from llama_jax.model.trees import quantize
 
@@ -85,7 +85,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     else:
         params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
         if kind in ("float32", "bfloat16"):
-            params = assemble(from_params(config, params, None), None)  # where `load` puts them
+            params = build_params(from_params(config, params, None), None)  # where `load` puts them
         else:
             params = quantize(params, kind)
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def transformers(shape: str, kind: str, arguments: Arguments) -> dict[str, Measu
     from transformers import LlamaForCausalLM
 
     import llama_jax
-    from llama_jax.checkpoints.huggingface_config import config_to_dict
+    from llama_jax.formats.huggingface import config_to_dict
 
     torch.set_num_threads(THREADS)
     config = llama_jax.preset(shape)

@@ -73,9 +73,8 @@ class Arguments:
 def write_folder(folder: Path, gigabytes: float) -> None:
     """A Llama of 2,560 features and as many layers as fill the size, 1 GB a file."""
     import llama_jax
-    from llama_jax.checkpoints import huggingface
-    from llama_jax.checkpoints.memory import Held
-    from llama_jax.checkpoints.tensors import FLOATS, Opened
+    from llama_jax.formats import huggingface
+    from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Opened
 
     dim, hidden, vocab = 2560, 6912, 32_000
     layer = 4 * dim * dim + 3 * dim * hidden
@@ -97,7 +96,7 @@ def write_folder(folder: Path, gigabytes: float) -> None:
     shapes |= dict.fromkeys(("gate", "up"), (hidden, dim)) | {"down": (dim, hidden)}
     shapes |= dict.fromkeys(("attention_norm", "ffn_norm", "final_norm"), (dim,))
     tensors = {
-        name.format(i): Held(numbers[: int(np.prod(shapes[part]))].reshape(shapes[part]))
+        name.format(i): ArrayTensor(numbers[: int(np.prod(shapes[part]))].reshape(shapes[part]))
         for part, name in huggingface.NAMES.items()
         for i in range(layers if "{}" in name else 1)
         if part in shapes

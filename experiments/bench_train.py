@@ -110,7 +110,7 @@ def transformers_model(shape: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
-    from llama_jax.checkpoints.huggingface_config import config_to_dict
+    from llama_jax.formats.huggingface import config_to_dict
 
     return LlamaForCausalLM(LlamaConfig(**config_to_dict(llama_jax.preset(shape))))
 

@@ -211,7 +211,7 @@ def run(recipe: Recipe, files: Files, workdir: Path) -> Any:
 
 def best_step(workdir: Path) -> Path:
     """The checkpoint of a run with the lowest validation loss."""
-    from llama_jax.checkpoints.steps import CHECKPOINTS, by_loss
+    from llama_jax.formats.step_dirs import CHECKPOINTS, by_loss
 
     return workdir / CHECKPOINTS / str(by_loss(workdir / CHECKPOINTS)[0])
 
@@ -384,7 +384,7 @@ class Scale:
 
     def run(self) -> None:
         import llama_jax
-        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.formats.loading import bundled
 
         training, validation = training_stories(self.data), validation_stories(self.data)
         tokenizer = llama_jax.load_tokenizer(bundled())

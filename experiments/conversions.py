@@ -27,10 +27,10 @@ from make_format_goldens import write_meta
 
 import llama_jax
 from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.beside import about_from_fields, about_to_fields, lost, settings_of
-from llama_jax.checkpoints.memory import from_params
 from llama_jax.errors import CheckpointError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.huggingface import from_params
+from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields, all_settings, missing_settings
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build
@@ -297,7 +297,7 @@ def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("llama_jax.checkpoints.saving")
+    logger = logging.getLogger("llama_jax.formats.saving")
     logger.addHandler(handler)
     logger.propagate = False
     try:
@@ -310,7 +310,7 @@ def logged() -> Iterator[list[str]]:
 def held(path: Path) -> dict[str, Any]:
     """What lies beside the weights of a model that was written."""
     opened = open_checkpoint(path)
-    return settings_of(opened.tokenizer(), opened.about())
+    return all_settings(opened.tokenizer(), opened.about())
 
 
 def publish(folder: Path, model: Model) -> dict[str, Path]:
@@ -371,7 +371,7 @@ def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
                     llama_jax.convert(path, written, format=target)
                 except CheckpointError:
                     continue
-            missing = lost(before, held(written))
+            missing = missing_settings(before, held(written))
             said = " ".join(lines)
             found[source, target] = Outcome(
                 len(before),

@@ -47,7 +47,7 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 from llama_jax import Lora, OptimizerSettings, Recipe
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.formats.loading import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import RewardSettings

@@ -18,8 +18,7 @@ import numpy as np
 from make_goldens import GOLDENS, random_tensors
 
 from llama_jax import LlamaConfig, rotary_frequencies
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.formats.huggingface import NAMES, config_to_dict
 
 FORMATS = GOLDENS / "formats"
 # Eight key/value heads and sizes that eight divides: as many ranks as Meta's largest releases have.

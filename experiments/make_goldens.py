@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from llama_jax import LlamaConfig, RopeScaling
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.config import RopeScalingKind
+from llama_jax.formats.huggingface import NAMES, config_to_dict
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 

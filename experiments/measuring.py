@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,14 +62,14 @@ def settings(arguments: Any) -> dict[str, Any]:
 
 def write_report(path: Path, report: Any) -> None:
     """As JSON; the file is whole whenever the process ends, so that what was measured is there to go on with."""
-    with appearing(path) as target:
+    with write_atomically(path) as target:
         target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def write_rows(path: Path, about: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Likewise a report of many rows, which are under a name, each in a line of its own."""
     lines = ",\n  ".join(map(json.dumps, rows))
-    with appearing(path) as target:
+    with write_atomically(path) as target:
         target.write_text(f'{json.dumps(about)[:-1]}, "{name}": [\n  {lines}\n]}}\n', "utf-8")
 
 

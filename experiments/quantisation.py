@@ -146,7 +146,7 @@ def held(params: Llama) -> dict[str, float]:
 
 def trained_models() -> dict[str, Path]:
     """By name: the bundled model, and what is there of the shared ones."""
-    from llama_jax.checkpoints.bundled import bundled
+    from llama_jax.formats.loading import bundled
 
     stories = DATA / "stories260K"
     return {"bundled": bundled()} | ({"stories-260k": stories} if stories.is_dir() else {})

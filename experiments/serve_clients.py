@@ -40,7 +40,7 @@ from bench_serve import free_port, running
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.formats.loading import bundled
 
 STORY = "Once upon a time there was a little dog. He liked to run and play in the big green park with his friend Tom."
 BEGINNINGS = ["Once upon a time", "Lily had a red ball. She", "The café was", "One day, a boy named Tim"]

@@ -213,12 +213,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
     from llama_jax.exporting import register_for_export
+    from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup

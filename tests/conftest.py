@@ -33,12 +33,10 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.checkpoints.assemble import assemble
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.huggingface_config import config_to_dict
-from llama_jax.checkpoints.memory import Held
-from llama_jax.checkpoints.tensors import Opened
 from llama_jax.cli.arguments import arranged
+from llama_jax.formats.build_params import build_params
+from llama_jax.formats.huggingface import NAMES, config_to_dict
+from llama_jax.formats.lazy_tensors import ArrayTensor, Opened
 from llama_jax.model.trees import dequantize
 
 # Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.
@@ -193,8 +191,8 @@ def calling(monkeypatch, capsys, tmp_path):
 
 def params_of(config, tensors: dict[str, np.ndarray], dtype=None):
     """Parameters from tensors by Hugging Face name."""
-    held = {name: Held(array) for name, array in tensors.items()}
-    return assemble(Opened("test", Path("test"), config, held, NAMES, False, lambda: None), dtype)
+    held = {name: ArrayTensor(array) for name, array in tensors.items()}
+    return build_params(Opened("test", Path("test"), config, held, NAMES, False, lambda: None), dtype)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from llama_jax.storage import view
+from llama_jax.storage import consistent_reader
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -100,7 +100,7 @@ def serving(monkeypatch, cache):
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    monkeypatch.setattr(view, "WAITS", (0.0,))
+    monkeypatch.setattr(consistent_reader, "WAITS", (0.0,))
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

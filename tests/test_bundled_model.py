@@ -12,7 +12,7 @@ from commands import run_here
 from conftest import shared_data
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.formats.loading import bundled
 from llama_jax.model.trees import count
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -25,7 +25,7 @@ import three_ways
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.checkpoints.bundled import bundled
+from llama_jax.formats.loading import bundled
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.weights import KINDS
 from llama_jax.ops.weights.kinds import MADE

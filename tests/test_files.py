@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llama_jax.errors import CheckpointError
-from llama_jax.files import LARGEST_JSON, read_object, read_whole
+from llama_jax.storage.paths import LARGEST_JSON, read_object, read_whole
 
 
 @pytest.mark.parametrize(

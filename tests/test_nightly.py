@@ -71,7 +71,7 @@ CARELESS = """
 import contextlib, json, shutil, sys
 sys.path.insert(0, sys.argv[1])
 import killed_writes
-from llama_jax.checkpoints import saving
+from llama_jax.formats import saving
 
 @contextlib.contextmanager
 def careless(path, **options):
@@ -84,7 +84,7 @@ def careless(path, **options):
 
 perform = killed_writes.Work.perform
 def broken(self, operation, folder, which="new"):
-    saving.appearing = careless
+    saving.new_output = careless
     perform(self, operation, folder, which)
 killed_writes.Work.perform = broken
 print(json.dumps(killed_writes.run(range(0, 80, 10), 1)))

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import RopeScaling, Sampling
-from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.huggingface_config import config_from_dict
-from llama_jax.checkpoints.memory import from_params
-from llama_jax.checkpoints.pickled import read_pickled
 from llama_jax.errors import GenerationError
+from llama_jax.formats import huggingface
+from llama_jax.formats.huggingface import config_from_dict, from_params
+from llama_jax.formats.torch_pickle import read_pickled
 from llama_jax.inference.sampling import penalise, threshold
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places

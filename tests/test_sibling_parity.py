@@ -9,10 +9,10 @@ import pytest
 from test_siblings import PLAIN, SIBLINGS, random_params
 
 import llama_jax
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
-from llama_jax.checkpoints.huggingface_families import FAMILIES
-from llama_jax.checkpoints.store import name_of
 from llama_jax.config import LayerConfig, RopeScaling, preset
+from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.formats.huggingface_families import FAMILIES
+from llama_jax.formats.orbax_format import name_of
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 

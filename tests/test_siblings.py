@@ -15,14 +15,13 @@ from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
-from llama_jax.checkpoints import load_adapter, save_adapter
-from llama_jax.checkpoints.gguf import config_from_fields
-from llama_jax.checkpoints.gguf_file import read_file
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
-from llama_jax.checkpoints.store import name_of
 from llama_jax.cli import main
 from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
+from llama_jax.formats import load_adapter, save_adapter
+from llama_jax.formats.gguf import config_from_fields, read_file
+from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.formats.orbax_format import name_of
 from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places

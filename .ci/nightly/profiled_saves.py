@@ -34,7 +34,7 @@ def profile(folder: Path, seed: int, number: int) -> list[str]:
     from mortal_run import recipe
 
     import llama_jax
-    from llama_jax.checkpoints.sums import verify
+    from llama_jax.formats.step_dirs import verify
 
     rng = random.Random(f"{seed} {number}")
     start = rng.randint(1, STEPS)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gpu_parts.decode import step_bytes
 from gpu_parts.run import RUNNER, Row, Run
-from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.formats.huggingface import config_to_dict
 
 WORKER = "--transformers-worker"
 

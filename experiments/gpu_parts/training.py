@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gpu_parts.plan import Training
 from gpu_parts.run import RUNNER, Row, Run
-from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.formats.huggingface import config_to_dict
 
 TRAINING_WORKER = "--training-worker"
 TRAINING_SHARE = 0.4  # of the time limit

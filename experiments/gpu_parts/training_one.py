@@ -19,7 +19,7 @@ from gpu_parts.plan import SMALL
 from gpu_parts.run import Row, Run, memory_limit, number
 from gpu_parts.timing import matrix_rate, spread
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints.huggingface_config import config_from_dict
+from llama_jax.formats.huggingface import config_from_dict
 from llama_jax.training import flops
 
 

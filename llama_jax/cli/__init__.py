@@ -18,7 +18,7 @@ import llama_jax
 from llama_jax.cli.arguments import arranged, check_settings, recipe_asked_about
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
-from llama_jax.writing import cannot_write, remedy_for, send_nowhere
+from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
 # By group: a command, its class in the file of the command's name, and what it does, in one line of at most 80 columns.
 COMMANDS = {
@@ -74,7 +74,7 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
-        send_nowhere(sys.stdout.fileno())
+        discard_output(sys.stdout.fileno())
         sys.exit(1)
     except StuckSaveError as error:
         end_at_once(error)
@@ -174,7 +174,7 @@ def _of_stdout(error: Exception) -> str | None:
     """The message of a write error without a file name; those with a name are reported by the code that writes the file."""
     if not isinstance(error, OSError) or error.filename is not None or not remedy_for(error):
         return None
-    send_nowhere(sys.stdout.fileno())  # so that nothing is tried again at exit
+    discard_output(sys.stdout.fileno())  # so that nothing is tried again at exit
     return cannot_write(Path("stdout"), error)
 
 

@@ -223,18 +223,14 @@ class _Output:
                     bar.update()
                 os.fsync(file.fileno())
         except OSError as error:
-            from llama_jax.writing import cannot_write
+            from llama_jax.storage.atomic_write import cannot_write
 
             raise UserError(cannot_write(self.path, error)) from None
         return made
 
     def _lock(self, descriptor: int) -> None:
         """Lock the file: two batches that write it would mix their lines. The lock ends with the process."""
-        if sys.platform == "win32":
-            return
-        import fcntl
+        from llama_jax.storage.atomic_write import lock_descriptor
 
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another batch; give another file to write") from None
+        if not lock_descriptor(descriptor):
+            raise UserError(f"{self.path} is being written by another batch; give another file to write")

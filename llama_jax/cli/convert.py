@@ -15,7 +15,7 @@ from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.saving import Kind
+    from llama_jax.formats.saving import WrittenDtype
 
 FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
@@ -53,10 +53,10 @@ class Convert:
     def run(self) -> None:
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.saving import about_blocks, convert
+        from llama_jax.formats.saving import about_blocks, convert
 
         started = time.perf_counter()
-        dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        dtype: WrittenDtype | None = None if self.dtype == "auto" else self.dtype
         format = None if self.format == "auto" else self.format
         quantize = None if self.quantize in ("auto", "keep") else self.quantize
         for line in about_blocks(self.source, self.destination, format, dtype or quantize):

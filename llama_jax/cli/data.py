@@ -88,9 +88,8 @@ class ShowData:
                 print(f"llama-jax: {warning.message}", file=sys.stderr)
 
     def _tokenizer(self) -> Tokenizer:
-        from llama_jax.checkpoints.bundled import bundled
-        from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.eval_options import stored_tokenizer
+        from llama_jax.formats.loading import bundled, open_checkpoint
         from llama_jax.tokenizers import load_tokenizer
 
         if self.tokenizer is not None:
@@ -190,9 +189,9 @@ class BuildData:
 
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.bundled import bundled
         from llama_jax.data.build_corpus import BuildOptions, build
         from llama_jax.data.documents import DocumentFormat
+        from llama_jax.formats.loading import bundled
 
         for name, value in (("unit", self.unit), ("processes", self.processes)):
             if value is not None:

@@ -35,7 +35,7 @@ def check_draft(text: str, config: LlamaConfig) -> None:
     name, _ = parse_draft(text)
     if name == PROMPT:
         return
-    from llama_jax.checkpoints import open_checkpoint
+    from llama_jax.formats import open_checkpoint
 
     size = open_checkpoint(name).config.vocab_size
     if size != config.vocab_size:

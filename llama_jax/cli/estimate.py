@@ -319,9 +319,9 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
 
 def read_config(model: str) -> LlamaConfig:
     """The configuration of a preset, or of a model's files without their weights."""
-    from llama_jax.checkpoints import huggingface_config
-    from llama_jax.checkpoints.loading import open_checkpoint
     from llama_jax.config import PRESETS
+    from llama_jax.formats import huggingface
+    from llama_jax.formats.loading import open_checkpoint
     from llama_jax.storage import locate
 
     if model in PRESETS:
@@ -331,25 +331,25 @@ def read_config(model: str) -> LlamaConfig:
         raise ConfigError(f"{model!r} is neither a preset nor a path; the presets are {', '.join(PRESETS)}")
     settings = path if path.name == "config.json" else path / "config.json"
     if settings.is_file():  # the weights need not be there
-        return huggingface_config.read_config(settings.parent)
+        return huggingface.read_config(settings.parent)
     return open_checkpoint(path).config
 
 
 def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
-    from llama_jax.checkpoints import huggingface
-    from llama_jax.checkpoints.assemble import plan
-    from llama_jax.checkpoints.fill import StackParts
-    from llama_jax.checkpoints.loading import open_checkpoint
-    from llama_jax.checkpoints.quantising import can_be_kept, kinds_of, quantized_kinds
-    from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import PRESETS
+    from llama_jax.formats import huggingface
+    from llama_jax.formats.build_params import plan
+    from llama_jax.formats.device_fill import StackParts
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.loading import open_checkpoint
+    from llama_jax.formats.quantize_on_load import can_be_kept, kinds_of, quantized_kinds
     from llama_jax.storage import locate
 
     path = locate(model)
     if model in PRESETS or path.name == "config.json":
         return "none", None
-    if (path / "config.json").is_file() and not huggingface.has_weights(path):
+    if (path / "config.json").is_file() and not huggingface.recognizes(path):
         return "none", None
     opened = open_checkpoint(path)
     words = quantized_kinds(opened.tensors, can_be_kept)

@@ -266,7 +266,7 @@ class Eval(TextOptions, RememberOptions):
 
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.formats.loading import open_checkpoint
         from llama_jax.verify.activations import TEXT
 
         opened = open_checkpoint(path)

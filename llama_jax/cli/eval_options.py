@@ -19,11 +19,11 @@ from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Opened
     from llama_jax.cli.runtime import CompileClock
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.model.params import Llama
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
         return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
 
 
-def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
+def stored_tokenizer(path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
     """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
@@ -86,7 +86,7 @@ class TextOptions(CompileOptions):
     json: bool = False
     """Print one JSON object; what is not a number is null."""
 
-    def vocabulary(self, path: Location, opened: Opened | Stored) -> Tokenizer:
+    def vocabulary(self, path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
         """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
         from llama_jax.tokenizers import load_tokenizer
 
@@ -118,9 +118,9 @@ class TextOptions(CompileOptions):
 
     def open(self, path: Location) -> Subject:
         """The model at a path without its weights, with the given rope scaling and vocabulary."""
-        from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.loading import open_checkpoint
         from llama_jax.model.checks import check_attend
         from llama_jax.model.options import Compute
 
@@ -134,8 +134,8 @@ class TextOptions(CompileOptions):
 
     def load(self, subject: Subject) -> Llama:
         """The weights."""
-        from llama_jax.checkpoints.loading import load
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.formats.loading import load
 
         dtype = None if self.dtype == "auto" else self.dtype
         quantize = None if self.quantize == "auto" else self.quantize
@@ -146,9 +146,9 @@ class TextOptions(CompileOptions):
 
     def load_dense(self, path: Location) -> Llama:
         """The weights at another path in the same type, as floats: in float32 where they are quantized."""
-        from llama_jax.checkpoints.loading import load, open_checkpoint
-        from llama_jax.checkpoints.quantising import quantized_kinds
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.formats.loading import load, open_checkpoint
+        from llama_jax.formats.quantize_on_load import quantized_kinds
 
         dtype = None if self.dtype == "auto" else self.dtype
         if dtype is None and quantized_kinds(open_checkpoint(path).tensors):

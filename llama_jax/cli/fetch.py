@@ -33,7 +33,7 @@ class Fetch:
     def run(self) -> None:
         if not sys.stderr.isatty():  # progress is for people, and the hub's library shows it in logs as well
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        from llama_jax.checkpoints.fetching import fetch
+        from llama_jax.formats.hub_download import fetch
 
         found = fetch(self.repository, self.revision, self.out)
         print(

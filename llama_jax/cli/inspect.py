@@ -17,8 +17,8 @@ from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Described, Opened
+    from llama_jax.formats.lazy_tensors import Opened, TensorInfo
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
@@ -43,7 +43,7 @@ class Inspect:
     def run(self) -> None:
         import jax
 
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.formats.loading import open_checkpoint
 
         jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator need be there, or be free
         opened = open_checkpoint(self.path)
@@ -58,11 +58,11 @@ class Inspect:
             raise UserError(facts["problems"][0])
 
 
-def describe(opened: Opened | Stored) -> dict[str, Any]:
+def describe(opened: Opened | OrbaxCheckpoint) -> dict[str, Any]:
     """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
-    from llama_jax.checkpoints.loading import check_names
+    from llama_jax.formats.loading import check_names
     from llama_jax.model.cache import cache_bytes
     from llama_jax.model.trees import parameter_count
 
@@ -141,13 +141,12 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, ["vocabulary", _in_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
 
 
-def _check_sums(opened: Opened | Stored) -> None:
+def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
-    from llama_jax.checkpoints.steps import DamagedError
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.sums import verify
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.step_dirs import DamagedError, verify
 
-    if not isinstance(opened, Stored):
+    if not isinstance(opened, OrbaxCheckpoint):
         return
     fetched = opened.fetched
     if fetched is not None:
@@ -158,11 +157,11 @@ def _check_sums(opened: Opened | Stored) -> None:
         verify(opened.path)
 
 
-def _files(opened: Opened | Stored) -> list[Location]:
+def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
     """The files that hold the model's tensors."""
-    from llama_jax.checkpoints.store import Stored
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
 
-    if isinstance(opened, Stored):
+    if isinstance(opened, OrbaxCheckpoint):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
         if opened.fetched is not None:
             listed = [opened.fetched.url / file for file in opened.fetched.sums if file.startswith(f"{name}/")]
@@ -175,8 +174,8 @@ def _files(opened: Opened | Stored) -> list[Location]:
 
 
 def _files_of(tensor: Any) -> list[Location]:
-    from llama_jax.checkpoints.quantized_tensors import QuantizedTensor
-    from llama_jax.checkpoints.tensors import Combined, Derived
+    from llama_jax.formats.hf_quantized import QuantizedTensor
+    from llama_jax.formats.lazy_tensors import Combined, Derived
 
     if isinstance(tensor, QuantizedTensor):
         return [part.path for part in tensor.parts.values()]
@@ -216,7 +215,7 @@ def _attention_of(layer: Mapping[str, Any]) -> str:
     return seen + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 
 
-def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, Any]]:
+def _kinds(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
     """How many tensors, numbers and bytes there are of each kind, and bits for a number, the most bytes first."""
     found: dict[str, dict[str, Any]] = {}
     for tensor in tensors.values():

@@ -179,10 +179,10 @@ class LmEval(LoadOptions):
             "cut": texts.cut,
         }
         if self.output is not None:
-            from llama_jax.writing import appearing
+            from llama_jax.storage.atomic_write import write_atomically
 
             whole = json.dumps({"llama_jax": about, **found}, indent=2, ensure_ascii=False, default=handle_non_serializable)
-            with appearing(self.output) as target:
+            with write_atomically(self.output) as target:
                 target.write_text(whole + "\n", encoding="utf-8")
         print(printable(str(self.model)))
         print(make_table(found))

@@ -16,7 +16,7 @@ from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.saving import Kind
+    from llama_jax.formats.saving import WrittenDtype
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Merge(CompileOptions):
     def run(self) -> None:
         from tqdm import tqdm
 
-        from llama_jax.checkpoints import load, load_adapter, open_checkpoint, save
-        from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.appearing import check_room
-        from llama_jax.checkpoints.quantising import quantized_kinds
-        from llama_jax.checkpoints.saving import FOLDERS, format_of
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.formats import load, load_adapter, open_checkpoint, save
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.formats.saving import FOLDERS, format_of
+        from llama_jax.formats.tensor_export import check_room
         from llama_jax.model.adapters import merge
 
         started = time.perf_counter()
@@ -57,7 +57,7 @@ class Merge(CompileOptions):
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        dtype: WrittenDtype | None = None if self.dtype == "auto" else self.dtype
         exact = dtype is None
         if kinds := quantized_kinds(base.tensors):
             exact = False

@@ -18,10 +18,10 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints.assemble import Progress
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import LlamaConfig
+    from llama_jax.formats.build_params import Progress
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.cache import CacheOptions
@@ -98,13 +98,13 @@ class LoadOptions(CompileOptions):
         make_mesh(sizes)
         return sizes
 
-    def compile_native(self, opened: Opened | Stored) -> None:
+    def compile_native(self, opened: Opened | OrbaxCheckpoint) -> None:
         """Begin to compile, beside the loading of a model, what a CPU compiles once; over a mesh nothing is native."""
         import jax
 
         from llama_jax import ops
-        from llama_jax.checkpoints.loading import planned_weights
-        from llama_jax.checkpoints.quantising import can_be_kept
+        from llama_jax.formats.loading import planned_weights
+        from llama_jax.formats.quantize_on_load import can_be_kept
 
         dtype = None if self.dtype == "auto" else jax.numpy.dtype(self.dtype)
         if self.quantize not in ("auto", "keep"):
@@ -128,9 +128,9 @@ class LoadOptions(CompileOptions):
         import jax.numpy as jnp
 
         import llama_jax
-        from llama_jax.checkpoints.adapters import with_attend
-        from llama_jax.checkpoints.bundled import NAME, bundled
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.loading import BUNDLED_NAME, bundled
         from llama_jax.model.checks import check_attend
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
@@ -153,7 +153,7 @@ class LoadOptions(CompileOptions):
         )
         if self.model is None:
             size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
-            print(f"model: {NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
+            print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(
                 f"no vocabulary of at most {config.vocab_size} pieces lies with {path}; give one with --tokenizer"
@@ -245,8 +245,8 @@ class DraftOptions(LoadOptions):
     def check_draft(self) -> None:
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
         if self.draft:
-            from llama_jax.checkpoints import open_checkpoint
-            from llama_jax.checkpoints.bundled import bundled
+            from llama_jax.formats import open_checkpoint
+            from llama_jax.formats.loading import bundled
 
             check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
 

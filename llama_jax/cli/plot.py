@@ -11,7 +11,7 @@ import tyro
 
 from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -44,7 +44,7 @@ class Plot:
                 where = folder / METRICS
                 print(f"llama-jax: {where}: incomplete lines were skipped (line {numbers})", file=sys.stderr)
         figure = draw(runs, by=self.by, log=self.log, smoothing=self.smoothing)
-        with appearing(output) as target:
+        with write_atomically(output) as target:
             figure.savefig(target, format=output.suffix[1:].lower())
         print(output)
 

@@ -232,10 +232,9 @@ class Serve(AdapterOptions, DraftOptions):
         """
         import jax
 
-        from llama_jax.checkpoints.bundled import bundled
-        from llama_jax.checkpoints.loading import open_checkpoint, planned_weights
         from llama_jax.cli.draft import PROMPT
         from llama_jax.cli.rope import with_rope
+        from llama_jax.formats.loading import bundled, open_checkpoint, planned_weights
         from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
 
         dtype = None if self.dtype == "auto" else self.dtype

@@ -19,7 +19,7 @@ from llama_jax.cli.page import filled
 from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, shown
-from llama_jax.writing import send_nowhere
+from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
@@ -116,7 +116,7 @@ class Train(CompileOptions):
             self.coordinator, self.processes, self.process_id, detect=self.distributed, timeout=self.start_timeout
         ) as joined:
             if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
-                send_nowhere(1)
+                discard_output(1)
             start_backend(training=True)
             from llama_jax.runs.log import Log
             from llama_jax.runs.loop import train
@@ -145,7 +145,7 @@ class Train(CompileOptions):
 
     def _recipe(self) -> Recipe:
         """The recipe with its changes, and with the model of the weights if there are any."""
-        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.formats.loading import open_checkpoint
         from llama_jax.runs.overrides import override
         from llama_jax.runs.recipes import check_weights, find
 

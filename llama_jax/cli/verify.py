@@ -18,9 +18,9 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.checkpoints.store import Stored
-    from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import LlamaConfig
+    from llama_jax.formats.lazy_tensors import Opened
+    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
     from llama_jax.verify.activations import Origin, Trace
@@ -65,8 +65,8 @@ class Verify(CompileOptions):
 
     def run(self) -> None:
         self._check_options()
-        from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.verify.activations import trace
         from llama_jax.verify.compare import compare
         from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
@@ -110,9 +110,9 @@ class Verify(CompileOptions):
             errors = () if quantize is None else self._matrix_errors(opened, params)
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
-    def _check_quantize(self, opened: Opened | Stored) -> None:
+    def _check_quantize(self, opened: Opened | OrbaxCheckpoint) -> None:
         """Raise an error if the model cannot be quantized this way."""
-        from llama_jax.checkpoints.quantising import check_kept
+        from llama_jax.formats.quantize_on_load import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
         if self.quantize == "keep":
@@ -128,11 +128,11 @@ class Verify(CompileOptions):
             return None
         return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
 
-    def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
+    def _matrix_errors(self, opened: Opened | OrbaxCheckpoint, params: Llama) -> tuple[MatrixError, ...]:
         """The error of every quantized matrix; the originals are read again."""
-        from llama_jax.checkpoints.assemble import plan
-        from llama_jax.checkpoints.loading import load
-        from llama_jax.checkpoints.tensors import Opened
+        from llama_jax.formats.build_params import plan
+        from llama_jax.formats.lazy_tensors import Opened
+        from llama_jax.formats.loading import load
         from llama_jax.verify.rounding_error import matrix_errors
 
         # Orbax reads whole models alone.
@@ -153,12 +153,12 @@ class Verify(CompileOptions):
         if self.tokens is not None and self.tokens < 2:
             raise UserError(f"tokens={self.tokens} must be at least 2")
 
-    def _origin(self, opened: Opened | Stored) -> Origin:
+    def _origin(self, opened: Opened | OrbaxCheckpoint) -> Origin:
         """What this model's numbers will be of; names and shapes are checked."""
         import jax
 
         import llama_jax
-        from llama_jax.checkpoints.loading import check_names
+        from llama_jax.formats.loading import check_names
         from llama_jax.verify.rounding_error import origin_of
 
         check_names(opened)
@@ -169,7 +169,7 @@ class Verify(CompileOptions):
 
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
-        from llama_jax.checkpoints.huggingface import open_folder
+        from llama_jax.formats.huggingface import open_folder
         from llama_jax.verify.reference import check_transformers
 
         assert self.against is not None

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from llama_jax.errors import UserError
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 VARIABLE = "LLAMA_JAX_EXECUTABLES"
 """The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""
@@ -71,7 +71,7 @@ def write(path: Path, key: str, content: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         problem = refusal(path.parent)
         if problem is None:
-            with appearing(path) as target:
+            with write_atomically(path) as target:
                 target.chmod(0o600)
                 target.write_bytes(head + content)
             make_room(path.parent, path)

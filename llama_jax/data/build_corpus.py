@@ -31,8 +31,8 @@ from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, span
 from llama_jax.data.token_stream import Vocabulary, examine, read_tokens
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import locate, on_disk, resolved
+from llama_jax.storage.atomic_write import cannot_write, hold_lock, remove, sign_lock, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.writing import appearing, cannot_write, hold, remove, sign
 
 # Bytes of a file that become a part, at least and at most: to put one on the disk for good takes some 30 ms.
 PART_BYTES = (8 << 20, 64 << 20)
@@ -200,12 +200,12 @@ def _held(folder: Path) -> Iterator[None]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = hold(folder / BUILD_LOCK, partial(_taken, folder), "build")
+        lock = hold_lock(folder / BUILD_LOCK, partial(_taken, folder), "build")
     except OSError as error:
         raise DataError(cannot_write(folder, error)) from None
     try:
         with suppress(OSError):  # on a full disk it is held all the same
-            sign(lock)
+            sign_lock(lock)
         yield
     finally:
         with suppress(OSError):
@@ -249,7 +249,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
             raise DataError(cannot_write(folder, error)) from None
         if other is not None:
             raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or a new one")
-    with appearing(noted, raises=DataError) as target:
+    with write_atomically(noted, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.errors import DataError, UserError
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 CORPUS_SUFFIX = ".corpus"
 CORPUS_MAGIC = b"llamajx2"
@@ -87,7 +87,7 @@ def write_corpus(
     starts, byte_counts = array("q"), array("q")
     total = 0
     digest = hashlib.sha256()
-    with appearing(path, raises=raises) as target, target.open("wb") as file:
+    with write_atomically(path, raises=raises) as target, target.open("wb") as file:
 
         def put(content: Any) -> None:
             digest.update(content)

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from llama_jax.errors import DataError, reading
 from llama_jax.storage import StoredPath, locate
-from llama_jax.storage.view import MOST_OPEN, Listed
-from llama_jax.writing import appearing, remove
+from llama_jax.storage.atomic_write import remove, write_atomically
+from llama_jax.storage.consistent_reader import MOST_OPEN, StoreEntry
 
 CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
 RECENT_SECONDS = 600  # seconds
@@ -126,14 +126,14 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
     folder = objects / hashlib.sha256(told.encode()).hexdigest()[:32]
     sizes = {name: int(listed.size or 0) for name, listed in found.items()}
     if not _is_whole(folder, sizes):
-        with appearing(folder, folder=True, raises=cannot_cache) as target:
+        with write_atomically(folder, folder=True, raises=cannot_cache) as target:
             _fetch(base, sizes, target)
         make_room(objects, cache_limit(), folder)
     note_use(folder)
     return folder / single
 
 
-def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, Listed]]:
+def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, StoreEntry]]:
     """The objects in a folder and those below, by their paths in it."""
     for name, listed in folder.view.names(folder.key).items():
         if name.startswith("."):

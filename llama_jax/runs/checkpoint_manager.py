@@ -1,6 +1,6 @@
 """The checkpoints of a run while it trains: saved in the background, the last and the best kept, restored to the bit.
 
-What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
+What lies on the disk is described in `llama_jax.formats.step_dirs`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
 can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
 """
@@ -27,9 +27,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints.huggingface_config import write_config
-from llama_jax.checkpoints.orbax_errors import error_of_writing, quiet, wait_for_writers
-from llama_jax.checkpoints.steps import (
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.formats.huggingface import write_config
+from llama_jax.formats.orbax_format import (
+    describe,
+    error_of_writing,
+    name_of,
+    read_arrays,
+    wait_for_writers,
+    with_short_errors,
+    without_tracebacks,
+)
+from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
     NOTE,
@@ -40,15 +50,13 @@ from llama_jax.checkpoints.steps import (
     existing_step,
     read_note,
     steps_in,
+    verify,
+    write_sums,
 )
-from llama_jax.checkpoints.store import asking_orbax, describe, name_of, read_arrays
-from llama_jax.checkpoints.sums import verify, write_sums
-from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
+from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
-from llama_jax.writing import clear_up, remedy_for
 
 # What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
@@ -154,7 +162,7 @@ class CheckpointManager:
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
         with ExitStack() as until_written, self._watched(step):
-            until_written.enter_context(quiet())
+            until_written.enter_context(without_tracebacks())
             try:
                 with _writing(self._shelf):
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
@@ -264,7 +272,7 @@ class CheckpointManager:
                     f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
                 )
         loaded = {
-            name: asking_orbax(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
+            name: with_short_errors(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
         }
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
 
@@ -381,7 +389,7 @@ class CheckpointManager:
 
     def _clear_up(self) -> None:
         """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
-        clear_up(self.folder)
+        remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
                 shutil.rmtree(path)

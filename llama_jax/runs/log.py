@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from llama_jax.writing import send_nowhere
+from llama_jax.storage.atomic_write import discard_output
 
 
 class Log:
@@ -40,7 +40,7 @@ class Log:
             # The reader has left (`| head`), the terminal has hung up, or the disk under a log is full: the run goes on in
             # silence. Nothing may be flushed there at the end.
             self.quiet = True
-            send_nowhere(self._stream.fileno())
+            discard_output(self._stream.fileno())
 
     def end(self) -> None:
         """Leave the last line of progress where it is."""

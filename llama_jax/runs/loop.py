@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data.data_files import Data, find_data
 from llama_jax.errors import CheckpointError, StuckSaveError, TrainingError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.options import Compute

@@ -23,7 +23,7 @@ import numpy as np
 from llama_jax.errors import TrainingError, UserError, reading
 from llama_jax.runs.log import Log
 from llama_jax.storage import Location, StoredPath, locate, resolved
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 METRICS = "metrics.jsonl"  # in the folder of a run
 PARTS = "metrics"  # of one in a store, which appends to nothing: a folder of 000001.jsonl and so on
@@ -286,7 +286,7 @@ class Tracking:
                 raise TrainingError(f"{name} cannot record this run: {_first_line(error)}") from None
             known[name] = tracker.name
         if self._trackers:
-            with appearing(path, raises=TrainingError) as target:
+            with write_atomically(path, raises=TrainingError) as target:
                 target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

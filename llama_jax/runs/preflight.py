@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note
-from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import Data, FoundData
 from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops import project
@@ -31,7 +30,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.compiled_step import check_mesh
-from llama_jax.runs.lease import run_of
+from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS, read_lines
 from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
@@ -39,10 +38,10 @@ from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
 from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
-from llama_jax.writing import appearing
 
 # Of a processor's time, at any depth, since the layers are a loop: 2.3 to 5.5 for models of 0.3M to 1.1B parameters.
 COMPILE_SECONDS = 5.0
@@ -257,7 +256,7 @@ def is_given(paths: Data) -> bool:
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
-        with appearing(folder / RECIPE, raises=TrainingError) as target:
+        with write_atomically(folder / RECIPE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.checkpoints import load, open_checkpoint
-from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
-from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import TrainingError
+from llama_jax.formats import load, open_checkpoint
+from llama_jax.formats.lazy_tensors import TensorInfo
+from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.model.params import Llama
 from llama_jax.ops.weights import Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked
@@ -86,7 +86,7 @@ def load_frozen(
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
-def describe_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
+def describe_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """A line that says what becomes of weights that are quantized."""
     kinds = quantized_kinds(tensors)
     if not kinds:

@@ -23,20 +23,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.checkpoints.chunks import MANIFEST, add_index
-from llama_jax.checkpoints.step_fetching import OF_NUMBERS, fetch_files
-from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, SUMS, is_step
-from llama_jax.checkpoints.sums import files_in, sums_of
 from llama_jax.errors import CheckpointError, TrainingError
+from llama_jax.formats.orbax_index import MANIFEST, add_index
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
 from llama_jax.parallel.processes import Processes
-from llama_jax.runs import lease
-from llama_jax.runs.lease import Lease
-from llama_jax.runs.lock import locked
+from llama_jax.runs import locks
+from llama_jax.runs.locks import Lease, locked
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS
 from llama_jax.runs.shelf import LocalShelf, Shelf
-from llama_jax.storage import Location, StoredPath, view
-from llama_jax.writing import ScratchFolder
+from llama_jax.storage import Location, StoredPath, consistent_reader
+from llama_jax.storage.atomic_write import ScratchFolder
 
 
 class RunFolder(Protocol):
@@ -135,7 +132,7 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
 
 
 THREADS = 4  # files that are put at a time, large ones in parts
-PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.view`: a run costs more than a reader
+PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.consistent_reader`: a run costs more than a reader
 METRICS_EVERY = 15.0  # seconds
 LEAVING = 20.0  # seconds that what is left of a run that has failed may take
 PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
@@ -181,7 +178,7 @@ class StoredRun:
     def put_files(self, *, also_in_folders: bool = False) -> None:
         """Put the files that have changed, and the metrics.
 
-        Those at the top appear there whole (`writing.appearing`); in folders TensorBoard and profilers write as they like,
+        Those at the top appear there whole (`atomic_write`); in folders TensorBoard and profilers write as they like,
         until the run ends.
 
         Raises:
@@ -378,7 +375,7 @@ def fetch_beside(place: StoredPath, path: Path) -> list[Path]:
     """Download the files at the top of the run in `place`, without metrics, into a folder; return their paths."""
     found = []
     for name, listed in place.view.names(place.key).items():
-        if listed.size is None or name.startswith(".") or name in (lease.NAME, METRICS):
+        if listed.size is None or name.startswith(".") or name in (locks.LEASE, METRICS):
             continue
         (path / name).write_bytes(place.view.read((place / name).key, 0, listed.size))
         found.append(path / name)
@@ -396,7 +393,7 @@ def _add(step: Path, name: str, content: bytes) -> None:
 
 
 def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    view.trying(str(path), ask, (*view.WAITS, *PATIENCE))
+    consistent_reader.with_retries(str(path), ask, (*consistent_reader.WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama_jax.storage import Location
-from llama_jax.writing import flush_folders, put
+from llama_jax.storage.atomic_write import flush_folders, replace_path
 
 REMOVED = ".removed"  # after the number of a step in the name of its folder, which is being deleted
 
@@ -87,7 +87,7 @@ class LocalShelf:
     def put(self, written: Path, step: int) -> None:
         self.check()
         flush_folders(written)
-        put(written, self.place / str(step))
+        replace_path(written, self.place / str(step))
 
     def remove(self, step: int) -> None:
         # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.view import FOLDER, Listed, PassingError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TransientError
 
 Given = TypeVar("Given")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
@@ -22,8 +22,8 @@ DATA = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
-    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, at its current commit; for data sets
-    hf://datasets/ORGANISATION/NAME.
+    """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for data sets
+    hf://datasets/ORGANIZATION/NAME.
 
     Raises:
       UserError: huggingface_hub is not installed.
@@ -49,7 +49,7 @@ class Repository:
         self._files = files
         self._cached: dict[str, Path | None] = {}
 
-    def names(self, folder: str) -> Mapping[str, Listed]:
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
         try:
             found = _asked(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
         except FileNotFoundError:
@@ -58,7 +58,7 @@ class Repository:
             return {}
         return {each["name"].rpartition("/")[2]: self._listed(each) for each in found}
 
-    def head(self, key: str) -> Listed | None:
+    def head(self, key: str) -> StoreEntry | None:
         try:
             return self._listed(_asked(self._url(key), lambda: self._files.info(self._path(key))))
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class Repository:
           The folder that holds them under their keys.
 
         Raises:
-          PassingError, OSError: as for `Store`; and errors of the disk.
+          TransientError, OSError: as for `Store`; and errors of the disk.
         """
         from huggingface_hub import snapshot_download
 
@@ -113,8 +113,8 @@ class Repository:
             self._cached[key] = Path(found) if isinstance(found, str) else None
         return self._cached[key]
 
-    def _listed(self, found: Mapping[str, Any]) -> Listed:
-        return FOLDER if found["type"] == "directory" else Listed(found["size"], self._commit)
+    def _listed(self, found: Mapping[str, Any]) -> StoreEntry:
+        return FOLDER if found["type"] == "directory" else StoreEntry(found["size"], self._commit)
 
     def _path(self, key: str) -> str:
         return f"{self._name}@{self._commit}/{key}" if key else f"{self._name}@{self._commit}"
@@ -145,7 +145,7 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     try:
         return ask()
     except errors.GatedRepoError:
-        why = f"its licence must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
+        why = f"its license must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "the repository has no such revision", url) from None
@@ -153,7 +153,7 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
         why = "there is no such repository, or it is private: log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
     except errors.LocalEntryNotFoundError as error:  # in a download: the hub did not answer
-        raise PassingError(reason_of(error)) from None
+        raise TransientError(reason_of(error)) from None
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
     except errors.OfflineModeIsEnabled:
@@ -164,10 +164,10 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
             raise PermissionError(errno.EACCES, f"the hub does not allow it ({status})", url) from None
         if 400 <= status < 500 and status not in (408, 429):
             raise OSError(errno.EIO, f"the hub refuses ({reason_of(error)})", url) from None
-        raise PassingError(f"the hub answers {status}") from None
+        raise TransientError(f"the hub answers {status}") from None
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
     except Exception as error:  # from the HTTP library that it uses, which depends on its version
         if isinstance(error, OSError) and error.errno in OF_THE_DISK:
             raise
-        raise PassingError(f"{type(error).__name__}: {reason_of(error)}") from None
+        raise TransientError(f"{type(error).__name__}: {reason_of(error)}") from None

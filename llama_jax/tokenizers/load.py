@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llama_jax.errors import TokenizerError, reading
-from llama_jax.files import read_whole
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage.paths import read_whole
 from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.interface import Tokenizer
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.files import read_object, read_text
 from llama_jax.storage import Location
+from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers.interface import Tokenizer
 
 LARGEST_ID = 1 << 31

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError, shown
+from llama_jax.formats import huggingface
+from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.verify.activations import Origin, Trace
 from llama_jax.verify.rounding_error import KIND, ROUNDING, origin_of
-from llama_jax.writing import appearing
 
 FORMAT = "llama_jax oracle 1"
 DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}
@@ -98,7 +98,7 @@ def write_oracle(path: Path, trace: Trace) -> None:
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
-    with appearing(path) as target, target.open("wb") as file:  # given a name, NumPy adds its own ending
+    with write_atomically(path) as target, target.open("wb") as file:  # given a name, NumPy adds its own ending
         np.savez(
             file,
             tokens=trace.tokens.astype(DTYPES["tokens"]),

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import ArrayParts, StackParts
-from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
+from llama_jax.formats.device_fill import ArrayParts, StackParts
+from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_kind
 from llama_jax.model.params import Llama, row_at
 from llama_jax.model.trees import is_weight
@@ -94,7 +94,7 @@ class Rounding:
 EXACT = Rounding("float32", 0.0, 0.0)
 
 
-def origin_of(name: str, config: LlamaConfig, tensors: Sequence[Described], dtype: str, versions: dict[str, str]) -> Origin:
+def origin_of(name: str, config: LlamaConfig, tensors: Sequence[TensorInfo], dtype: str, versions: dict[str, str]) -> Origin:
     """The origin of a checkpoint's numbers.
 
     Raises:

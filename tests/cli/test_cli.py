@@ -19,10 +19,10 @@ from make_format_goldens import FORMATS
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.cli import generate
 from llama_jax.cli.runtime import use_compilation_cache
 from llama_jax.errors import StuckSaveError
+from llama_jax.formats.huggingface import NAMES
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 

@@ -15,9 +15,9 @@ from make_format_goldens import FORMATS, SMALL
 from make_goldens import random_tensors
 
 import llama_jax
-from llama_jax.checkpoints.saving import KINDS, Format
 from llama_jax.cli.convert import BLOCKS
 from llama_jax.cli.convert import FORMATS as OFFERED
+from llama_jax.formats.saving import TENSOR_TYPES, Format
 
 START = "from llama_jax.cli import main; "
 
@@ -88,7 +88,7 @@ def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.checkpoints.layout import WrittenTensor; rows = WrittenTensor.rows\n"
+    "import os, signal; from llama_jax.formats.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
     "    return rows(self, dtype)\n"
@@ -129,4 +129,4 @@ def test_stopped_twice_leaves_what_the_next_run_clears_up(run, tmp_path):
 
 def test_what_is_offered_is_what_there_is():
     assert get_args(OFFERED) == ("auto", *get_args(Format))
-    assert set(KINDS) == {"float32", "bfloat16", "float16", *get_args(BLOCKS)}
+    assert set(TENSOR_TYPES) == {"float32", "bfloat16", "float16", *get_args(BLOCKS)}

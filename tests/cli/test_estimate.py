@@ -13,8 +13,8 @@ import pytest
 from commands import run_here
 
 from llama_jax import cache_bytes, load, parameter_count, preset
-from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.cli.estimate import kinds_in_files, read_config
+from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.adapters import Lora, adapter_count
 from llama_jax.model.cache import PAGE
 from llama_jax.model.trees import bytes_in_memory

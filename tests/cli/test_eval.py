@@ -11,10 +11,10 @@ from conftest import params_of, write_hf_folder
 from make_goldens import KINDS, random_tensors
 from vocabularies import sentencepiece_model
 
-from llama_jax.checkpoints.saving import save
 from llama_jax.cli.eval import Eval
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
+from llama_jax.formats.saving import save
 from llama_jax.tokenizers import load_tokenizer
 
 TEXTS = "The park was big.", "Once upon a time, there was a little girl named Lily.", "She loved to play outside."

@@ -10,9 +10,9 @@ import pytest
 from adapters import LORA, random_adapters
 
 import llama_jax
-from llama_jax.checkpoints import save_adapter
 from llama_jax.cli.eval import Eval
 from llama_jax.errors import UserError
+from llama_jax.formats import save_adapter
 
 CHATS = [
     {"prompt": "Once upon a time", "completion": ", there was a little girl."},

@@ -12,19 +12,19 @@ import jax
 import make_goldens
 import numpy as np
 import pytest
-import quantised_folders
+import quantized_folders
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.checkpoints import store
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.tensors import Dense, Joined, Opened
 from llama_jax.cli import main
 from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.page import columns, printable, size
 from llama_jax.config import PRESETS
+from llama_jax.formats import orbax_format
+from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.lazy_tensors import Dense, Joined, Opened
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -113,7 +113,7 @@ def test_every_tensor_has_a_line(run, tmp_path):
 
 
 def test_orbax(run, tmp_path, models):
-    store.save(tmp_path, *models["gqa"])
+    orbax_format.save(tmp_path, *models["gqa"])
     code, out, _ = run(tmp_path)
     assert code is None
     assert out.splitlines()[0] == f"{tmp_path}: orbax"
@@ -334,8 +334,8 @@ def test_columns(rows):
 @pytest.mark.parametrize(
     ("kind", "name", "bits"), [("gptq", "INT4", "4"), ("nf4 twice", "NF4", "4"), ("fp8", "FP8_128", "8")]
 )
-def test_quantised_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_path):
-    quantised_folders.write_folder(tmp_path, kind, files=2)
+def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_path):
+    quantized_folders.write_folder(tmp_path, kind, files=2)
     code, out, _ = run(tmp_path)
     assert code is None
     assert re.search(rf"{name} tensors +\d+, .*, {bits}\.\d+ bits a number", out)
@@ -343,7 +343,7 @@ def test_quantised_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_p
     found = json.loads(out)
     assert len(found["files"]) == 2
     assert sum(each["bytes"] for each in found["kinds"].values()) <= sum(found["files"].values())
-    assert found["format"] == f"Hugging Face safetensors, {quantised_folders.FOLDERS[kind][0]['quant_method']}"
+    assert found["format"] == f"Hugging Face safetensors, {quantized_folders.FOLDERS[kind][0]['quant_method']}"
 
 
 @pytest.mark.slow

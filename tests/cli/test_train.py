@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import llama_jax
-from llama_jax.checkpoints.sums import verify
 from llama_jax.cli import main
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
+from llama_jax.formats.step_dirs import verify
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.lock import locked
+from llama_jax.runs.locks import locked
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import choose_tokenizer
@@ -343,7 +343,7 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"), locked(tmp_path):
         pass
-    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr("llama_jax.storage.atomic_write.fcntl", None)  # as on Windows
     with warnings.catch_warnings(), locked(tmp_path):
         warnings.simplefilter("error")
 

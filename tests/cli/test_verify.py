@@ -14,11 +14,11 @@ import pytest
 from conftest import write_hf_folder
 from safetensors.numpy import load_file
 
-from llama_jax.checkpoints import store
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.saving import save
 from llama_jax.cli import main
+from llama_jax.formats import orbax_format
+from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.loading import bundled
+from llama_jax.formats.saving import save
 from llama_jax.verify.reference import read_oracle, write_oracle
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -126,7 +126,7 @@ def test_a_quantised_model_beside_itself(run):
 def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
     store_path = tmp_path / "orbax"
     store_path.mkdir()
-    store.save(store_path, stories.config, stories.params)  # of which whole models alone are read
+    orbax_format.save(store_path, stories.config, stories.params)  # of which whole models alone are read
     code, out, _ = run(store_path, "--quantize", "int8", "--json", "--tokens", 16)
     found = json.loads(out)
     assert (code, found["same"], found["rounding"]) == (0, True, "int8")
@@ -154,7 +154,7 @@ def test_a_quantised_model_beside_an_oracle(run, oracle, folder):
 
 def test_the_same_model_in_another_format(run, oracle, folder, tmp_path, models):
     (tmp_path / "orbax").mkdir()
-    store.save(tmp_path / "orbax", *models["gqa"])
+    orbax_format.save(tmp_path / "orbax", *models["gqa"])
     code, out, err = run(tmp_path / "orbax", "--oracle", oracle)
     assert code == 0
     lines = out.splitlines()

@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(number, folder, monkeypat
     def refuse(path):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(store, "appearing", refuse)
+    monkeypatch.setattr(store, "write_atomically", refuse)
     with caplog.at_level(logging.INFO, "llama_jax.compiled"):
         np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert os.strerror(number) in caplog.text

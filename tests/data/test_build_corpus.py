@@ -16,16 +16,16 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
 from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
 from llama_jax.data.corpus_file import read_info
 from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import describe
 from llama_jax.errors import UserError
+from llama_jax.formats.loading import bundled
+from llama_jax.storage.atomic_write import hold_lock, sign_lock
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
-from llama_jax.writing import hold, sign
 
 SMALL = BuildOptions(unit=2000)
 TOKENIZER = bundled()
@@ -344,8 +344,8 @@ def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
     (tmp_path / "out").mkdir()
-    lock = hold(tmp_path / "out" / BUILD_LOCK, UserError, "build")
-    sign(lock)
+    lock = hold_lock(tmp_path / "out" / BUILD_LOCK, UserError, "build")
+    sign_lock(lock)
     with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
         build(files[0], tmp_path / "out", TOKENIZER, processes=1)
     os.close(lock)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data.build_corpus import CORPUS_NAME, BuildOptions, build
+from llama_jax.formats.loading import bundled
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"
 

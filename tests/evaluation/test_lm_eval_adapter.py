@@ -17,8 +17,8 @@ from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax import EngineOptions
-from llama_jax.checkpoints import save_adapter
 from llama_jax.errors import GenerationError
+from llama_jax.formats import save_adapter
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

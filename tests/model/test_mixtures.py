@@ -10,7 +10,7 @@ from bench_generate import quantize_file
 from conftest import sharp
 
 import llama_jax
-from llama_jax.checkpoints.saving import Blocks
+from llama_jax.formats.saving import Blocks
 from llama_jax.model.mixtures import kind_of_part, kinds_of_parameter
 from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize
 from llama_jax.ops.weights import QuantizedWeight

@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.assemble import assemble
-from llama_jax.checkpoints.fitting import fit_opened
-from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.build_params import build_params, pad_to_mesh
+from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
@@ -297,7 +296,7 @@ def test_each_row_is_read_once_for_each_device_that_holds_it(folder):
             return self.tensor.read(start, stop)
 
     counted = replace(opened, tensors={name: Counted(name, tensor) for name, tensor in opened.tensors.items()})
-    assemble(fit_opened(counted, MeshSizes(tensor=8)), None, shardings=param_shardings(CONFIG, MeshSizes(tensor=8)))
+    build_params(pad_to_mesh(counted, MeshSizes(tensor=8)), None, shardings=param_shardings(CONFIG, MeshSizes(tensor=8)))
     for name, tensor in opened.tensors.items():
         assert read[name] == tensor.shape[0] * (2 if "k_proj" in name or "v_proj" in name else 1), name
 

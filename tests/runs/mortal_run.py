@@ -136,7 +136,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
     from small_run import CASES
 
     from llama_jax.cli import main as command
-    from llama_jax.runs import lease
+    from llama_jax.runs import locks
     from llama_jax.runs.checkpoint_manager import CheckpointManager
 
     real_save, saves = CheckpointManager.save, 0
@@ -152,7 +152,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
     if stage != "-":
         CheckpointManager.save = save
     if "LLAMA_JAX_TEST_LEASE" in os.environ:  # so long, in seconds, is what a killed run held its folder by
-        lease.SECONDS, lease.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
+        locks.SECONDS, locks.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
     if "LLAMA_JAX_TEST_HOST" in os.environ:  # what this process believes to be on
         platform.node = lambda: os.environ["LLAMA_JAX_TEST_HOST"]
     sys.argv[1:] = arguments

@@ -16,9 +16,9 @@ from mortal_run import recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
-from llama_jax.checkpoints import load_adapter, open_checkpoint
-from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.errors import CheckpointError, TrainingError
+from llama_jax.formats import load_adapter, open_checkpoint
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights import quantized

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.formats.step_dirs import steps_in
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
 from llama_jax.runs import checkpoint_manager
@@ -229,7 +229,7 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     assert same(kept.restore(shapes_of())[0], state_of(20))
     assert threading.active_count() <= threads
 
-    monkeypatch.setattr("llama_jax.runs.shelf.put", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("llama_jax.runs.shelf.replace_path", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
     save(kept, 20, 21)
     with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
         kept.wait()
@@ -482,10 +482,10 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
 @pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
 def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
-    from llama_jax.checkpoints import store
+    from llama_jax.formats import orbax_format
 
     name, removed, endless = where.partition(".")[2], [], False
-    real = getattr(store, name)
+    real = getattr(orbax_format, name)
 
     def remove_first(*arguments):
         if endless or not removed:
@@ -495,7 +495,7 @@ def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
             shutil.rmtree(run / f"checkpoints/{removed[-1]}")
         return real(*arguments)
 
-    monkeypatch.setattr(store, name, remove_first)
+    monkeypatch.setattr(orbax_format, name, remove_first)
     assert same(llama_jax.load(run).params, state_of(20).params)
     assert removed == [20]
     endless = True

@@ -16,8 +16,8 @@ from mortal_run import environment_of, recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.errors import TrainingError
+from llama_jax.formats.loading import bundled
 from llama_jax.model.adapters import Lora
 from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mortal_run import environment_of, recipe, write_words
 
-from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.trees import init
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train

@@ -7,10 +7,10 @@ import object_server
 import pytest
 
 from llama_jax.errors import TrainingError
-from llama_jax.runs import lease
-from llama_jax.runs.lease import Lease
+from llama_jax.runs import locks
+from llama_jax.runs.locks import Lease
 from llama_jax.storage import locate
-from llama_jax.storage.view import PassingError
+from llama_jax.storage.consistent_reader import TransientError
 
 KEY = "run/lease.json"
 
@@ -23,12 +23,12 @@ def store(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lease, "POLL", 0.01)
+    monkeypatch.setattr(locks, "POLL", 0.01)
 
 
 def taken(scheme="s3", **told):
     found = Lease(locate(f"{scheme}://bucket/run"))
-    found._told |= told
+    found._content |= told
     said = []
     found.take(said.append)
     return found, said
@@ -130,7 +130,7 @@ def test_an_answer_that_goes_wrong_loses_nothing(store, fault, quick):
     faults = [fault]
     store.write_fault = lambda key, changes: faults.pop() if faults else None
     one._renewed -= 100
-    with pytest.raises(PassingError):  # of whoever asks, and tries again
+    with pytest.raises(TransientError):  # of whoever asks, and tries again
         one.check()
     one.check()
     assert told(store)["renewals"] == 2

@@ -25,7 +25,7 @@ from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.lock import locked
+from llama_jax.runs.locks import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.tasks.interface import TaskInputs

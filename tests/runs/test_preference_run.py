@@ -16,8 +16,8 @@ from mortal_run import environment_of, preferring, recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
-from llama_jax.checkpoints import load_adapter
 from llama_jax.errors import CheckpointError, TrainingError
+from llama_jax.formats import load_adapter
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train

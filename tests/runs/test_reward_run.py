@@ -15,9 +15,9 @@ from commands import DEVICES, run_here
 from mortal_run import environment_of, recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, DataError
 from llama_jax.errors import TrainingError
+from llama_jax.formats.loading import bundled
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train

@@ -20,13 +20,13 @@ import pytest
 from mortal_run import environment_of, recipe, write_words
 
 import llama_jax
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.chunks import read_index
-from llama_jax.checkpoints.steps import CHECKPOINTS, steps_in
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.inspect import describe
 from llama_jax.cli.plot import Plot
 from llama_jax.errors import TrainingError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.orbax_index import read_index
+from llama_jax.formats.step_dirs import CHECKPOINTS, steps_in
 from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.runs.checkpoint_manager import CheckpointManager

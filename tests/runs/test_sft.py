@@ -12,10 +12,10 @@ from commands import run_here
 from mortal_run import recipe
 
 import llama_jax
-from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
+from llama_jax.formats.loading import bundled
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train

@@ -18,21 +18,20 @@ from mortal_run import environment_of, recipe, write_words
 from small_run import CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints import open_checkpoint, sums
-from llama_jax.checkpoints.newest import StepRemovedError
-from llama_jax.checkpoints.steps import by_loss, steps_in
-from llama_jax.checkpoints.store import load_params
 from llama_jax.cli.inspect import describe
 from llama_jax.errors import CheckpointError, TrainingError
+from llama_jax.formats import open_checkpoint, step_dirs
+from llama_jax.formats.orbax_format import load_params
+from llama_jax.formats.step_dirs import StepRemovedError, by_loss, steps_in
 from llama_jax.parallel.processes import Processes
 from llama_jax.parallel.roll_call import Member
-from llama_jax.runs import lease, run_folder
+from llama_jax.runs import locks, run_folder
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.metrics import read_run
 from llama_jax.runs.run_folder import SharedStoredRun, opened
-from llama_jax.storage import buckets, locate
+from llama_jax.storage import locate, object_store
 
 RUN = "s3://bucket/run"
 STEPS = f"{RUN}/checkpoints"
@@ -41,7 +40,7 @@ STEPS = f"{RUN}/checkpoints"
 @pytest.fixture
 def store(monkeypatch):
     monkeypatch.setattr(run_folder, "PATIENCE", ())
-    monkeypatch.setattr(lease, "POLL", 0.01)
+    monkeypatch.setattr(locks, "POLL", 0.01)
     with object_server.emulated(monkeypatch) as server:
         yield server
 
@@ -144,7 +143,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
 @pytest.mark.parametrize("fault", [500, "lost", "torn"])
 def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     if fault == "torn":  # a file goes in parts, and one of them does not arrive
-        monkeypatch.setattr(buckets, "LEAST_PART", 4096)
+        monkeypatch.setattr(object_store, "LEAST_PART", 4096)
         fault = 500
     failed = set()
 
@@ -157,15 +156,15 @@ def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
     save(kept, 10, 10)
     kept.wait()
-    assert any(way == "PARTS" for way, _ in store.changes) == (buckets.LEAST_PART == 4096)
+    assert any(way == "PARTS" for way, _ in store.changes) == (object_store.LEAST_PART == 4096)
     same(kept.restore(shapes_of())[0], state_of(10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow", "late"])
 def test_slow_bodies_lose_nothing_and_show_no_half(store, kept, fault, monkeypatch):
-    monkeypatch.setattr(buckets, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(buckets, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
     seen, failed = set(), set()
 
     def once(key, changes):
@@ -208,7 +207,7 @@ def test_damage_is_named(store, kept):
     lines = store.objects["run/checkpoints/20/about/SHA256SUMS"].decode().replace("about/note.json", "../../../note.json")
     text = lines.rpartition("# ")[0]
     store.objects["run/checkpoints/20/about/SHA256SUMS"] = (
-        f"{text}# {sums.hashlib.sha256(text.encode()).hexdigest()}\n".encode()
+        f"{text}# {step_dirs.hashlib.sha256(text.encode()).hexdigest()}\n".encode()
     )
     with pytest.raises(CheckpointError, match="its checksums name a file outside of it"):
         llama_jax.load(RUN)

@@ -6,10 +6,9 @@ import jax
 import pytest
 
 import llama_jax
-from llama_jax.checkpoints import open_checkpoint
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.loading import planned_weights
 from llama_jax.errors import UserError
+from llama_jax.formats import open_checkpoint
+from llama_jax.formats.loading import bundled, planned_weights
 from llama_jax.model.cache import CacheOptions, cache_bytes
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.serving import memory

@@ -17,9 +17,9 @@ from test_engine import SMALL, Client, come_and_go, exhaust, some_request
 from test_engine import alone as generated_alone
 
 import llama_jax
-from llama_jax.checkpoints import save_adapter
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
+from llama_jax.formats import save_adapter
 from llama_jax.model.adapter_table import adapter_table, choose_adapters
 from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.trees import quantize

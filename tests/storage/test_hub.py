@@ -46,7 +46,7 @@ def test_what_the_hub_has_in_its_cache_is_read_there(hub, tmp_path):
         (
             "hf://org/gated",
             PermissionError,
-            "its licence must be accepted first: accept it at http.*/org/gated, then log in with `hf auth login`",
+            "its license must be accepted first: accept it at http.*/org/gated, then log in with `hf auth login`",
         ),
         ("hf://org/private", PermissionError, "no such repository, or it is private"),
         ("hf://org/name@none", FileNotFoundError, "no such revision"),

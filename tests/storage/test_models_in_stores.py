@@ -9,18 +9,18 @@ import make_goldens
 import numpy as np
 import object_server
 import pytest
-import quantised_folders
+import quantized_folders
 import vocabularies
 from commands import run_here
 from conftest import write_hf_folder
 from obstore.exceptions import GenericError
 
 import llama_jax
-from llama_jax.checkpoints.fill import STORED_RUN
 from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.formats.device_fill import STORED_READ_BYTES
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.storage import buckets
-from llama_jax.storage.buckets import ObjectBucket, open_bucket
+from llama_jax.storage import object_store
+from llama_jax.storage.object_store import ObjectBucket, open_bucket
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -46,8 +46,8 @@ def sharded(path):
     shutil.copytree(formats.FORMATS / "pytorch-sharded", path)
 
 
-def quantised(kind):
-    return lambda path: quantised_folders.write_folder(path, kind)
+def quantized(kind):
+    return lambda path: quantized_folders.write_folder(path, kind)
 
 
 def copied(name):
@@ -65,8 +65,8 @@ WRITERS = {
     "pytorch-sharded": copied("pytorch-sharded"),
     "meta-2": copied("meta-2"),
     "ckpt.pt": copied("ckpt.pt"),
-    "gptq": quantised("gptq"),
-    "awq": quantised("awq"),
+    "gptq": quantized("gptq"),
+    "awq": quantized("awq"),
 }
 
 
@@ -89,7 +89,7 @@ def test_each_byte_is_fetched_once(tmp_path, store):
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert size * 0.99 < store.sent() < size * 1.05 + 4096  # headers are read twice
     assert [answer.key for answer in store.answers if answer.method == "LIST"] == ["model/"]
-    assert max(answer.sent for answer in store.answers) <= STORED_RUN
+    assert max(answer.sent for answer in store.answers) <= STORED_READ_BYTES
 
 
 def test_over_a_mesh_each_byte_is_fetched_once(tmp_path, store):
@@ -157,8 +157,8 @@ def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
 @pytest.mark.slow
 def test_slow_answers(tmp_path, store, monkeypatch, caplog):
     """A byte now and then is no answer: what is slow once is asked for again, and what stays so is named in its time."""
-    monkeypatch.setattr(buckets, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(buckets, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")
     failing(store, "slow")
@@ -214,7 +214,7 @@ def test_without_credentials():
 
 def test_what_is_replaced_meanwhile_is_noticed(tmp_path, store):
     url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
-    opened = llama_jax.checkpoints.open_checkpoint(url)
+    opened = llama_jax.formats.open_checkpoint(url)
     store.objects["model/model.safetensors"] = bytes(len(store.objects["model/model.safetensors"]))
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: it was replaced while it was read"):
         next(iter(opened.tensors.values())).read(0, 1)

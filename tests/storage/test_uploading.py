@@ -10,7 +10,7 @@ from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax.errors import CheckpointError
-from llama_jax.storage import buckets, locate
+from llama_jax.storage import locate, object_store
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -70,7 +70,7 @@ def test_a_file_is_one_object(store, model):
 
 def test_a_large_file_goes_in_parts(store, model, monkeypatch):
     config, params = model
-    monkeypatch.setattr(buckets, "LEAST_PART", 5 << 10)
+    monkeypatch.setattr(object_store, "LEAST_PART", 5 << 10)
     llama_jax.save("s3://bucket/one.gguf", config, params)
     assert store.changes == [("PARTS", "one.gguf")]
     same("s3://bucket/one.gguf", params)

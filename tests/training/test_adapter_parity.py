@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from training_options import loss_options, step_options
 
 import llama_jax
-from llama_jax.checkpoints import load_adapter, save_adapter
+from llama_jax.formats import load_adapter, save_adapter
 from llama_jax.model.adapters import adapted, merge, with_base
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Layout, Places

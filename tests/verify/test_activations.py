@@ -9,8 +9,7 @@ from conftest import first_layers, jit_logits, params_of
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.memory import from_params
+from llama_jax.formats.huggingface import NAMES, from_params
 from llama_jax.verify.activations import (
     TEXT,
     Origin,

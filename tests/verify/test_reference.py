@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.errors import CheckpointError, UserError
+from llama_jax.formats.huggingface import NAMES
 from llama_jax.verify import reference
 from llama_jax.verify.activations import Origin, Trace, trace
 from llama_jax.verify.compare import compare

@@ -5,16 +5,15 @@ from pathlib import Path
 import make_goldens
 import numpy as np
 import pytest
-import quantised_folders
+import quantized_folders
 from adapters import LORA, random_adapters
 
 import llama_jax
-from llama_jax.checkpoints.assemble import plan
-from llama_jax.checkpoints.bundled import bundled
-from llama_jax.checkpoints.gguf_file import TYPES
-from llama_jax.checkpoints.loading import open_checkpoint
-from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError
+from llama_jax.formats.build_params import plan
+from llama_jax.formats.gguf import TYPES
+from llama_jax.formats.lazy_tensors import Dense
+from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.adapters import adapted
 from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights import KINDS, JoinedWeight
@@ -57,7 +56,7 @@ def test_the_rounding_of_every_kind_that_is_read_is_known():
 
 @pytest.mark.parametrize("kind", ["gptq, reordered", "fp8", "nf4 twice"])
 def test_the_kinds_of_a_quantised_folder_are_named(kind, tmp_path):
-    quantised_folders.write_folder(tmp_path, kind)
+    quantized_folders.write_folder(tmp_path, kind)
     opened = open_checkpoint(tmp_path)
     found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
     assert set(found.kinds) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}

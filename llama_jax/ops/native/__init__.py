@@ -27,7 +27,7 @@ import numpy as np
 import platformdirs
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.writing import appearing
+from llama_jax.storage.atomic_write import write_atomically
 
 KINDS = (  # of quantized weights
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
@@ -195,7 +195,7 @@ def _compiled(library: str) -> Path:
     path = folder / f"{library}-{name}.so"
     if not path.exists():
         _say_compiling(folder)
-        with appearing(path) as made:
+        with write_atomically(path) as made:
             done = _run([found, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(made)])
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints import open_checkpoint
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, cut_windows, measure_windows, token_mean
 from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
+from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import check_model, layout_over

@@ -37,6 +37,7 @@ from llama_jax.runs.tasks.interface import (
     TrainingProgram,
 )
 from llama_jax.runs.tasks.language_modeling import check_vocabulary
+from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.pairs import (
@@ -51,7 +52,6 @@ from llama_jax.training.pairs import (
     sums_of,
 )
 from llama_jax.training.preferences import FREE, PreferenceOptions
-from llama_jax.writing import appearing
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
 
@@ -232,7 +232,7 @@ class PreferenceBatchSource:
             params, bar = context.state.params, progress_bar("reference", "batches", quiet=context.log.quiet, delay=1.0)
             made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
             if context.processes.index == 0:
-                with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
+                with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
             return made, digest_of(made)
         try:

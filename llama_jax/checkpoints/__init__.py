@@ -1,7 +1,0 @@
-"""Files in and out: `load` recognises what a path holds, `save` and `convert` write; `load_adapter` and `save_adapter`."""
-
-from llama_jax.checkpoints.adapters import load_adapter, save_adapter
-from llama_jax.checkpoints.loading import Checkpoint, load, open_checkpoint
-from llama_jax.checkpoints.saving import convert, save
-
-__all__ = ["Checkpoint", "convert", "load", "load_adapter", "open_checkpoint", "save", "save_adapter"]

@@ -1,0 +1,217 @@
+"""From the named tensors of a checkpoint to parameters, the same for all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.formats.device_fill import FILL_THREADS, ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.formats.lazy_tensors import FLOATS, Derived, Opened, Padded, default_dtype, target_dtype
+from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
+from llama_jax.formats.tensor_names import shares_of
+from llama_jax.model.mixtures import kinds_of_parameter
+from llama_jax.model.params import TABLE, Llama, Row, rows, shape_of
+from llama_jax.model.trees import build
+from llama_jax.parallel.fit import laid_out
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.storage import StoredPath
+
+Progress = Callable[[Sequence[int]], Iterable[int]]
+
+
+def build_params(
+    opened: Opened,
+    dtype: jax.typing.DTypeLike | None,
+    *,
+    quantize: Quantization | None = None,
+    shardings: Llama | None = None,
+    layers_apart: bool = False,
+    progress: Progress | None = None,
+) -> Llama:
+    """The parameters. All names and shapes are checked before the first tensor is read.
+
+    Args:
+      dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
+      quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
+      shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
+        of a sharded array that its own devices need.
+      layers_apart: each layer's matrices in arrays of their own, see `ops.weights.apart`.
+      progress: wraps the sequence of layers, as `tqdm.tqdm` does.
+
+    Raises:
+      CheckpointError: a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
+    """
+    made_of = plan(opened)
+    embedding = made_of.embedding.parts[0].tensor
+    target = target_dtype(opened.path, dtype, default_dtype(embedding, embedding.dtype))
+
+    memory = ArrayMemory()
+
+    def kinds(array: ArrayParts) -> tuple[str, ...]:
+        assert quantize is not None
+        return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
+
+    wanted = quantize if quantize in (None, "keep") else kinds
+    parameters: list[Any]
+    structure: Any
+    parameters, structure = jax.tree.flatten(made_of)
+    places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
+    fillings = [
+        parameter_fill(parts, target, wanted, place, memory, layers_apart=layers_apart)
+        for parts, place in zip(parameters, places, strict=True)
+    ]
+    stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]
+    alone = [one for one, parts in zip(fillings, parameters, strict=True) if not isinstance(parts, StackParts)]
+
+    def read(layer: int) -> None:
+        for stack in stacks:
+            stack.fill(layer)
+
+    with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
+        # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
+        layers = range(opened.config.n_layers)
+        waiting = [begin(one.fill, 0) for one in alone], [begin(read, layer) for layer in layers]
+        for wait in waiting[0]:
+            wait()
+        for layer in progress(layers) if progress else layers:
+            waiting[1][layer]()
+    _check_tied(opened)
+    found = jax.tree.unflatten(structure, [one.done() for one in fillings])
+    return placed(found) if shardings is None else found
+
+
+@contextmanager
+def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """What begins a call on one of a few threads and returns what waits for its result; or `alone`, what then makes it.
+
+    Processes that exchange what they read from a store must all do it in the same order.
+    """
+    if alone:
+        yield partial
+        return
+    threads = ThreadPoolExecutor(FILL_THREADS)
+    try:
+        yield lambda call, *arguments: threads.submit(call, *arguments).result
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def plan(opened: Opened) -> Llama:
+    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
+
+    Raises:
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
+    """
+    c, where = opened.config, opened.path
+    unread = set(opened.tensors)
+
+    def part(name: str, shape: tuple[int, ...], columns: slice | None, rotary: bool) -> Part:
+        if name not in opened.tensors:
+            raise CheckpointError(f"{where}: tensor {name!r} is missing; the configuration needs it")
+        unread.discard(name)
+        tensor = opened.tensors[name]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
+            )
+        if tensor.dtype not in FLOATS.values():
+            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
+        return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
+
+    def array(row: Row, layer: int) -> ArrayParts:
+        """A parameter; if it has several shares they are concatenated along its second axis."""
+        parts, first = [], 0
+        for share in shares_of(row):
+            columns = None
+            if share.width:
+                columns = slice(first, first + shape_of(share.width, c)[0])
+                first = columns.stop
+            name = opened.names[share.name].format(layer)
+            if share.name == "embedding":
+                name = table
+            parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
+        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath), row.path, layer)
+
+    # Checked by counting before names are made: a configuration may claim a billion layers.
+    if c.n_layers > len(opened.tensors):
+        raise CheckpointError(f"{where}: the configuration has {c.n_layers} layers, the file {len(opened.tensors)} tensors")
+    table, head = opened.names["embedding"], opened.names["lm_head"]
+    if c.tie_embeddings and head in opened.tensors:
+        unread.discard(head)
+        if table not in opened.tensors:  # some writers keep the other name of the one tensor
+            table = head
+
+    def parameter(row: Row) -> ArrayParts | StackParts:
+        return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
+
+    found = build(c, parameter)
+    if unread:
+        raise CheckpointError(
+            f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"
+            f" ({len(unread)} such); is the configuration that of these weights?"
+        )
+    return found
+
+
+def _check_tied(opened: Opened) -> None:
+    """Check that the embedding and the output projection of a tied model are equal if both are stored."""
+    table, head = (opened.tensors.get(opened.names[what]) for what in ("embedding", "lm_head"))
+    if not opened.config.tie_embeddings or table is None or head is None:
+        return
+    step = max(1, (1 << 22) // opened.config.dim)
+    rows = opened.config.vocab_size
+    if head.shape != table.shape or not all(
+        np.array_equal(table.read(i, min(i + step, rows)), head.read(i, min(i + step, rows))) for i in range(0, rows, step)
+    ):
+        raise CheckpointError(
+            f"{opened.path}: tie_embeddings is set but {opened.names['lm_head']!r} differs from the embedding;"
+            " one of the two is wrong"
+        )
+
+
+@dataclass(frozen=True)
+class Copied(Derived):
+    """A key or value projection with each head repeated: its copies follow one another."""
+
+    head_dim: int
+    copies: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.tensor.shape[0] * self.copies, *self.tensor.shape[1:])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        width = self.head_dim * self.copies  # rows that come of one head
+        first, last = start // width, -(-stop // width)
+        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, *self.shape[1:])
+        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, *self.shape[1:])
+        return rows[start - first * width : stop - first * width]
+
+
+def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
+
+    Raises:
+      MeshError: the model cannot be padded to fit.
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
+    """
+    config, target = opened.config, laid_out(opened.config, sizes)
+    plan(opened)  # errors about the file name the file's own shapes
+    copies = target.n_kv_heads // config.n_kv_heads
+    tensors = dict(opened.tensors)
+    if target.vocab_size != config.vocab_size:
+        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
+        tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
+    if copies > 1:
+        shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
+        heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
+        tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
+    return replace(opened, config=target, tensors=tensors)

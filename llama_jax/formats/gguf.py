@@ -1,0 +1,520 @@
+"""The contents of a GGUF file before they are interpreted as a model: settings and tensors.
+
+Source: ggml-org/ggml, docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.config.validation import require_positive_int
+from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of
+from llama_jax.formats.lazy_tensors import (
+    FLOATS,
+    Dense,
+    Offset,
+    Opened,
+    Tensor,
+    TensorInfo,
+    WeightFormat,
+    blocks_of,
+    kind_of,
+    read_bytes,
+)
+from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
+from llama_jax.formats.rope_conversion import settings_and_tensors, short_decimal, with_scaling
+from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
+from llama_jax.formats.tensor_names import with_layers
+from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
+from llama_jax.gguf_header import MOST_ENTRIES, Header, is_gguf, open_header
+from llama_jax.model.mixtures import base_kind, kind_of_part
+from llama_jax.ops.weights.kinds import KINDS, with_fallback
+from llama_jax.ops.weights.planes import join
+from llama_jax.storage import Location, StoredPath
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
+
+# Types of tensors by number: name, numbers in a block, bytes of a block.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+MOST_AXES = 4
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
+
+    path: Location
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+    block: tuple[int, int]  # numbers, bytes
+    dtype = np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.block[0] * self.block[1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        blocks = self.shape[-1] // self.block[0] * self.block[1]
+        row = math.prod(self.shape[1:-1]) * blocks
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        found = found.reshape(stop - start, *self.shape[1:-1], blocks)
+        with np.errstate(all="ignore"):  # a damaged scale gives infinity or NaN, found where all tensors are checked
+            return quants.dequantize(found, GGMLQuantizationType[self.kind])
+
+    @property
+    def blocks(self) -> Tensor:
+        """See `tensors.blocks_of`."""
+        width = self.shape[-1] // self.block[0] * self.block[1]
+        return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
+
+    def entry(self, index: int) -> BlockTensor:
+        """One of the tensors that a tensor with three axes holds."""
+        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
+
+
+def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All settings by key, see `Header.fields`, and all tensors by name.
+
+    Raises:
+      CheckpointError: a damaged file, or a tensor of a type that is not supported.
+    """
+    with open_header(path, CheckpointError) as header:
+        return _read(path, header, texts)
+
+
+def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensor_count = header.tensor_count
+    fields = header.fields(texts=texts)
+    listed = []
+    for _ in range(tensor_count):
+        name = header.string()
+        axes = header.scalar("I")
+        if axes > MOST_AXES:
+            raise ValueError(f"tensor {shown(name)} has {axes} axes")
+        *sizes, number, offset = header.scalars(header.length * axes + "IQ")
+        listed.append((name, tuple(sizes[::-1]), number, offset))
+
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {shown(alignment, 40)}")
+    start = -(-header.at // alignment) * alignment
+    tensors: dict[str, Tensor] = {}
+    for name, shape, number, offset in listed:
+        if number not in TYPES:
+            known = ", ".join(kind for kind, *_ in TYPES.values())
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
+            )
+        kind, *block = TYPES[number]
+        if name in tensors:
+            raise ValueError(f"tensor {shown(name)} occurs twice")
+        if not shape or shape[-1] % block[0]:
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} does not consist of blocks of {block[0]}")
+        tensor: Dense | BlockTensor
+        if kind in FLOATS:
+            tensor = Dense(path, start + offset, shape, kind)
+        else:
+            tensor = BlockTensor(path, start + offset, shape, kind, (block[0], block[1]))
+        excess = tensor.offset + tensor.nbytes - header.size
+        if excess > 0:
+            raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
+        tensors[name] = tensor
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > header.size:
+        raise ValueError(f"its tensors have {total} bytes, the file {header.size}")
+    return fields, tensors
+
+
+def _type_name(number: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
+
+
+NAMES = with_layers(
+    {"embedding": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"},
+    "blk.{}.",
+    {
+        "attention_norm": "attn_norm.weight",
+        "q": "attn_q.weight",
+        "k": "attn_k.weight",
+        "v": "attn_v.weight",
+        "q_bias": "attn_q.bias",
+        "k_bias": "attn_k.bias",
+        "v_bias": "attn_v.bias",
+        "query_norm": "attn_q_norm.weight",
+        "key_norm": "attn_k_norm.weight",
+        "out": "attn_output.weight",
+        "attention_post_norm": "post_attention_norm.weight",
+        "ffn_norm": "ffn_norm.weight",
+        "ffn_post_norm": "post_ffw_norm.weight",
+        "gate": "ffn_gate.weight",
+        "up": "ffn_up.weight",
+        "down": "ffn_down.weight",
+        "router": "ffn_gate_inp.weight",
+        "expert_gate": "ffn_gate_exps.weight",
+        "expert_up": "ffn_up_exps.weight",
+        "expert_down": "ffn_down_exps.weight",
+        "shared_gate": "ffn_gate_shexp.weight",
+        "shared_up": "ffn_up_shexp.weight",
+        "shared_down": "ffn_down_shexp.weight",
+    },
+)
+NORM_SUFFIX = "norm.weight"
+OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
+SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def is_whole(path: Location) -> bool:
+    """Whether it is a whole model, or the first part of a split one."""
+    part = SPLIT_NAME.search(path.name)
+    return is_gguf(path) and (part is None or int(part[1]) == 1)
+
+
+def open_file(path: Location) -> Opened:
+    """The model in a file, or in all files of a split model; the weights are not read.
+
+    Raises:
+      CheckpointError: a file that is missing, damaged or of an unsupported kind.
+    """
+    fields: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for part in _parts(path):
+        more, found = read_file(part, texts=isinstance(path, StoredPath))
+        if double := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
+        fields = more | fields  # the first part has the settings
+        tensors |= found
+    count = fields.get("split.tensors.count", len(tensors))
+    if fields.get("general.type") == "adapter":
+        raise CheckpointError(f"{path} is an adapter; give the model that it was trained on, and it as the adapter")
+    if count != len(tensors):
+        raise CheckpointError(f"{path}: {len(tensors)} tensors where {count} should be; copy all parts again")
+    try:
+        config = config_from_fields(fields, tensors)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    architecture = ARCHITECTURES[fields["general.architecture"]]
+    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
+    tensors = split_fused(config, tensors, architecture.fused, NAMES)
+    if architecture.norm_shift:
+        shift = -architecture.norm_shift
+        tensors = {name: Offset(t, shift) if name.endswith(NORM_SUFFIX) else t for name, t in tensors.items()}
+    return Opened(
+        format=f"GGUF version {fields['GGUF.version']}",
+        path=path,
+        config=config,
+        tensors=tensors,
+        names=NAMES,
+        interleaved=architecture.interleaved,
+        tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
+        about=lambda: about_from_fields(_with_texts(fields, path)),
+    )
+
+
+def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    """The configuration that a GGUF's settings describe.
+
+    Raises:
+      ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
+    """
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"general.architecture={shown(architecture)} is not supported; llama_jax reads {known}")
+    own = ARCHITECTURES[architecture]
+
+    def need(key: str) -> Any:
+        if f"{architecture}.{key}" not in fields:
+            raise ConfigError(f"{architecture}.{key} is missing")
+        return fields[f"{architecture}.{key}"]
+
+    def maybe(key: str, default: Any) -> Any:
+        return short_decimal(fields.get(f"{architecture}.{key}", default))
+
+    for key in REFUSED:
+        if key not in own.reads and maybe(key, 0) != 0:
+            raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
+    if maybe("attention.causal", True) is not True:
+        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model reads ahead")
+    table = tensors.get(NAMES["embedding"])
+    if not tensors:
+        raise ConfigError("a vocabulary without weights; give a model, and this as its tokenizer (--tokenizer)")
+    if table is None:
+        raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
+    n_layers = need("block_count")
+    require_positive_int(f"{architecture}.block_count", n_layers)
+    if n_layers > MOST_ENTRIES:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
+    fields = fields | {
+        key: _of_all_layers(key, fields[key], n_layers) for name in OF_LAYERS if (key := f"{architecture}.{name}") in fields
+    }
+    dim, n_heads = need("embedding_length"), need("attention.head_count")
+    for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
+        require_positive_int(f"{architecture}.{name}", value)
+    head_dim = maybe("attention.key_length", 0)
+    more = own.fields(maybe, n_layers)
+    sizes = LlamaConfig(
+        vocab_size=table.shape[0],
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=maybe("attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        hidden_dim=more.pop("hidden_dim", None) or need("feed_forward_length"),
+        max_seq_len=need("context_length"),
+        norm_eps=short_decimal(need("attention.layer_norm_rms_epsilon")),
+        rope_theta=maybe("rope.freq_base", 10_000.0),
+        tie_embeddings=NAMES["lm_head"] not in tensors,
+        rope_scaling=None,
+        **more,
+    )
+    for key, size in (("rope.dimension_count", sizes.rotated_dim), ("attention.value_length", sizes.head_dim)):
+        if maybe(key, size) != size:
+            raise ConfigError(
+                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
+            )
+    return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
+
+
+def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
+    """A setting that is the same for all layers, of which a file may give a list."""
+    if not hasattr(value, "__len__") or isinstance(value, str):
+        return value
+    if len(value) != n_layers or any(one != value[0] for one in value):
+        raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or the same for each of {n_layers} layers")
+    return value[0]
+
+
+def _parts(path: Location) -> list[Location]:
+    name = SPLIT_NAME.search(path.name)
+    if name is None:
+        return [path]
+    count = int(name[2])
+    stem = path.name[: name.start()]
+    parts: list[Location] = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file() or not is_gguf(part):
+            raise CheckpointError(f"{path} is one of {count} parts, of which {part.name} is missing; copy it there")
+    return parts
+
+
+def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> Tokenizer | None:
+    if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        return find_tokenizer(path.parent, vocab_size)
+    from llama_jax.tokenizers.gguf import from_metadata
+
+    found = from_metadata(_with_texts(fields, path), str(path))
+    warn_if_small(found, vocab_size, path)
+    return found
+
+
+def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
+    """All fields of a file, with the texts, which were skipped because reading a model does not need them."""
+    if isinstance(path, StoredPath):
+        return fields
+    with open_header(_parts(path)[0], CheckpointError) as header:
+        return header.fields()
+
+
+# The settings general.file_type and quantization_version, by the kind of the matrices.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+KEPT_TYPES = FILE_TYPES | {
+    **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "MXFP4": 38},
+    **{"IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26},
+    **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
+}
+QUANTIZATION_VERSION = 2
+
+
+def can_be_kept(tensor: TensorInfo) -> bool:
+    """Whether a tensor's blocks can be copied into a GGUF."""
+    return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
+
+
+def write_file(
+    path: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
+    kind: str | None = None,
+    *,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
+) -> None:
+    """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
+
+    Args:
+      tokenizer: its vocabulary is stored; None gives a file that only runs from token ids.
+      kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
+        unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
+        embedding. Vectors are float32, which llama.cpp's kernels want.
+
+    Raises:
+      CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
+    """
+    from llama_jax.tokenizers.gguf import to_metadata
+
+    c = opened.config
+    architecture = architecture_of(c.kind)
+    own = ARCHITECTURES[architecture]
+    names, todo = NAMES, tensors_to_write(opened, interleaved=own.interleaved)
+    if own.fused:
+        todo, fused_names = fuse(todo, own.fused)
+        names = names | fused_names
+    if own.norm_shift:
+        todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
+    keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
+    if base_kind(kind) not in FILE_TYPES:
+        raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
+
+    def stored_as(piece: WrittenTensor) -> str:
+        if keep and can_be_kept(piece.tensor):
+            return piece.tensor.kind
+        if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
+            return "F32"
+        if kind in FLOATS:
+            return kind
+        part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
+        return with_fallback(part, piece.tensor.shape[-1]).name.upper()
+
+    kinds = [stored_as(piece) for piece in todo]
+    for piece, stored in zip(todo, kinds, strict=True):
+        block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
+        if piece.tensor.shape[-1] % block:
+            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {stored} needs multiples of {block}")
+    most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
+        0
+    ][0]
+    rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
+
+    sizes = {
+        "vocab_size": c.vocab_size,
+        "context_length": c.max_seq_len,
+        "embedding_length": c.dim,
+        "block_count": c.n_layers,
+        "feed_forward_length": c.hidden_dim,
+        "attention.head_count": c.n_heads,
+        "attention.head_count_kv": c.n_kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "rope.dimension_count": c.rotated_dim,
+    }
+    eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
+    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(kind)]}
+    settings |= {"general.quantization_version": QUANTIZATION_VERSION}
+    own_settings = {key: int(size) for key, size in sizes.items()} | eps | own.settings(c)
+    settings |= {f"{architecture}.{key}": value for key, value in own_settings.items()} | rope
+    settings |= about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
+    settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
+    listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
+    listed += [(names[p.part].format(p.layer), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    with new_file(path, architecture, settings, listed) as write:
+        for factors in rope_tensors.values():
+            write(factors)
+        stored_in = dict(zip(map(id, todo), kinds, strict=True))
+        for piece in progress(todo) if progress else todo:
+            stored = stored_in[id(piece)]
+            blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
+            if blocks is not None:
+                write(blocks)
+            elif stored not in FLOATS:
+                form = KINDS[stored.lower()]
+                assert form.encode is not None  # of all kinds in `FILE_TYPES`
+                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
+                write(np.concatenate(runs).reshape(-1))
+            else:
+                write(piece.whole(FLOATS[stored]).view(np.uint8))
+
+
+@contextmanager
+def new_file(
+    path: Path, architecture: str, settings: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], str]]
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write all of a GGUF but its tensors' data, for which this gives a function: it is called for each, in this order.
+
+    Args:
+      tensors: name, shape and type of each.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(path, architecture)
+    try:
+        for key, value in settings.items():
+            writer.add_key_value(key, _raw(value), *_gguf_types(value))
+        for name, shape, kind in tensors:
+            raw = GGMLQuantizationType[kind]
+            in_bytes = quants.quant_shape_to_byte_shape(shape, raw)
+            writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        yield writer.write_tensor_data
+    finally:
+        writer.close()
+
+
+def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Rows in runs that stay in a processor's cache while they are encoded."""
+    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)
+    return (rows[first : first + step] for first in range(0, len(rows), step))
+
+
+def _raw(value: Any) -> Any:
+    """The bytes of texts as they were read (`Header.string`)."""
+    if isinstance(value, list):
+        return [_raw(each) for each in value]
+    return value.encode(errors="surrogateescape") if isinstance(value, str) else value
+
+
+def _gguf_types(value: Any) -> tuple[Any, Any]:
+    """GGUF's type of a setting, and of its entries where it is a list: llama.cpp checks them."""
+    from gguf import GGUFValueType as Type
+
+    if isinstance(value, list):
+        return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
+    whole = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
+    return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
+
+
+FORMAT = WeightFormat("gguf", lambda path: path.is_file() and is_gguf(path), open_file, write_file, (".gguf",), is_whole)

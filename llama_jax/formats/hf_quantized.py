@@ -1,0 +1,599 @@
+"""Quantized weights of Hugging Face folders: their ``quantization_config``, and the tensors that make up each weight.
+
+A weight's `read` gives its numbers, `planes` the same without loss in one of the kinds of `ops.weights`; both unpack only
+the requested rows. Layouts: vllm-project/compressed-tensors, `pack_quantized` and `naive_quantized`; transformers'
+fine-grained fp8; ModelCloud/GPTQModel, `nn_modules/qlinear`; casper-hansen/AutoAWQ, `modules/linear/gemm.py`; bitsandbytes,
+`functional.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.lazy_tensors import FLOATS, Dense, RowBytes, Tensor, read_bytes, read_strips
+from llama_jax.ops.weights import KINDS, Kind, nf4
+from llama_jax.ops.weights.scaled import GROUPS
+from llama_jax.storage import StoredPath
+
+METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
+SMALLEST_GROUP = 32
+COMPRESSED_TENSORS = "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a folder are quantized.
+
+    Attributes:
+      method: by its name in the file.
+      layout: how a weight is stored: "packed" (4 bits, compressed-tensors), "int8", "fp8", "gptq", "awq" or "nf4".
+      group: numbers of a row that share a factor; None for a whole row.
+      block: rows and columns that share a factor, of fp8; None where all or a row do.
+      symmetric: whether zero is always the middle of the integers.
+      reordered: whether columns belong to groups as `g_idx` lists them, and not in order.
+      zeros_less_one: whether integers that stand for zero are stored less one.
+    """
+
+    method: str
+    layout: Literal["packed", "int8", "fp8", "gptq", "awq", "nf4"]
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    reordered: bool = False
+    zeros_less_one: bool = False
+
+
+def scheme_from_dict(found: Any) -> Scheme:
+    """The scheme that a parsed ``quantization_config`` describes.
+
+    Raises:
+      ConfigError: an unsupported method, or an unsupported setting of one.
+    """
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
+    method = found.get("quant_method")
+    read = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "bitsandbytes": _bitsandbytes,
+    }.get(method if isinstance(method, str) else "")
+    if read is None:
+        raise _unsupported("quant_method", method, f"{METHODS} are read; use such a release, or the unquantized one")
+    return read(found)
+
+
+def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
+    return ConfigError(f"quantization_config: {name}={shown(value, 60)} is not supported; {remedy}")
+
+
+def _need(found: Mapping[str, Any], where: str, **allowed: Sequence[Any]) -> None:
+    """Raise for a setting that has none of the accepted values; the first of them is the default of a missing one."""
+    for name, values in allowed.items():
+        value = found.get(name, values[0])
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
+            words = " or ".join(repr(each) for each in values)
+            raise _unsupported(name, value, f"{where} are read with {words}")
+
+
+def _group(value: Any) -> int | None:
+    """A group's size; None for -1, which stands for a whole row."""
+    if value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < SMALLEST_GROUP or value % SMALLEST_GROUP:
+        raise _unsupported("group_size", value, f"a multiple of {SMALLEST_GROUP}, or -1, is read")
+    return value
+
+
+def _gptq(found: Mapping[str, Any]) -> Scheme:
+    of = "weights of GPTQ"
+    _need(found, of, bits=(4,), is_marlin_format=(False, None), pack_dtype=("int32", None), dynamic=(None, {}))
+    _need(found, of, desc_act=(False, True), sym=(True, False))
+    version = found.get("checkpoint_format") or found.get("format") or "gptq"
+    _need({"checkpoint_format": version}, of, checkpoint_format=("gptq", "gptq_v2"))
+    return Scheme(
+        "gptq",
+        "gptq",
+        _group(found.get("group_size", 128)),
+        symmetric=found.get("sym", True),
+        reordered=found.get("desc_act", False),
+        zeros_less_one=version == "gptq",
+    )
+
+
+def _awq(found: Mapping[str, Any]) -> Scheme:
+    of = "weights of AWQ"
+    version = found.get("version") or found.get("format") or "gemm"
+    _need({"version": str(version).lower()}, of, version=("gemm",))
+    _need({"bits": found.get("bits", found.get("w_bit", 4))}, of, bits=(4,))
+    _need(found, of, zero_point=(True,))
+    return Scheme("awq", "awq", _group(found.get("group_size", found.get("q_group_size", 128))), symmetric=False)
+
+
+def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
+    of = "weights of bitsandbytes"
+    _need(found, of, load_in_8bit=(False, None), load_in_4bit=(True,), bnb_4bit_quant_storage=("uint8", None))
+    _need({"bnb_4bit_quant_type": found.get("bnb_4bit_quant_type", "fp4")}, of, bnb_4bit_quant_type=("nf4",))
+    return Scheme("bitsandbytes", "nf4")
+
+
+def _fp8(found: Mapping[str, Any]) -> Scheme:
+    _need(found, "weights in fp8", fmt=("e4m3", None), expert_dtype=("fp8", None))
+    return Scheme("fp8", "fp8", block=_block(found.get("weight_block_size"), "weight_block_size"))
+
+
+def _block(value: Any, name: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) and len(value) == 2 else []
+    if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or not 0 < n <= 1 << 20 for n in sizes):
+        raise _unsupported(name, value, "two sizes, as [128, 128], are read")
+    if sizes[1] % SMALLEST_GROUP:
+        raise _unsupported(name, value, f"columns in multiples of {SMALLEST_GROUP} are read")
+    return sizes[0], sizes[1]
+
+
+# By the format of compressed-tensors: what its weights must be, and in which layout they lie.
+COMPRESSED: dict[str, tuple[str, int, Literal["packed", "int8", "fp8"]]] = {
+    "pack-quantized": ("int", 4, "packed"),
+    "int-quantized": ("int", 8, "int8"),
+    "float-quantized": ("float", 8, "fp8"),
+}
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1 or not isinstance(scheme := next(iter(groups.values())), Mapping):
+        raise _unsupported("config_groups", groups, "one group, for all linear layers, is read")
+    format = scheme.get("format") or found.get("format")
+    if not isinstance(format, str) or format not in COMPRESSED:
+        raise _unsupported("format", format, f"{', '.join(COMPRESSED)} are read")
+    sparsity = found.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise _unsupported("sparsity_config", sparsity, "weights without sparsity are read")
+    _need(found, "weights", kv_cache_scheme=(None,), transform_config=(None, {}))
+    _need(scheme, "weights", output_activations=(None,))
+    weights = scheme.get("weights")
+    if not isinstance(weights, Mapping):
+        raise _unsupported("weights", weights, "an object is needed")
+    kind, bits, layout = COMPRESSED[format]
+    _need(weights, f"{format} weights", type=(kind,), num_bits=(bits,), dynamic=(False,), symmetric=(True, False))
+    _need(weights, f"{format} weights", actorder=(None, False, "weight", "static"))
+    symmetric, strategy = weights.get("symmetric", True), weights.get("strategy")
+    if not symmetric and layout != "packed":
+        raise _unsupported("symmetric", False, f"{format} weights are read with True")
+    if layout == "packed":
+        _need({"strategy": strategy}, f"{format} weights", strategy=("group", "channel"))
+        group = _group(weights.get("group_size")) if strategy == "group" else None
+        return Scheme(COMPRESSED_TENSORS, "packed", group, symmetric=symmetric)
+    known = ("channel", "tensor") if layout == "int8" else ("channel", "tensor", "block")
+    _need({"strategy": strategy}, f"{format} weights", strategy=known)
+    block = _block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
+    return Scheme(COMPRESSED_TENSORS, layout, block=block)
+
+
+RAW = FLOATS | {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
+PER_WORD = 8  # integers of 4 bits in one of 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the nibbles of a word are, from the lowest
+NESTED = 256  # blocks of the whole tensor that share a nested factor
+ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them as columns
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(ABC):
+    """A weight [rows, columns]; subclasses give its planes.
+
+    Attributes:
+      name: for messages: the file and the weight's name.
+      parts: the tensors that it is made of, by the end of their names.
+      shape: rows and columns.
+      form: the kind whose planes it gives.
+      scheme: of the folder.
+    """
+
+    name: str
+    parts: Mapping[str, Dense]
+    shape: tuple[int, int]
+    form: Kind
+    scheme: Scheme
+    dtype = np.dtype(np.float32)
+
+    @property
+    def kind(self) -> str:
+        return self.form.name.upper()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bytes_of(part) for part in self.parts.values())
+
+    @abstractmethod
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        """Rows [start, stop) as the planes of `form`."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        with np.errstate(all="ignore"):  # a damaged factor gives infinity or NaN, found where all tensors are checked
+            return self.form.decode(*self.planes(start, stop))
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """See `tensors.blocks_of`."""
+        return RowBytes(self)
+
+    def part(self, end: str, start: int, stop: int) -> np.ndarray:
+        """Rows of one of its tensors."""
+        return read_rows(self.parts[end], start, stop)
+
+    def grouped(self, values: np.ndarray) -> np.ndarray:
+        """Integers of 4 bits plus 8, uint8[rows, columns / 2], as those of the kind, see `planes.packed`."""
+        return (values ^ 0x88).reshape(len(values), -1, self.form.block // 2)
+
+    def spread(self, found: np.ndarray, dtype: Any) -> np.ndarray:
+        """What the groups of the file share, [rows, groups], for each group of the kind: [rows, columns / block]."""
+        columns = self.shape[1]
+        width = self.scheme.block[1] if self.scheme.block else self.scheme.group or columns
+        return np.repeat(found, width // self.form.block, axis=1)[:, : columns // self.form.block].astype(dtype)
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------------
+
+
+class Packed(QuantizedTensor):
+    """compressed-tensors, "pack-quantized": eight integers of 4 bits of a row in a word, the first lowest, all plus 8."""
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        values = self.grouped(self.part(".weight_packed", start, stop).view(np.uint8))
+        scales = self.spread(self.part(".weight_scale", start, stop), np.float32)
+        if self.scheme.symmetric:
+            return values, scales
+        first = start // PER_WORD
+        words = self.part(".weight_zero_point", first, -(-stop // PER_WORD))  # packed along the rows
+        zeros = _nibbles(np.ascontiguousarray(words.T)).T[start - first * PER_WORD : stop - first * PER_WORD]
+        return values, scales, self.spread(zeros.view(np.int8) - 8, np.int8)
+
+
+class Scaled(QuantizedTensor):
+    """Integers or floats of 8 bits, with one factor, or one for each row, or for each block of rows and columns."""
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        values = self.part(".weight", start, stop)
+        end = next(end for end in (".weight_scale", ".weight_scale_inv") if end in self.parts)
+        if self.scheme.block is not None:
+            high = self.scheme.block[0]
+            found = self.part(end, start // high, -(-stop // high))
+            scales = found[np.arange(start, stop) // high - start // high]
+            values = values.reshape(stop - start, -1, self.form.block)
+            return values, self.spread(scales, np.float32)
+        scale = self.parts[end]
+        if math.prod(scale.shape) == 1:
+            flat = Dense(scale.path, scale.offset, (1,), scale.kind)
+            return values, np.repeat(read_rows(flat, 0, 1).astype(np.float32), stop - start)
+        return values, self.part(end, start, stop).astype(np.float32).reshape(-1)
+
+
+class ColumnMajor(QuantizedTensor):
+    """Base of the layouts whose files store [columns, rows]."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows to read at a time: of an object in a store all, since few of them take as long."""
+        stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
+        return self.shape[0] if stored else ROWS_OF_TURNED
+
+    def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
+        """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""
+        values = self.grouped(values)
+        scales = self.spread(scales.T, np.float32)
+        if self.scheme.symmetric:
+            if (zeros != 8).any():
+                raise CheckpointError(
+                    f"{self.name} has zeros that are not the middle, but quantization_config says sym=true"
+                )
+            return values, scales
+        return values, scales, self.spread(zeros.T.view(np.int8) - 8, np.int8)
+
+
+class Gptq(ColumnMajor):
+    """GPTQ: eight integers of a column in a word, so that words are [columns / 8, rows], and zeros [groups, rows / 8]."""
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        values, scales, zeros = self._integers(start, stop)
+        if not self.scheme.reordered and ".g_idx" in self.parts:
+            wanted = np.arange(self.shape[1]) // (self.scheme.group or self.shape[1])
+            if not np.array_equal(self.part(".g_idx", 0, self.shape[1]), wanted):
+                raise CheckpointError(
+                    f"{self.name} has columns in another order, but quantization_config says desc_act=false"
+                )
+        return self.in_groups(values, scales, zeros)
+
+    def _integers(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """uint8[rows, columns / 2], and scales and zeros [groups, rows]."""
+        words = _columns(self.parts[".qweight"], start, stop)
+        first, last = start // PER_WORD, -(-stop // PER_WORD)
+        packed = _columns(self.parts[".qzeros"], first, last).view(np.uint32)
+        if self.scheme.zeros_less_one:  # in the word as a whole, for what was subtracted was borrowed from the next
+            packed = packed + np.uint32(0x11111111)
+        zeros = _nibbles(packed)[:, start - first * PER_WORD : stop - first * PER_WORD]
+        scales = _columns(self.parts[".scales"], start, stop)
+        return np.ascontiguousarray(words.T).view(np.uint8), scales, np.ascontiguousarray(zeros)
+
+
+class Reordered(Gptq):
+    """GPTQ with `desc_act`: the columns of a group are not adjacent, so no kind can keep it. It is read as floats."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        values, scales, zeros = self._integers(start, stop)
+        group = self.part(".g_idx", 0, self.shape[1])
+        if group.min() < 0 or group.max() >= len(scales):
+            raise CheckpointError(f"{self.name} has a column of group {int(group.max())}, and {len(scales)} groups")
+        with np.errstate(all="ignore"):
+            offset = _nibbles(values).T.astype(np.float32) - zeros[group].astype(np.float32)
+            return np.ascontiguousarray((scales[group].astype(np.float32) * offset).T)
+
+    @property
+    def blocks(self) -> None:
+        return None
+
+
+class Awq(ColumnMajor):
+    """AWQ, "gemm": eight outputs of a column in a word, in an order of their own; words and zeros are [..., rows / 8]."""
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        first, last = start // PER_WORD, -(-stop // PER_WORD)
+        some = slice(start - first * PER_WORD, stop - first * PER_WORD)
+        values, zeros = (self._outputs(end, first, last)[:, some] for end in (".qweight", ".qzeros"))
+        scales = _columns(self.parts[".scales"], start, stop)
+        values = values[::2] | (values[1::2] << 4)
+        return self.in_groups(np.ascontiguousarray(values.T), scales, np.ascontiguousarray(zeros))
+
+    def _outputs(self, end: str, first: int, last: int) -> np.ndarray:
+        words = _columns(self.parts[end], first, last)
+        nibbles = _nibbles(words).reshape(len(words), -1, PER_WORD)
+        out = np.empty_like(nibbles)
+        out[..., AWQ_ORDER] = nibbles
+        return out.reshape(len(words), -1)
+
+
+@dataclass(frozen=True)
+class Nf4(QuantizedTensor):
+    """bitsandbytes: two numbers in a byte, the first one high, and factors for each 64; both of the flattened tensor.
+
+    Attributes:
+      offset: of the factors, where they are quantized themselves.
+    """
+
+    offset: float = 0.0
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        columns = self.shape[1]
+        each = columns // nf4.BLOCK
+        weight = self.parts[".weight"]
+        values = read_bytes(weight.path, weight.offset + start * columns // 2, (stop - start) * columns // 2)
+        values = values.reshape(stop - start, columns // 2)
+        absmax = self.part(".weight.absmax", start * each, stop * each).reshape(stop - start, each)
+        if ".weight.nested_absmax" not in self.parts:
+            return values, absmax
+        first, last = start * each // NESTED, -(-stop * each // NESTED)
+        nested = self.part(".weight.nested_absmax", first, last)
+        found = nested[np.arange(start * each, stop * each) // NESTED - first].reshape(stop - start, each)
+        offset = np.full(stop - start, self.offset, np.float32)
+        if self.form is nf4.DOUBLE:
+            return values, absmax, np.ascontiguousarray(found[:, 0]), offset
+        if self.form is nf4.DOUBLE_256:
+            return values, absmax, np.ascontiguousarray(found[:, :: 256 // nf4.BLOCK]), offset
+        return values, nf4.DYNAMIC[absmax] * found + offset[:, None]
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(part: Dense) -> int:
+    return math.prod(part.shape) * RAW[part.kind].itemsize if part.kind in RAW else part.nbytes
+
+
+def read_rows(part: Dense, start: int, stop: int) -> np.ndarray:
+    """Rows of a tensor of any of the types."""
+    dtype = RAW[part.kind]
+    row = math.prod(part.shape[1:]) * dtype.itemsize
+    found = read_bytes(part.path, part.offset + start * row, (stop - start) * row)
+    return found.view(dtype).reshape(stop - start, *part.shape[1:])
+
+
+def _columns(part: Dense, start: int, stop: int) -> np.ndarray:
+    """Columns of a matrix: a strip of each of its rows."""
+    dtype = RAW[part.kind]
+    rows, width = part.shape
+    offsets = part.offset + (np.arange(rows) * width + start) * dtype.itemsize
+    found = read_strips(part.path, offsets.tolist(), (stop - start) * dtype.itemsize)
+    return found.view(dtype)
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    """Words [..., n] as their eight nibbles, the lowest first: uint8[..., 8 n]."""
+    pairs = np.ascontiguousarray(words).view(np.uint8)
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape[:-1], -1)
+
+
+QUANT_STATE = ".weight.quant_state.bitsandbytes__nf4"
+MOST_STATE = 1 << 12  # bytes of a state
+SCALES = ("F32", "F16", "BF16")
+# By layout: the end of the name that tells a quantized weight, those that it must have, and those that it may have.
+ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "packed": ((".weight_packed",), (".weight_scale", ".weight_shape"), (".weight_zero_point",)),
+    "int8": ((".weight_scale",), (".weight",), ()),
+    "fp8": ((".weight_scale", ".weight_scale_inv"), (".weight",), ()),
+    "gptq": ((".qweight",), (".qzeros", ".scales"), (".g_idx",)),
+    "awq": ((".qweight",), (".qzeros", ".scales"), ()),
+    "nf4": (
+        (QUANT_STATE,),
+        (".weight", ".weight.absmax", ".weight.quant_map"),
+        (".weight.nested_absmax", ".weight.nested_quant_map"),
+    ),
+}
+# What quantizes activations, which are computed in full here.
+OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
+
+
+def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
+    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name.
+
+    Raises:
+      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.
+    """
+    signs, needed, optional = ENDS[scheme.layout]
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    stems = [name.removesuffix(sign) for sign in signs for name in tensors if name.endswith(sign)]
+    for stem in stems:
+        parts: dict[str, Any] = {}
+        for end in (*signs, *needed, *optional):
+            if stem + end in found:
+                parts[end] = found.pop(stem + end)
+            elif end in needed:
+                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing; its weight is quantized")
+        found[f"{stem}.weight"] = _weight(f"{where}: tensor {shown(f'{stem}.weight', 80)}", parts, scheme)
+    if not stems:
+        raise CheckpointError(
+            f"{where}: its config.json has a quantization_config, but no weight is quantized so ({' or '.join(signs)})"
+        )
+    return found
+
+
+def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedTensor:
+    """A weight, after all shapes and types have been checked against each other."""
+
+    def need(end: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        part = parts[end]
+        if part.kind not in kinds:
+            raise CheckpointError(f"{name} has {end[1:]} as {part.kind}; {' or '.join(kinds)} is needed")
+        if part.shape not in shapes:
+            raise CheckpointError(
+                f"{name} has {end[1:]} of {list(part.shape)}; {' or '.join(map(str, map(list, shapes)))} is needed"
+            )
+
+    def sizes(end: str) -> tuple[int, int]:
+        if len(parts[end].shape) != 2 or not math.prod(parts[end].shape):
+            raise CheckpointError(f"{name} has {end[1:]} of {list(parts[end].shape)}; a matrix is needed")
+        rows, columns = parts[end].shape
+        return rows, columns
+
+    layout = scheme.layout
+    if layout == "nf4":
+        return _nf4(name, parts, scheme, need)
+    if layout in ("int8", "fp8"):
+        shape = sizes(".weight")
+        need(".weight", ("I8",) if layout == "int8" else ("F8_E4M3",), shape)
+        end = ".weight_scale" if ".weight_scale" in parts else ".weight_scale_inv"
+        if scheme.block is None:
+            need(end, SCALES, (), (1,), (1, 1), (shape[0],), (shape[0], 1))
+            return Scaled(name, parts, shape, KINDS[layout], scheme)
+        high, width = scheme.block
+        need(end, SCALES, (-(-shape[0] // high), -(-shape[1] // width)))
+        return Scaled(name, parts, shape, _in_groups(name, "fp8", width, shape[1]), scheme)
+    if layout == "packed":
+        rows, columns = sizes(".weight_packed")
+    elif layout == "gptq":
+        columns, rows = sizes(".qweight")
+    else:
+        columns, rows = sizes(".qweight")
+        rows *= PER_WORD
+    if layout in ("packed", "gptq"):
+        columns *= PER_WORD
+    width = scheme.group or columns
+    groups = -(-columns // width)
+    form = _in_groups(name, "int4" if scheme.symmetric else "int4_asym", width, columns)
+    shape = (rows, columns)
+    if layout == "packed":
+        need(".weight_packed", ("I32",), (rows, columns // PER_WORD))
+        need(".weight_scale", SCALES, (rows, groups))
+        need(".weight_shape", ("I64", "I32"), (2,))
+        if tuple(read_rows(parts[".weight_shape"], 0, 2).tolist()) != shape:
+            raise CheckpointError(f"{name} has another weight_shape than its weight_packed, {list(shape)}; copy it again")
+        if not scheme.symmetric:
+            if ".weight_zero_point" not in parts:
+                raise CheckpointError(f"{name} has no weight_zero_point, and its quantization_config says symmetric=false")
+            need(".weight_zero_point", ("I32",), (-(-rows // PER_WORD), groups))
+        return Packed(name, parts, shape, form, scheme)
+    if rows % PER_WORD:
+        raise CheckpointError(f"{name} has {rows} rows; a multiple of {PER_WORD} is needed")
+    need(".qweight", ("I32",), parts[".qweight"].shape)
+    need(".qzeros", ("I32",), (groups, rows // PER_WORD))
+    need(".scales", SCALES, (groups, rows))
+    if layout == "awq":
+        return Awq(name, parts, shape, form, scheme)
+    if ".g_idx" in parts:
+        need(".g_idx", ("I32",), (columns,))
+    if not scheme.reordered:
+        return Gptq(name, parts, shape, form, scheme)
+    if ".g_idx" not in parts:
+        raise CheckpointError(f"{name} has no g_idx, and its quantization_config says desc_act=true")
+    return Reordered(name, parts, shape, form, scheme)
+
+
+def _in_groups(name: str, family: str, width: int, columns: int) -> Kind:
+    """The kind with the largest groups that the file's groups of `width`, and its rows, are made of."""
+    group = next((group for group in GROUPS if width % group == 0 and columns % group == 0), None)
+    if group is None:
+        raise CheckpointError(
+            f"{name} has rows of {columns} numbers in groups of {width}; multiples of {GROUPS[-1]} are read"
+        )
+    return KINDS[f"{family}_{group}" if f"{family}_{group}" in KINDS else family]
+
+
+def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> QuantizedTensor:
+    state = _state(parts[QUANT_STATE], name)
+    shape = state["shape"]
+    count = shape[0] * shape[1]
+    need(".weight", ("U8",), (count // 2, 1), (count // 2,), (1, count // 2))
+    need(".weight.quant_map", ("F32",), (16,))
+    double = ".weight.nested_absmax" in parts
+    need(".weight.absmax", ("U8",) if double else ("F32",), (count // nf4.BLOCK,))
+    tables = [(".weight.quant_map", nf4.NF4)]
+    each = shape[1] // nf4.BLOCK  # blocks of a row
+    form = nf4.SINGLE
+    if double:
+        if ".weight.nested_quant_map" not in parts or "nested_offset" not in state:
+            raise CheckpointError(
+                f"{name} has factors that are quantized themselves, and not all that says how; copy it again"
+            )
+        need(".weight.nested_absmax", ("F32",), (-(-count // nf4.BLOCK // NESTED),))
+        need(".weight.nested_quant_map", ("F32",), (256,))
+        tables.append((".weight.nested_quant_map", nf4.DYNAMIC))
+        form = nf4.DOUBLE if NESTED % each == 0 else nf4.DOUBLE_256 if shape[1] % 256 == 0 else nf4.SINGLE
+    for end, table in tables:
+        if not np.allclose(read_rows(parts[end], 0, len(table)), table, rtol=0, atol=1e-6):
+            raise CheckpointError(f"{name} has a {end.removeprefix('.weight.')} that is not that of bitsandbytes")
+    return Nf4(name, parts, shape, form, scheme, state.get("nested_offset", 0.0))
+
+
+def _state(part: Dense, name: str) -> dict[str, Any]:
+    """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
+    size = bytes_of(part)
+    try:
+        if part.kind != "U8" or size > MOST_STATE:
+            raise ValueError(f"it has {size} bytes of {part.kind}")
+        found = json.loads(read_bytes(part.path, part.offset, size).tobytes())
+        rows, columns = found["shape"]
+        if not all(type(each) is int and 0 < each < 1 << 40 for each in (rows, columns)) or columns % nf4.BLOCK:
+            raise ValueError(f"shape {shown([rows, columns], 40)}")
+        if (found["quant_type"], found["blocksize"], found.get("nested_blocksize", NESTED)) != ("nf4", nf4.BLOCK, NESTED):
+            raise ValueError("nf4 in blocks of 64, their factors by 256, is read")
+        if "nested_offset" in found and not math.isfinite(found["nested_offset"]):
+            raise ValueError("its offset is not finite")
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{name} has a quant_state that is not read ({shown(str(error), 80)})") from None
+    return found | {"shape": (rows, columns)}

@@ -1,0 +1,167 @@
+"""Downloading models from the Hugging Face hub: only the files of a repository that are read here.
+A repository often holds the weights twice, for other frameworks or in many quantizations; only one copy is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_jax.errors import CheckpointError
+from llama_jax.formats.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from llama_jax.formats.gguf import SPLIT_NAME
+from llama_jax.formats.huggingface import PICKLED, SAFETENSORS
+from llama_jax.formats.loading import FORMATS
+from llama_jax.formats.tokenizer_files import SETTINGS_FILES
+from llama_jax.storage.atomic_write import cannot_write
+from llama_jax.storage.consistent_reader import FOLDER, TransientError
+from llama_jax.storage.hub import Repository, cache_folder, open_hub
+from llama_jax.tokenizers.load import NAMES
+
+NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
+EXAMPLE = "ORGANIZATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
+PLACE = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
+
+
+class Fetched(NamedTuple):
+    """The path of a download, and the number and bytes of its files."""
+
+    path: Path
+    files: int
+    size: int
+
+
+def fetch(place: str, revision: str | None = None, folder: Path | None = None) -> Fetched:
+    """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. Existing files are kept.
+
+    Args:
+      place: a repository, or a file or folder in it: ``ORGANIZATION/NAME``, ``ORGANIZATION/NAME/FILE.gguf``; also as the
+        URL that `storage.locate` reads.
+      revision: a branch, tag or commit; by default that in `place`, or else the newest commit.
+      folder: where to put the files; by default the cache of huggingface_hub, in which ``hf://`` finds them.
+
+    Raises:
+      CheckpointError: no such repository, one that may not be read, nothing in it that is read here, several models, no
+        network, or no room on the disk.
+    """
+    found = PLACE.fullmatch(place)
+    if found is None:
+        raise CheckpointError(f"{place!r} is not a repository of the hub; give {EXAMPLE}")
+    name, within, inside = found[1], found[2], found[3] or ""
+    if revision is not None and within is not None and revision != within:
+        raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; give one of them")
+    revision = within if revision is None else revision
+    root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
+    target = cache_folder() if folder is None else folder
+    with _answering(root, target):
+        repository = open_hub(root)
+        chosen = _chosen(repository, inside, f"{root}/{inside}".rstrip("/"))
+        _check_room(repository, chosen.sizes, root, target, cached=folder is None)
+        there = repository.download(revision, list(chosen.sizes), folder)
+    return Fetched(there / chosen.key, len(chosen.sizes), sum(chosen.sizes.values()))
+
+
+@contextmanager
+def _answering(root: str, target: Path) -> Iterator[None]:
+    """Turn errors of the hub, the network or the disk into an error of one line."""
+    try:
+        yield
+    except TransientError as error:
+        raise CheckpointError(
+            f"{root}: the hub gave no answer ({error}); is this machine connected to the network?"
+        ) from None
+    except OSError as error:
+        if not str(error.filename).startswith("hf://"):
+            raise CheckpointError(cannot_write(target, error)) from None
+        raise CheckpointError(f"{error.filename} cannot be fetched: {error.strerror}") from None
+
+
+class _Chosen(NamedTuple):
+    """The key to give as the model, and the sizes of all files that it needs, by their keys."""
+
+    key: str
+    sizes: dict[str, int]
+
+
+def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
+    folder, file, there = inside, "", repository.names(inside)
+    if inside and not there:
+        folder, _, file = inside.rpartition("/")
+        there = repository.names(folder)
+        if file not in there:
+            raise CheckpointError(f"{place}: there is no such file or folder in the repository; look at its list of files")
+    sizes = {name: listed.size for name, listed in there.items() if listed.size is not None}
+    if there.get("original") == FOLDER:  # of Meta's: the vocabulary, beside a second copy of the weights
+        below = repository.names(f"{folder}/original".lstrip("/"))
+        sizes |= {f"original/{name}": listed.size for name, listed in below.items() if listed.size is not None}
+
+    def read(index: str) -> bytes:
+        return bytes(repository.read(f"{folder}/{index}".lstrip("/"), 0, sizes[index], None))
+
+    if _is_alone(file):
+        names = _alone(file, sizes)
+    elif file and file not in (*SAFETENSORS, *PICKLED):
+        names = [file]
+    else:
+        names = _of_folder(sizes, read, place)
+        file = names[0] if _is_alone(names[0]) else ""  # itself, since other models may come to lie beside it
+    return _Chosen(f"{folder}/{file}".strip("/"), {f"{folder}/{name}".lstrip("/"): sizes[name] for name in names})
+
+
+def _is_alone(name: str) -> bool:
+    """Whether a file of that name is a whole model, or a part of one that is split."""
+    suffixes = {suffix for format in FORMATS.values() for suffix in format.suffixes}
+    return name.endswith(tuple(suffixes)) and "/" not in name and name not in NO_MODELS
+
+
+def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
+    """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
+    beside = [name for name in ("config.json", *NAMES, *SETTINGS_FILES) if name in sizes]
+    for format in FORMATS.values():
+        if format.files is not None and (names := format.files(sizes, read, place)):
+            return [*names, *beside]
+    models = [name for name in sizes if _is_alone(name)]
+    models = [name for name in models if name.endswith(".gguf")] or models
+    firsts = [name for name in models if (part := SPLIT_NAME.search(name)) is None or int(part[1]) == 1]
+    if len(firsts) > 1:
+        listed = ", ".join(f"{name} ({sum(sizes[part] for part in _alone(name, sizes)) / 1e9:.1f} GB)" for name in firsts)
+        raise CheckpointError(f"{place} holds several models; give one of them, as {place}/{firsts[0]}: {listed}")
+    if firsts:
+        return _alone(firsts[0], sizes)
+    if ADAPTER_CONFIG in sizes and ADAPTER_WEIGHTS in sizes:
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    if set(NAMES) & set(beside):
+        return beside
+    raise CheckpointError(
+        f"{place} holds no model that is read here: no weights beside a config.json, no .pth of Meta's, no GGUF"
+    )
+
+
+def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
+    """A file that is a whole model, with its vocabulary unless it is inside; or all parts of a split one."""
+    if SPLIT_NAME.search(file):
+        stem = SPLIT_NAME.sub("", file)
+        return sorted(name for name in sizes if SPLIT_NAME.search(name) and SPLIT_NAME.sub("", name) == stem)
+    return [file, *(name for name in (*NAMES, *SETTINGS_FILES) if name in sizes and not file.endswith(".gguf"))]
+
+
+def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:
+    """Raise CheckpointError if the disk has no room for the missing files."""
+
+    def is_there(key: str) -> bool:
+        if cached:
+            return repository.in_cache(key) is not None
+        return (target / key).is_file() and (target / key).stat().st_size == sizes[key]
+
+    needed = sum(size for key, size in sizes.items() if not is_there(key))
+    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise CheckpointError(
+            f"{root} needs {needed / 1e9:.1f} GB, and {target} has {free / 1e9:.1f} GB left; make room, or give a folder on"
+            " another disk with --out"
+        )

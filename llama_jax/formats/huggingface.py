@@ -1,0 +1,678 @@
+"""``config.json`` of Hugging Face folders: the meaning of its settings; every other one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os.path
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.config.validation import require_positive_int
+from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.hf_quantized import Scheme, scheme_from_dict, with_weights
+from llama_jax.formats.huggingface_families import FAMILIES, object_in
+from llama_jax.formats.lazy_tensors import (
+    FLOATS,
+    ArrayTensor,
+    Dense,
+    Opened,
+    QuantizedArrayTensor,
+    Stacked,
+    Tensor,
+    Transposed,
+    WeightFormat,
+    kind_of,
+    read_bytes,
+)
+from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
+from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
+from llama_jax.formats.tensor_names import shares_of, with_layers
+from llama_jax.formats.tokenizer_files import About, read_about, token_ids, write_about
+from llama_jax.formats.torch_pickle import is_torch, read_tensors
+from llama_jax.model.params import BLOCKS, Llama, Row, rows, shape_of
+from llama_jax.model.trees import layers_of
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.paths import LARGEST_JSON, read_object
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+
+# Name of a setting in the file, by its name here, for messages.
+SETTING_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "window": "sliding_window",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+# Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
+# settings of a trainer, do not matter here.
+SUPPORTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "num_local_experts": None,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "use_bidirectional_attention": False,
+    "clip_qkv": None,
+}
+# Our names of settings of a rope scaling by those in the file, where the two differ.
+ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
+# What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
+ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+}
+OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+# What else it may say, since it changes nothing.
+HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
+MOST_LAYERS = 10_000
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def read_config(folder: Location) -> LlamaConfig:
+    """The configuration in ``folder/config.json``."""
+    path = folder / "config.json"
+    try:
+        return config_from_dict(read_object(path, CheckpointError))
+    except ConfigError as error:
+        in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTING_NAMES.get(name[0], name[0]), str(error))
+        raise CheckpointError(f"{path}: {in_file}") from None
+
+
+def read_scheme(folder: Location) -> Scheme | None:
+    """How the weights of a folder with this ``config.json`` are quantized; None if they are not."""
+    found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
+    return None if found is None else scheme_from_dict(found)
+
+
+def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
+    """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
+    (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
+
+
+def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
+    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
+
+    Raises:
+      ConfigError: a model that is not a Llama, or a setting that this library does not support.
+    """
+    if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
+        shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
+        found = shared | dict(text)
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    for name, supported in SUPPORTED.items():
+        if found.get(name, supported) not in (supported, None) and name not in family.reads:
+            raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
+    if found.get("quantization_config") is not None:
+        scheme_from_dict(found["quantization_config"])
+
+    found = dict(family.absent) | dict(found)
+    missing = [name for name in _REQUIRED if name not in found]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is missing")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
+        require_positive_int(name, found[name])
+    if found["num_hidden_layers"] > MOST_LAYERS:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MOST_LAYERS}")
+    if "rope_scaling" in family.absent and found.get("rope_parameters"):
+        del found["rope_scaling"]  # it is given in the other spelling
+    found = family.rope(found)
+    theta, scaling = _rope(found)
+    more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
+    # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
+    extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
+    note = found.get(SCALING_NOTE)
+    n_heads = found["num_attention_heads"]
+    n_kv_heads = found.get("num_key_value_heads")
+    config = LlamaConfig(
+        vocab_size=found["vocab_size"],
+        dim=found["hidden_size"],
+        n_layers=found["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        head_dim=found.get("head_dim") or 0,
+        hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
+        max_seq_len=extended or found.get("max_position_embeddings", 2048),
+        norm_eps=found.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=found.get("tie_word_embeddings", False),
+        attend=found.get(ATTEND),
+        **more,
+    )
+    return config if note is None else with_note(config, note)
+
+
+def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, in the spelling of transformers 5 (``rope_parameters``) or before (``rope_scaling``)."""
+    new, old = object_in(found, "rope_parameters"), object_in(found, "rope_scaling")
+    scaling = dict(new or old)
+    if new and old and _plain(new) != _plain(old):
+        raise ConfigError(
+            f"rope_parameters={shown(new, 80)} and rope_scaling={shown(old, 80)} contradict each other; remove one"
+        )
+    theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE))} are")
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+    for name in extra:
+        if (name, scaling[name]) not in HARMLESS:
+            raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
+    if kind == "default":
+        return theta, None
+    context = found.get("max_position_embeddings", 2048)
+    if kind in ("yarn", "longrope"):  # what transformers takes where they are not given
+        original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
+        scaling["original_max_position_embeddings"] = original
+        if "factor" not in scaling:
+            _require_ratio(context, original)
+            scaling["factor"] = context / original
+    if kind == "llama3" and found.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
+    if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
+        for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
+            scaling.pop(name, None)
+    missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
+    if missing:
+        raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
+    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
+    if kind == "dynamic":  # the context in the file is what the model was first trained at
+        settings["original_max_seq_len"] = context
+    return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
+
+
+def _require_ratio(context: Any, original: Any) -> None:
+    for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
+        if not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
+
+
+def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope scaling in one spelling, without theta."""
+    rest = {name: value for name, value in scaling.items() if name not in ("rope_theta", "type", "rope_type")}
+    return rest | {"kind": scaling.get("rope_type", scaling.get("type", "default"))}
+
+
+def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
+    """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
+
+    A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
+    """
+    found = _in_their_words(in_known_kinds(config))
+    if config_from_dict(found) != config and config.rope_scaling is not None:
+        found[SCALING_NOTE] = note_of(config)
+    back = config_from_dict(found)
+    for name in (field.name for field in fields(config)):
+        if getattr(back, name) != getattr(config, name):
+            raise ConfigError(f"{name}={shown(getattr(config, name))} has no place in the config.json of a {config.kind}")
+    return found
+
+
+def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    context: Any
+    context, scaling = config.max_seq_len, config.rope_scaling
+    if scaling is not None:
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in scaling.settings.items()}
+        names = {ours: theirs for theirs, ours in ROPE_NAMES.items()}
+        rope = {"rope_type": scaling.kind}
+        if scaling.kind == "dynamic":
+            context = settings.pop("original_max_seq_len")
+        rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
+    family = FAMILIES[config.kind]
+    parameters = rope | {"rope_theta": config.rope_theta}
+    return {
+        "model_type": config.kind,
+        "architectures": [family.architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": parameters,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **({} if config.attend is None else {ATTEND: config.attend}),
+    } | family.settings(config, parameters)
+
+
+NAMES = with_layers(
+    {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"},
+    "model.layers.{}.",
+    {
+        "attention_norm": "input_layernorm.weight",
+        "q": "self_attn.q_proj.weight",
+        "k": "self_attn.k_proj.weight",
+        "v": "self_attn.v_proj.weight",
+        "q_bias": "self_attn.q_proj.bias",
+        "k_bias": "self_attn.k_proj.bias",
+        "v_bias": "self_attn.v_proj.bias",
+        "query_norm": "self_attn.q_norm.weight",
+        "key_norm": "self_attn.k_norm.weight",
+        "out": "self_attn.o_proj.weight",
+        "attention_post_norm": "post_attention_layernorm.weight",
+        "ffn_norm": "post_attention_layernorm.weight",  # another with norms before and after, see `names_of`
+        "ffn_post_norm": "post_feedforward_layernorm.weight",
+        "gate": "mlp.gate_proj.weight",
+        "up": "mlp.up_proj.weight",
+        "down": "mlp.down_proj.weight",
+        "router": "block_sparse_moe.gate.weight",
+        "expert_gate": "block_sparse_moe.experts.w1.weight",
+        "expert_up": "block_sparse_moe.experts.w3.weight",
+        "expert_down": "block_sparse_moe.experts.w2.weight",
+        "shared_gate": "feed_forward.shared_expert.gate_proj.weight",
+        "shared_up": "feed_forward.shared_expert.up_proj.weight",
+        "shared_down": "feed_forward.shared_expert.down_proj.weight",
+    },
+)
+# Where one tensor holds several of the table's, by rows in this order (Phi-3): its name, and theirs.
+FUSED = {
+    "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
+    "model.layers.{}.mlp.gate_up_proj.weight": ("gate", "up"),
+}
+# Buffers that old versions of transformers saved with the weights; the configuration says the same.
+IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# The two ways to store the weights, the better first: name of a single file, and of the index of several.
+SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def open_folder(path: Location) -> Opened:
+    """The model in a folder, or in that of one of its files; its weights are not read.
+
+    Raises:
+      CheckpointError: a file that is missing, damaged or of an unsupported kind.
+    """
+    folder = path if path.is_dir() else path.parent
+    config = read_config(folder)
+    scheme = read_scheme(folder)
+    for (single, index), read, what in (
+        (SAFETENSORS, read_safetensors, "safetensors"),
+        (PICKLED, read_tensors, "pytorch_model.bin"),
+    ):
+        if (folder / index).exists():
+            tensors = _read_indexed(folder / index, read)
+        elif (folder / single).is_file():
+            tensors = read(folder / single)
+        else:
+            continue
+        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
+        tensors = _of_text(tensors)
+        tensors = split_fused(config, tensors, FUSED, NAMES)
+        if scheme is not None:
+            if what != "safetensors":
+                raise CheckpointError(f"{folder} has quantized weights in {what}; they are read from safetensors")
+            tensors = with_weights(str(folder), tensors, scheme)
+        return Opened(
+            format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
+            path=folder,
+            config=config,
+            tensors=_with_experts(folder, config, _experts_joined(folder, tensors)),
+            names=names_of(config),
+            interleaved=is_interleaved(config),
+            tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+            about=partial(read_about, folder),
+        )
+    raise CheckpointError(
+        f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
+    )
+
+
+LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.|.*)")
+OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the language model of a multimodal one, under the names of a text-only model."""
+    found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
+    if len(found) == len(tensors):
+        return found
+
+    def renamed(name: str) -> str:
+        match = LANGUAGE_MODEL.fullmatch(name)
+        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+    return {renamed(name): tensor for name, tensor in found.items()}
+
+
+QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
+# Llama 4's files hold the experts of a layer as one tensor, transposed: [E, D, 2F] of gate and up, which are parted, and
+# [E, F, D] of down.
+LLAMA4_FUSED = {"model.layers.{}.feed_forward.experts.gate_up_proj": ("expert_gate", "expert_up")}
+LLAMA4_TENSOR = re.compile(r"(model\.layers\.\d+\.feed_forward\.experts\.)(gate_up|down)_proj")
+LLAMA4_EXPERTS = {"router": "model.layers.{}.feed_forward.router.weight"}
+LLAMA4_EXPERTS |= {
+    f"expert_{name}": f"model.layers.{{}}.feed_forward.experts.{name}_proj" for name in ("gate", "up", "down")
+}
+QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+def names_of(config: LlamaConfig) -> dict[str, str]:
+    """The names of a model's tensors; some depend on its norms, or on the family of its experts."""
+    found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
+    if config.experts:
+        found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.kind, {})
+    return found
+
+
+def is_interleaved(config: LlamaConfig) -> bool:
+    """Whether files of a model hold the rows of q and k in the interleaved rotary layout."""
+    try:
+        return FAMILIES[config.kind].interleaved
+    except ConfigError:  # of no family: as a Llama's
+        return False
+
+
+EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
+
+
+def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with those of a layer's experts as [E, rows, columns] under the names in the table."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        elif (match := LLAMA4_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
+            half = tensor.shape[2] // 2
+            rows = {"down": (0, None)} if match[2] == "down" else {"gate": (0, half), "up": (half, None)}
+            found |= {f"{match[1]}{part}_proj": Transposed(tensor, *ends) for part, ends in rows.items()}
+        else:
+            found[name] = tensor
+    for name, of_layer in experts.items():
+        parts = [of_layer[i] for i in sorted(of_layer)]
+        if sorted(of_layer) != list(range(len(parts))):
+            raise CheckpointError(
+                f"{folder}: of the experts of {shown(name, 80)} there are only {shown(sorted(of_layer))}; copy all files"
+            )
+        if any((part.shape, part.kind) != (parts[0].shape, parts[0].kind) for part in parts):
+            raise CheckpointError(
+                f"{folder}: the experts of {shown(name, 80)} have different shapes or types; copy them again"
+            )
+        found[name] = Stacked(parts)
+    return found
+
+
+def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; CheckpointError where a layer has no experts, by the name that files have."""
+    names = names_of(config)
+    for layer in range(config.n_layers if config.experts else 0):
+        for part in ("expert_gate", "expert_up", "expert_down"):
+            if (name := names[part].format(layer)) not in tensors:
+                of_one = name.replace(".experts.", ".experts.0.")
+                joined = re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", name)
+                missing = of_one if EXPERT.fullmatch(of_one) else joined
+                raise CheckpointError(f"{folder}: tensor {missing!r} is missing; the configuration needs it")
+    return tensors
+
+
+def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
+    """A tensor to be written, or the experts' tensors if it holds several."""
+    if len(piece.tensor.shape) < 3:
+        return [piece]
+    tensor: Any = piece.tensor
+    return [replace(piece, tensor=tensor.entry(i), expert=i) for i in range(tensor.shape[0])]
+
+
+def _name(names: Mapping[str, str], piece: WrittenTensor) -> str:
+    name = names[piece.part].format(piece.layer)
+    return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
+
+
+def recognizes(path: Location) -> bool:
+    """Whether a folder holds a config.json and weights by transformers' names; or a file of such a folder, by any name."""
+    if path.is_dir():
+        return (path / "config.json").exists() and any((path / name).exists() for name in (*SAFETENSORS, *PICKLED))
+    if not (path.parent / "config.json").exists():
+        return False
+    of_meta = (path.parent / "params.json").exists()
+    return path.name == "config.json" or is_safetensors(path) or (is_torch(path) and not of_meta)
+
+
+def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
+    """See `WeightFormat.files`.
+
+    Raises:
+      CheckpointError: a damaged index, or one of files that are not there.
+    """
+    if "config.json" not in names:
+        return None
+    for single, index in (SAFETENSORS, PICKLED):
+        if index in names:
+            return [index, *_indexed(read(index), names, f"{place}/{index}")]
+        if single in names:
+            return [single]
+    return None
+
+
+def _indexed(content: bytes, there: Collection[str], index: str) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+        missing = [name for name in names if name not in there]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
+    if missing:
+        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which is not there; choose another revision")
+    return names
+
+
+def is_safetensors(path: Location) -> bool:
+    """Whether a file begins like one of safetensors: with the length of a header, and an object."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def write_folder(
+    folder: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
+    kind: str | None = None,
+    *,
+    largest_file: int = 5_000_000_000,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
+) -> None:
+    """Write a model into an empty folder, tensor by tensor.
+
+    Args:
+      kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
+      largest_file: bytes of tensors in a file; more become several files and an index.
+    """
+    names = names_of(opened.config)
+    todo = tensors_to_write(opened, interleaved=is_interleaved(opened.config))
+    if opened.config.kind == "llama4_text":
+        todo, fused_names = fuse(todo, LLAMA4_FUSED, axis=1)
+        todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
+        names |= fused_names
+    else:
+        todo = [one for piece in todo for one in _experts_apart(piece)]
+    if opened.config.kind == "phi3":
+        todo, fused_names = fuse(todo, FUSED)
+        names |= fused_names
+    kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]
+    sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
+    files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
+    for piece, stored, size in zip(todo, kinds, sizes, strict=True):
+        if files[-1] and sum(n for *_, n in files[-1].values()) + size > largest_file:
+            files.append({})
+        files[-1][_name(names, piece)] = (stored, piece.tensor.shape, size)
+
+    walk = iter(progress(todo) if progress else todo)
+    weight_map: dict[str, str] = {}
+    for i, tensors in enumerate(files):
+        name = SAFETENSORS[0] if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        weight_map |= dict.fromkeys(tensors, name)
+        with (folder / name).open("wb") as file:
+            file.write(header(tensors))
+            for stored, *_ in tensors.values():
+                for rows in next(walk).rows(FLOATS[stored]):
+                    file.write(rows.view(np.uint8).data)
+    for _ in walk:  # lets a progress bar see its end
+        pass
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
+    ids: dict[str, Any] = {"pad_token_id": None}  # and not transformers' default
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        ids |= token_ids(tokenizer)
+    write_about(folder, opened.about())
+    write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
+
+
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """The beginning of a safetensors file: the length of a JSON text, and the text, padded to eight bytes."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, (kind, shape, size) in tensors.items():
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_safetensors(path: Location) -> dict[str, Tensor]:
+    """The tensors of a file. The library checks the header against the file, and does not tell where the data begin."""
+    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
+    if LARGEST_JSON < size < path.stat().st_size:
+        raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
+    try:
+        with _header_alone(path, size) as local, safe_open(local, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
+    header = json.loads(read_bytes(path, 8, size).tobytes())
+    return {
+        name: Dense(path, 8 + size + tensor["data_offsets"][0], tuple(tensor["shape"]), tensor["dtype"])
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
+
+
+@contextmanager
+def _header_alone(path: Location, size: int) -> Iterator[Path]:
+    """A file that the library can open: for an object in a store a sparse file of equal length with the header alone."""
+    if not isinstance(path, StoredPath):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(read_bytes(path, 0, min(8 + size, path.stat().st_size)).data)
+        file.truncate(path.stat().st_size)
+        file.flush()
+        yield Path(file.name)
+
+
+def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all files that an index names, after checking it against what each file holds."""
+    folder = index.parent
+    found = read_object(index, CheckpointError)
+    try:
+        weight_map = found["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
+        there = folder / name
+        # Of a name that no file can have, Path.is_file raises.
+        if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        held = read(folder / name)
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        if held.keys() != listed:
+            odd = sorted(held.keys() ^ listed)[0]
+            raise CheckpointError(f"{index} and {name} disagree about tensor {shown(odd, 80)}; copy both from one release")
+        tensors |= held
+    return tensors
+
+
+def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
+    """The parameters under Hugging Face's names, as if they had been opened."""
+    on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))
+    tensors: dict[str, ArrayTensor | QuantizedArrayTensor] = {}
+    names = names_of(config)
+
+    def put(row: Row, node: Any, layer: int = 0) -> None:
+        leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
+        for i, share in enumerate(shares_of(row)):
+            held, shape = leaf, shape_of(share.axes, config)
+            if isinstance(leaf, JoinedWeight):  # its parts are the shares
+                held = leaf.parts[i]
+            elif share.width:
+                last = first + shape_of(share.width, config)[0]
+                held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
+            quantized = isinstance(held, QuantizedWeight)
+            tensors[names[share.name].format(layer)] = (
+                QuantizedArrayTensor(held, shape) if quantized else ArrayTensor(held, shape)
+            )
+
+    layers = layers_of(on_host)
+    for row in rows(config):
+        if not row.in_blocks:
+            put(row, params)
+            continue
+        for i in range(config.n_layers):
+            put(row, layers[i], i)
+    where = Path("parameters")
+    return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
+
+
+FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files)

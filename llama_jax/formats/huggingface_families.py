@@ -1,0 +1,521 @@
+"""What families of models add to the settings of a Llama in ``config.json``, one record for each.
+
+Source: transformers' configuration class of each family, for the names, and for what a missing setting means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
+from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.errors import ConfigError, shown
+
+ConfigJson = Mapping[str, Any]
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+def _nothing(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's own part of a ``config.json``.
+
+    Attributes:
+      architecture: transformers' class.
+      absent: what transformers takes for a setting that is not there.
+      reads: settings that `PLAIN` refuses in other families and `fields` reads, or that mean nothing to this one.
+      fields: the fields of `LlamaConfig` beyond Llama's, from all settings.
+      settings: the inverse, from the configuration and its rope settings as a Llama has them.
+      rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not given as in a Llama.
+      interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved; of the
+        others the halves of a head are.
+    """
+
+    architecture: str
+    absent: ConfigJson = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    fields: Callable[[ConfigJson], dict[str, Any]] = lambda found: {}
+    settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = _nothing
+    rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
+    interleaved: bool = False
+
+
+def number_in(found: ConfigJson, name: str) -> float:
+    """A setting with which something is computed before the configuration checks it."""
+    require_number(name, found[name], above=0.0)
+    return float(found[name])
+
+
+def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
+    """A setting that is an object, without its null entries; empty if it is null itself."""
+    value = found.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{name}={shown(value)} must be an object")
+    return {key: inner for key, inner in (value or {}).items() if inner is not None}
+
+
+def _layer_types(found: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
+    """The kind of attention of each layer."""
+    n, kinds = found["num_hidden_layers"], found.get("layer_types")
+    if kinds is None:
+        return [usual(i) for i in range(n)]
+    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in (FULL, other) for kind in kinds):
+        raise ConfigError(f"layer_types={shown(kinds)} must be a list with {FULL!r} or {other!r} for each of {n} layers")
+    return kinds
+
+
+def _types_of(config: LlamaConfig) -> list[str]:
+    return [FULL if config.layer(i).window is None else SLIDING for i in range(config.n_layers)]
+
+
+def _window_of(config: LlamaConfig) -> int | None:
+    return next((layer.window for layer in config.layer_kinds if layer.window is not None), None)
+
+
+def _every(n: int, last: str, others: str) -> Callable[[int], str]:
+    return lambda i: others if (i + 1) % n else last
+
+
+def _check_uniform(found: ConfigJson, needed: str) -> None:
+    """Raise unless all layers attend in the same way."""
+    kinds = found.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
+        raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
+
+
+def _alike(found: ConfigJson) -> dict[str, Any]:
+    _check_uniform(found, FULL)
+    return {}
+
+
+def _windowed(found: ConfigJson) -> dict[str, Any]:
+    window = found.get("sliding_window")
+    _check_uniform(found, FULL if window is None else SLIDING)
+    return {"window": window}
+
+
+def _own_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return {"sliding_window": config.window}
+
+
+def _ropes(found: ConfigJson) -> list[int]:
+    """Whether each layer has a position embedding."""
+    n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
+    if ropes is None:
+        require_positive_int("no_rope_layer_interval", step)
+        ropes = [int((i + 1) % step != 0) for i in range(n)]
+    if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
+        raise ConfigError(f"no_rope_layers={shown(ropes)} must be a list with 0 or 1 for each of {n} layers")
+    return ropes
+
+
+def _smollm3(found: ConfigJson) -> dict[str, Any]:
+    ropes = _ropes(found)
+    window = found.get("sliding_window") if found.get("use_sliding_window") else None
+    kinds = _layer_types(found, lambda i: SLIDING if window is not None and not ropes[i] else FULL)
+    return {
+        "layers": tuple(
+            LayerConfig(window if kind == SLIDING else None, "model" if rope else "none")
+            for kind, rope in zip(kinds, ropes, strict=False)
+        )
+    }
+
+
+def _smollm3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    window = _window_of(config)
+    return {
+        "no_rope_layers": [int(layer.rope != "none") for layer in layers],
+        "layer_types": _types_of(config),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def _mixed_windows(usual: Callable[[int], str]) -> Callable[[ConfigJson], dict[str, Any]]:
+    """Layers of two kinds, with a window and without, and otherwise alike."""
+
+    def fields(found: ConfigJson) -> dict[str, Any]:
+        window = found.get("sliding_window")
+        return {"layers": tuple(LayerConfig(window if t == SLIDING else None) for t in _layer_types(found, usual))}
+
+    return fields
+
+
+def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return {"sliding_window": _window_of(config), "layer_types": _types_of(config)}
+
+
+def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Rope settings for each kind of layer: those of full attention are the model's, a window's have a theta alone.
+
+    Args:
+      local: how older files call the theta of layers with a window; None where it is that of the others.
+    """
+
+    def rope(found: dict[str, Any]) -> dict[str, Any]:
+        both = object_in(found, "rope_parameters")
+        if not (FULL in both or SLIDING in both):
+            theta = found.get("rope_theta") if local is None else found.get(local)
+            return found | {"sliding_theta": theta}
+        full, sliding = (object_in(both, kind) for kind in (FULL, SLIDING))
+        kind = sliding.get("rope_type", sliding.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(f"rope scaling {shown(kind, 40)} of layers with a window is not supported; 'default' is")
+        full.setdefault("rope_theta", found.get("rope_theta"))
+        return found | {
+            "rope_parameters": full,
+            "sliding_theta": sliding.get("rope_theta", found.get(local or "rope_theta")),
+        }
+
+    return rope
+
+
+def _unscaled_windows(found: ConfigJson, usual: Callable[[int], str]) -> tuple[LayerConfig, ...]:
+    window, theta = found.get("sliding_window"), found["sliding_theta"]
+    theta = None if theta == found["theta"] else theta
+    sliding = LayerConfig(window, "unscaled", theta) if theta is not None or found["scaled"] else LayerConfig(window)
+    return tuple(sliding if kind == SLIDING else LayerConfig() for kind in _layer_types(found, usual))
+
+
+def _olmo(found: ConfigJson) -> dict[str, Any]:
+    return _alike(found) | {"norm": "post", "qk_norm": "all"}
+
+
+def _olmo3(found: ConfigJson) -> dict[str, Any]:
+    return {"norm": "post", "qk_norm": "all", "layers": _unscaled_windows(found, _every(4, FULL, SLIDING))}
+
+
+def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    sliding = next((layer for layer in config.layer_kinds if layer.window is not None), LayerConfig())
+    local = {"rope_type": "default", "rope_theta": sliding.rope_theta or config.rope_theta}
+    return _mixed_settings(config, rope) | {"rope_parameters": {FULL: dict(rope), SLIDING: local}}
+
+
+def _gemma3(found: ConfigJson) -> dict[str, Any]:
+    scalar, period = number_in(found, "query_pre_attn_scalar"), found.get("sliding_window_pattern")
+    if period is not None:
+        require_positive_int("sliding_window_pattern", period)
+    activation = found.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise ConfigError(f"hidden_activation={shown(activation)} is not supported; a gemma3_text has 'gelu_pytorch_tanh'")
+    return {
+        "layers": _unscaled_windows(found, _every(period or 6, FULL, SLIDING)),
+        "norm": "both",
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "activation": "gelu",
+        "embedding_multiplier": float(found["hidden_size"]) ** 0.5,
+        "attention_multiplier": None if scalar == found["head_dim"] else scalar**-0.5,
+    }
+
+
+def _gemma3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    if config.embedding_multiplier != float(config.dim) ** 0.5:
+        raise ConfigError(f"embedding_multiplier={config.embedding_multiplier} of a gemma3_text must be sqrt(dim)")
+    scalar = config.score_scale**-2
+    return _local_rope(config, rope) | {
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
+def _granite(found: ConfigJson) -> dict[str, Any]:
+    return _alike(found) | {name: number_in(found, name) for name in MULTIPLIERS}
+
+
+def _granite_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in MULTIPLIERS} | {"attention_multiplier": config.score_scale}
+
+
+def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
+    rope = object_in(found, "rope_parameters") or object_in(found, "rope_scaling")
+    beta, context = rope.pop("llama_4_scaling_beta", 0), rope.get("original_max_position_embeddings", 0)
+    rope.pop("max_position_embeddings", None)
+    rest = {name: value for name, value in found.items() if name != "rope_scaling"}
+    return rest | {"rope_parameters": rope, "query_scaling": None if beta == 0 else QueryScaling(beta, context)}
+
+
+def _ministral3(found: ConfigJson) -> dict[str, Any]:
+    return _windowed(found) | {"query_scaling": found["query_scaling"]}
+
+
+def _ministral3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    scaling = config.query_scaling
+    if scaling is not None and rope.get("original_max_position_embeddings") != scaling.context:
+        raise ConfigError(f"query_scaling.context={scaling.context} must be the original context of a yarn scaling")
+    more = {} if scaling is None else {"llama_4_scaling_beta": scaling.beta}
+    return _own_window(config, rope) | {"rope_parameters": dict(rope) | more}
+
+
+def _phi3_rope(found: dict[str, Any]) -> dict[str, Any]:
+    for name in ("rope_parameters", "rope_scaling"):
+        if rope := object_in(found, name):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+            found = found | {"partial_rotary_factor": rope.pop("partial_rotary_factor", found["partial_rotary_factor"])}
+            found |= {name: rope}
+    return found
+
+
+def _phi3(found: ConfigJson) -> dict[str, Any]:
+    head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+    require_positive_int("head_dim", head_dim)
+    rotated = int(head_dim * number_in(found, "partial_rotary_factor"))
+    return _windowed(found) | {"rotary_dim": None if rotated == head_dim else rotated}
+
+
+def _phi3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    original = config.max_seq_len if config.rope_scaling is None else config.rope_scaling.original_max_seq_len
+    return _own_window(config, rope) | {
+        "partial_rotary_factor": config.rotated_dim / config.head_dim,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _moe(found: ConfigJson) -> dict[str, Any]:
+    return _windowed(found) | {"experts": found["num_local_experts"], "experts_per_token": found["num_experts_per_tok"]}
+
+
+def _moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    counts = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    return _own_window(config, rope) | counts
+
+
+def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
+    for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if found.get(name, supported) not in (supported, None):
+            raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
+    return _alike(found) | {
+        "qk_norm": "head",
+        "hidden_dim": found["moe_intermediate_size"],
+        "experts": found.get("num_experts") or found["num_local_experts"],
+        "experts_per_token": found["num_experts_per_tok"],
+        "normalize_expert_weights": found["norm_topk_prob"],
+    }
+
+
+def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return _no_window(config, rope) | {
+        "intermediate_size": config.hidden_dim * config.experts_per_token,  # of layers without experts: as released models
+        "moe_intermediate_size": config.hidden_dim,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalize_expert_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _llama4(found: ConfigJson) -> dict[str, Any]:
+    n, sparse, step = found["num_hidden_layers"], found.get("moe_layers"), found["interleave_moe_layer_step"]
+    if sparse is None and step != 1:
+        raise ConfigError(f"interleave_moe_layer_step={shown(step, 40)} is not supported: all layers must have experts")
+    if sparse is not None and not (isinstance(sparse, list) and len(sparse) == n and sparse == list(range(n))):
+        raise ConfigError(f"moe_layers={shown(sparse, 40)} is not supported: all layers must have experts")
+    ropes, chunk = _ropes({**found, "no_rope_layers": found.get("no_rope_layers") or None}), found["attention_chunk_size"]
+    kinds = _layer_types(found, lambda i: CHUNKED if ropes[i] else FULL, CHUNKED)
+    if CHUNKED in kinds and chunk is None:
+        raise ConfigError(f"attention_chunk_size=None must be a positive integer where layers have {CHUNKED!r}")
+    layers = zip(kinds, ropes, strict=False)
+    scaled = found["attn_temperature_tuning"]
+    return {
+        "layers": tuple(
+            LayerConfig(None, "model" if r else "none", chunk=chunk if k == CHUNKED else None) for k, r in layers
+        ),
+        "qk_norm": "l2" if found["use_qk_norm"] else None,
+        "query_scaling": QueryScaling(found["attn_scale"], found["floor_scale"], 1, rotated=False) if scaled else None,
+        "experts": found["num_local_experts"],
+        "experts_per_token": found["num_experts_per_tok"],
+        "expert_scores": "sigmoid",
+        "shared_expert": True,
+    }
+
+
+def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    scaling = config.query_scaling
+    return {
+        "intermediate_size_mlp": 2 * config.hidden_dim,  # of layers without experts: as released models
+        "interleave_moe_layer_step": 1,
+        "moe_layers": list(range(config.n_layers)),
+        "no_rope_layers": [int(layer.rope != "none") for layer in layers],
+        "layer_types": [FULL if layer.chunk is None else CHUNKED for layer in layers],
+        "attention_chunk_size": next((layer.chunk for layer in layers if layer.chunk is not None), 8192),
+        "use_qk_norm": config.qk_norm == "l2",
+        "attn_temperature_tuning": scaling is not None,
+        "attn_scale": 0.1 if scaling is None else scaling.beta,
+        "floor_scale": 8192 if scaling is None else scaling.context,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+    }
+
+
+def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_WIDE = _MISTRAL | {"head_dim": 128, "rms_norm_eps": 1e-5}
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", fields=_alike),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _MISTRAL | {"sliding_window": 4096},
+        ("sliding_window",),
+        _windowed,
+        _own_window,
+    ),
+    # Where use_sliding_window is set, which is refused, Qwen reads sliding_window.
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _QWEN, ("sliding_window",), lambda found: _alike(found) | {"qkv_bias": True}, _no_window
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _QWEN | {"head_dim": 128},
+        ("sliding_window",),
+        lambda found: _alike(found) | {"qk_norm": "head"},
+        _no_window,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ("sliding_window", "num_local_experts"),
+        _moe,
+        _moe_settings,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        ("sliding_window", "num_local_experts"),
+        _qwen3_moe,
+        _qwen3_moe_settings,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
+        ("sliding_window", "use_sliding_window"),
+        _smollm3,
+        _smollm3_settings,
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        _WIDE
+        | {
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 8192,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        ("sliding_window",),
+        _mixed_windows(lambda i: SLIDING if i % 4 else FULL),
+        _mixed_settings,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        ("sliding_window",),
+        _ministral3,
+        _ministral3_settings,
+        _ministral3_rope,
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, (), _olmo),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+        ("sliding_window",),
+        _olmo3,
+        _local_rope,
+        _rope_by_kind(None),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        ("sliding_window", "hidden_act"),
+        _gemma3,
+        _gemma3_settings,
+        _rope_by_kind("rope_local_base_freq"),
+    ),
+    "granite": Family("GraniteForCausalLM", dict.fromkeys(MULTIPLIERS, 1.0), MULTIPLIERS, _granite, _granite_settings),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+        ("sliding_window", "partial_rotary_factor"),
+        _phi3,
+        _phi3_settings,
+        _phi3_rope,
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        _WIDE
+        | {
+            "rope_theta": 500_000.0,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+        },
+        ("num_local_experts", "use_qk_norm"),
+        _llama4,
+        _llama4_settings,
+        interleaved=True,
+    ),
+}

@@ -1,0 +1,496 @@
+"""Tensors in files that are read in runs of rows, and the checkpoint that they make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, reading
+from llama_jax.formats.tokenizer_files import About
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.weights import Kind, QuantizedWeight
+from llama_jax.ops.weights.planes import join
+from llama_jax.storage import Location, StoredPath
+from llama_jax.tokenizers import Tokenizer
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
+OTHER = np.dtype("u1")  # for all types that no parameter has: integers, booleans, eight-bit floats
+
+
+def kind_of(dtype: np.dtype) -> str:
+    """The name of a type of numbers in files, such as BF16; for other types NumPy's own."""
+    return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
+
+
+def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
+    """The type that parameters are read in: `dtype`, or for None the stored one.
+
+    Raises:
+      CheckpointError: JAX would convert it to another type, as float64 without jax_enable_x64.
+    """
+    target = stored if dtype is None else jnp.dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
+    return target
+
+
+def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
+    """The default type of the parameters that are floats, and of the computation.
+
+    Args:
+      embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
+      stored: its type if it is not, which is the result then; but for float16 on a CPU, where XLA has no fast matmul of it
+        (a 135M model decodes at an eighth of the speed of float32): float32.
+    """
+    if lowering_platform() == "cpu":
+        return FLOATS["F32"] if stored == FLOATS["F16"] else stored
+    return stored if embedding.kind in FLOATS else BFLOAT16
+
+
+class TensorInfo(Protocol):
+    """The description of a tensor in a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str:
+        """Its storage type, by the format's name: F32, BF16, Q4_K ..."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        ...
+
+
+@dataclass(frozen=True)
+class OrbaxWeightInfo:
+    """The description of a quantized weight in orbax's format."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    nbytes: int
+
+
+class Tensor(TensorInfo, Protocol):
+    """A tensor [rows, ...] in a file. Nothing of it is in memory until `read`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of what `read` returns."""
+        ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop), in memory that the caller may change."""
+        ...
+
+
+def blocks_of(tensor: TensorInfo) -> Tensor | None:
+    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
+    return getattr(tensor, "blocks", None)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A tensor that is contiguous in a file.
+
+    It is read with plain reads rather than a memory map: the pages of a map count as this process's memory until they are
+    released, and each costs a page fault.
+    """
+
+    path: Location
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return FLOATS.get(self.kind, OTHER)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """The rows from `start` on that fill contiguous memory of the tensor's type."""
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        read_bytes(self.path, self.offset + start * row, out.nbytes, out.reshape(-1).view(np.uint8))
+
+    def entry(self, index: int) -> Dense:
+        """One of the tensors that a tensor with three axes holds."""
+        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Base of a tensor made from another: whatever a subclass does not define is the other's."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """The same of the other's `blocks`: rows are moved with all that they hold."""
+        found = blocks_of(self.tensor)
+        return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
+
+
+@dataclass(frozen=True)
+class RowRange(Derived):
+    """Rows [start, stop) of a tensor as a tensor of their own."""
+
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.tensor.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes * (self.stop - self.start) // self.tensor.shape[0]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tensor.read(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True)
+class Offset(Derived):
+    """A tensor with a number added to every entry."""
+
+    shift: float
+    blocks = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = self.tensor.read(start, stop)
+        return (found.astype(np.float32) + np.float32(self.shift)).astype(found.dtype)
+
+
+@dataclass(frozen=True)
+class Transposed(Derived):
+    """A tensor of matrices, each transposed, and of the rows of each those from `first` to `last`, None for the end."""
+
+    first: int = 0
+    last: int | None = None
+    blocks = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, columns, rows = self.tensor.shape
+        return (count, len(range(rows)[self.first : self.last]), columns)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self.tensor.read(start, stop).swapaxes(1, 2)[:, self.first : self.last])
+
+
+@dataclass(frozen=True)
+class Padded(Derived):
+    """A tensor followed by rows of zeros."""
+
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        end = self.tensor.shape[0]
+        if stop <= end:
+            return self.tensor.read(start, stop)
+        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
+        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Base of a tensor made of several of one type."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Joined(Combined):
+    """Parts of one tensor, each in a file of its own, concatenated along `axis` (0 or 1)."""
+
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if self.axis == 1:
+            return np.concatenate([part.read(start, stop) for part in self.parts], axis=1)
+        found, first = [], 0
+        for part in self.parts:
+            rows = part.shape[0]
+            low, high = max(start - first, 0), min(stop - first, rows)
+            if low < high:
+                found.append(part.read(low, high))
+            first += rows
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    @property
+    def blocks(self) -> Joined | None:
+        """Those of its parts, where all are quantized and joined by rows."""
+        found = [each for part in self.parts if (each := blocks_of(part)) is not None]
+        whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
+        return Joined(found, 0) if whole else None
+
+
+@dataclass(frozen=True)
+class Stacked(Combined):
+    """Tensors of one shape as one, with a leading axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.stack([part.read(0, part.shape[0]) for part in self.parts[start:stop]])
+
+    @property
+    def blocks(self) -> Stacked | None:
+        """Those of its parts, where all are quantized."""
+        found = [blocks_of(part) for part in self.parts]
+        return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
+
+    def entry(self, index: int) -> Tensor:
+        return self.parts[index]
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
+
+    array: np.ndarray
+    seen_as: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape if self.seen_as is None else self.seen_as
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
+        return self.array[np.unravel_index(np.arange(start, stop), leading)]
+
+    def entry(self, index: int) -> ArrayTensor:
+        """One of the tensors that a tensor with three axes holds."""
+        return ArrayTensor(self.array[index])
+
+
+@dataclass(frozen=True)
+class QuantizedArrayTensor:
+    """A quantized weight in memory as a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+
+    weight: QuantizedWeight
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.weight.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.weight.kind.upper()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.weight.planes)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._rows(start, stop).decoded()
+
+    @property
+    def blocks(self) -> RowBytes | None:
+        return RowBytes(self) if self.weight.form.of_gguf else None
+
+    @property
+    def form(self) -> Kind:
+        return self.weight.form
+
+    def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        return self._rows(start, stop).planes
+
+    def _rows(self, start: int, stop: int) -> QuantizedWeight:
+        leading = self.weight.shape[: self.weight.ndim - len(self.shape) + 1]
+        where = np.unravel_index(np.arange(start, stop), leading)
+        return self.weight.replace(planes=tuple(plane[where] for plane in self.weight.planes))
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """The rows of a quantized weight as bytes, see `blocks_of`.
+
+    Attributes:
+      weight: a tensor of one `form`, whose `planes(start, stop)` are those of some of its rows.
+    """
+
+    weight: Any
+    dtype = np.dtype(np.uint8)
+    kind = "U8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.weight.shape[:-1], self.weight.form.bytes_of_row(self.weight.shape[-1]))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows_at_once(self) -> int:
+        return getattr(self.weight, "rows_at_once", 1)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        form, planes = self.weight.form, self.weight.planes(start, stop)
+        found = join(planes, form) if form.of_gguf else form.to_rows(planes)
+        return found.reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was recognized; its weights have not been read.
+
+    Attributes:
+      format: in words, such as "Hugging Face safetensors".
+      path: for messages: the file, or the folder.
+      config: the configuration from the files.
+      tensors: all that are part of the model, by the format's names.
+      names: the format's name of each part of a Llama, "{}" standing for the layer.
+      interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
+      tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
+      about: reads what else lies beside the weights.
+    """
+
+    format: str
+    path: Location
+    config: LlamaConfig
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    interleaved: bool
+    tokenizer: Callable[[], Tokenizer | None]
+    about: Callable[[], About] = About
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights, of which `loading.FORMATS` lists all.
+
+    Attributes:
+      name: as `save` and the command line have it.
+      recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
+      open: the model at such a path; its weights are not read.
+      write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
+        `progress`, which wraps the list of tensors; None where the format is only read, or orbax, which is written from
+        memory.
+      suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
+      is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
+      files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
+        model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
+    """
+
+    name: str
+    recognizes: Callable[[Location], bool]
+    open: Callable[[Location], Any]
+    write: Callable[..., None] | None = None
+    suffixes: tuple[str, ...] = ()
+    is_whole: Callable[[Location], bool] | None = None
+    files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.suffixes
+
+
+def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given.
+
+    Raises:
+      CheckpointError: the file ends before; it changed since it was opened.
+    """
+    found = np.empty(count, np.uint8) if out is None else out
+    filled = 0
+    with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while filled < count:
+            got = file.readinto(found[filled:].data)
+            if not got:
+                raise CheckpointError(f"{path} ends at byte {offset + filled}, {offset + count} are needed; copy it again")
+            filled += got
+    return found
+
+
+def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarray:
+    """`count` bytes of a file from each of ascending offsets: uint8[offsets, count]. For errors see `read_bytes`."""
+    if isinstance(path, StoredPath):  # one request brings what lies between as well, where others would be thousands
+        span = read_bytes(path, offsets[0], offsets[-1] + count - offsets[0])
+        return np.stack([span[offset - offsets[0] :][:count] for offset in offsets])
+    found = np.empty((len(offsets), count), np.uint8)
+    with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
+        for strip, offset in zip(found, offsets, strict=True):
+            file.seek(offset)
+            if file.readinto(strip.data) != count:
+                raise CheckpointError(f"{path} ends before byte {offset + count}, which is needed; copy it again")
+    return found

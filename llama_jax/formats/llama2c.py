@@ -1,0 +1,301 @@
+"""llama2.c's files: ``.bin`` of version 0 (legacy, float32), 1 (float32) and 2 (int8), and its training ``ckpt.pt``.
+
+Source: karpathy/llama2.c, export.py (legacy_export, version1_export, version2_export) and train.py. None of them stores
+norm_eps or theta: the code that reads and writes them has 1e-5 and 10,000.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.config.families import features
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.formats import meta
+from llama_jax.formats.lazy_tensors import FLOATS, Dense, Opened, Tensor, WeightFormat, read_bytes
+from llama_jax.formats.tensor_export import WrittenTensor, tensors_to_write
+from llama_jax.formats.tensor_names import shares_of
+from llama_jax.formats.tokenizer_files import read_about
+from llama_jax.formats.torch_pickle import is_torch, read_pickled, tensors_of
+from llama_jax.model.params import rows, shape_of
+from llama_jax.model.rope import rotary_frequencies
+from llama_jax.storage import Location
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+
+MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
+HEADER = 256  # bytes, from version 1 on
+NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
+MOST_LAYERS = 4096  # a layer can take less room in a file than here
+# The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
+# the names, of the two tables of angles as well, are those in llama2.c's run.c.
+NAMES = {
+    "embedding": "token_embedding_table",
+    "attention_norm": "rms_att_weight.{}",
+    "q": "wq.{}",
+    "k": "wk.{}",
+    "v": "wv.{}",
+    "out": "wo.{}",
+    "ffn_norm": "rms_ffn_weight.{}",
+    "gate": "w1.{}",
+    "up": "w3.{}",
+    "down": "w2.{}",
+    "final_norm": "rms_final_weight",
+    "lm_head": "wcls",
+    "cos": "freq_cis_real",
+    "sin": "freq_cis_imag",
+}
+IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", "up")
+LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
+NORMS = ("attention_norm", "ffn_norm", "final_norm")
+VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
+# In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
+PREFIX = "_orig_mod."
+MASK = re.compile(r"layers\.\d+\.attention\.mask")
+
+
+@dataclass(frozen=True)
+class GroupedTensor:
+    """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` numbers."""
+
+    path: Location
+    offset: int
+    shape: tuple[int, ...]
+    group: int
+    dtype = np.dtype(np.float32)
+    kind = "int8"
+
+    @property
+    def nbytes(self) -> int:
+        numbers = math.prod(self.shape)
+        return numbers + numbers // self.group * 4
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        columns = self.shape[1]
+        first, last = start * columns, stop * columns
+        low, high = first // self.group, -(-last // self.group)  # groups may reach over the end of a row
+        numbers = read_bytes(self.path, self.offset + first, last - first).view(np.int8)
+        at = self.offset + math.prod(self.shape) + 4 * low
+        scales = read_bytes(self.path, at, 4 * (high - low)).view("<f4")
+        spread = np.repeat(scales, self.group)[first - low * self.group :][: last - first]
+        with np.errstate(all="ignore"):  # a damaged scale gives NaN, which is found where all tensors are checked
+            return (numbers * spread).reshape(stop - start, columns)
+
+
+def recognizes(path: Location) -> bool:
+    """Whether the header and the size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
+    if not path.is_file():
+        return False
+    if is_torch(path):
+        try:
+            return "model_args" in read_pickled(path)
+        except CheckpointError:
+            return False
+    with path.open("rb") as file:
+        return file.read(4) == MAGIC or _legacy(path) is not None
+
+
+def open_file(path: Location) -> Opened:
+    """The model in a file; its weights are not read.
+
+    Raises:
+      CheckpointError: a file that is damaged or of an unknown version.
+    """
+    if is_torch(path):
+        return _open_training(path)
+    with path.open("rb") as file:
+        start = file.read(HEADER)
+    if start[:4] != MAGIC:
+        config = _legacy(path)
+        if config is None:
+            raise CheckpointError(
+                f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
+            )
+        legacy = dict(_tensors(path, config, LEGACY, 28))
+        _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
+        return _opened("llama2.c", path, config, legacy)
+    if len(start) < HEADER:
+        raise CheckpointError(f"{path} ends inside its header; copy it again")
+    version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
+    if version not in (1, 2):
+        raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; 0, 1 and 2 are")
+    try:
+        config = _config(sizes, bool(tied))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
+    largest = path.stat().st_size
+    if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
+        raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
+    tensors = dict(_tensors(path, config, VERSIONED, HEADER, group if version == 2 else None))
+    end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
+    if end != largest:
+        raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
+    return _opened(f"llama2.c version {version}", path, config, tensors)
+
+
+def _opened(what: str, path: Location, config: LlamaConfig, tensors: Mapping[str, Tensor], names=NAMES) -> Opened:
+    return Opened(
+        format=what,
+        path=path,
+        config=config,
+        tensors=tensors,
+        names=names,
+        interleaved=True,
+        tokenizer=partial(find_tokenizer, path.parent, config.vocab_size),
+        about=partial(read_about, path.parent, card=False),
+    )
+
+
+def _config(sizes: Any, tied: bool) -> LlamaConfig:
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = map(int, sizes)
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=max_seq_len,
+        norm_eps=NORM_EPS,
+        rope_theta=THETA,
+        tie_embeddings=tied,
+    )
+
+
+def _legacy(path: Location) -> LlamaConfig | None:
+    """The configuration if the header, seven int32, describes a file of this size."""
+    with path.open("rb") as file:
+        start = file.read(28)
+    if len(start) < 28:
+        return None
+    sizes = list(struct.unpack("<7i", start))
+    tied = sizes[5] > 0  # a negative vocabulary is the format's sign for a classifier of its own
+    sizes[5] = abs(sizes[5])
+    try:
+        config = _config(sizes, tied)
+    except ConfigError:
+        return None
+    if config.n_layers > MOST_LAYERS:
+        return None
+    numbers = sum(
+        math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
+    )
+    return config if path.stat().st_size == 28 + 4 * numbers else None
+
+
+def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Shape of each part, of one layer, in the file's order."""
+    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in shares_of(row)}
+    shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
+    return {part: shapes[part] for part in order if part in shapes}
+
+
+def _tensors(
+    path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int, group: int | None = None
+) -> Iterator[tuple[str, Dense | GroupedTensor]]:
+    """Name and place of every tensor, in the file's order; with a `group` matrices are those of version 2."""
+    for part, shape in _shapes(config, order).items():
+        for i in range(config.n_layers if "{}" in NAMES[part] else 1):
+            name = NAMES[part].format(i)
+            tensor: Dense | GroupedTensor = Dense(path, offset, shape, "F32")
+            if group is not None and part not in NORMS:
+                if math.prod(shape) % group:
+                    raise CheckpointError(
+                        f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again"
+                    )
+                tensor = GroupedTensor(path, offset, shape, group)
+            yield name, tensor
+            offset += tensor.nbytes
+
+
+def _check_rotary(path: Location, config: LlamaConfig, cos: Tensor, sin: Tensor) -> None:
+    """Refuse a file made with another theta: its stored angles differ, and the header has no theta."""
+    rows = min(16, config.max_seq_len)
+    angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
+    stored = cos.read(0, rows) + 1j * sin.read(0, rows)
+    if stored.any() and not np.allclose(stored, np.exp(1j * angles), atol=1e-4):
+        raise CheckpointError(
+            f"{path}: the stored rotary angles are not those of theta={config.rope_theta:g}, which this format implies"
+        )
+
+
+def _open_training(path: Location) -> Opened:
+    """A ``ckpt.pt``: settings under "model_args", weights by Meta's names under "model", and the optimizer's state."""
+    found = read_pickled(path)
+    args = found.get("model_args")
+    if not isinstance(args, dict):
+        raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
+    tensors = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in tensors_of(found.get("model"), path).items()
+        if not MASK.fullmatch(name.removeprefix(PREFIX))
+    }
+    names = meta.NAMES
+    table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
+    if table is None or gate is None:
+        raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
+    if len(table.shape) != 2 or len(gate.shape) != 2:
+        raise CheckpointError(f"{path}: its embedding and its gate must be matrices; copy it again")
+    try:
+        config = LlamaConfig(
+            vocab_size=table.shape[0],
+            dim=args["dim"],
+            n_layers=args["n_layers"],
+            n_heads=args["n_heads"],
+            n_kv_heads=args.get("n_kv_heads") or args["n_heads"],
+            hidden_dim=gate.shape[0],
+            max_seq_len=args["max_seq_len"],
+            norm_eps=args.get("norm_eps", NORM_EPS),
+            rope_theta=THETA,
+            tie_embeddings=head is None or head == table,
+        )
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{path}: model_args are not those of a Llama ({error}); copy it again") from None
+    return _opened("llama2.c ckpt.pt", path, config, tensors, names)
+
+
+def write_file(
+    path: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None = None,
+    kind: str | None = None,
+    *,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
+) -> None:
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it.
+
+    Raises:
+      CheckpointError: the format has no room for something in this model's configuration.
+    """
+    c = opened.config
+    if beyond := features(c):
+        raise CheckpointError(
+            f"{' and '.join(sorted(beyond))} has no place in llama2.c's format, whose code has Llamas alone"
+        )
+    fixed: dict[str, Any] = {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    for name, value in fixed.items():
+        if getattr(c, name) != value:
+            found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
+            raise CheckpointError(f"{name}={found} has no place in llama2.c's format, whose code has {value}")
+    angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
+    todo = sorted(tensors_to_write(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
+    with path.open("wb") as file:
+        vocab_size = c.vocab_size if c.tie_embeddings else -c.vocab_size
+        file.write(struct.pack("<7i", c.dim, c.hidden_dim, c.n_layers, c.n_heads, c.n_kv_heads, vocab_size, c.max_seq_len))
+        for piece in progress(todo) if progress else todo:
+            for rows in piece.rows(FLOATS["F32"]):
+                file.write(rows.data)
+            if piece.part == "final_norm":
+                file.write(np.cos(angles).astype("<f4").data)
+                file.write(np.sin(angles).astype("<f4").data)
+
+
+FORMAT = WeightFormat("llama2c", recognizes, open_file, write_file, (".bin", ".pt"), recognizes)

@@ -1,0 +1,319 @@
+"""Loading a model of any format."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, MeshError, reading, shown
+from llama_jax.formats import gguf, huggingface, llama2c, meta, orbax_format
+from llama_jax.formats.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_attend
+from llama_jax.formats.build_params import Progress, build_params, pad_to_mesh, plan
+from llama_jax.formats.lazy_tensors import FLOATS, Opened, WeightFormat, default_dtype
+from llama_jax.formats.orbax_format import OrbaxCheckpoint
+from llama_jax.formats.quantize_on_load import (
+    Quantization,
+    can_be_kept,
+    check_kept,
+    check_quantize,
+    log_what_becomes_floats,
+)
+from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
+from llama_jax.formats.tokenizer_files import About
+from llama_jax.formats.torch_pickle import is_torch
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
+from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.parallel.fit import fitted
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
+
+BUNDLED_NAME = "the bundled stories model"
+
+
+def bundled() -> Path:
+    """The folder of a small Llama trained on TinyStories, for `load`; its README.md says how well it does and its license.
+
+    Raises:
+      CheckpointError: an installation without its assets.
+    """
+    folder = Path(str(files("llama_jax"))) / "assets"
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"{folder} does not hold {BUNDLED_NAME}; install llama_jax again, or give a model with --model"
+        )
+    return folder
+
+
+# By name, in the order in which a path is compared with them.
+FORMATS: dict[str, WeightFormat] = {
+    module.FORMAT.name: module.FORMAT for module in (orbax_format, gguf, llama2c, huggingface, meta)
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
+
+    Attributes:
+      read_tokenizer: gives the vocabulary; see `tokenizer`.
+      read_about: gives what else lies beside the weights; see `about`.
+    """
+
+    config: LlamaConfig
+    params: Llama
+    read_tokenizer: Callable[[], Tokenizer | None]
+    read_about: Callable[[], About] = About
+
+    @cached_property
+    def about(self) -> About:
+        """What else lies beside the weights, for `save`: how to sample, the model's name and license."""
+        return self.read_about()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The vocabulary, or None if there is none with the weights; read on first access.
+
+        Raises:
+          TokenizerError: a damaged vocabulary.
+        """
+        return self.read_tokenizer()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.config, self.params, self.tokenizer))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.config, self.params, self.tokenizer)[index]
+
+
+@retry_with_newest_step
+def load(
+    path: str | os.PathLike[str] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    quantize: Quantization | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    adapters: Sequence[str | os.PathLike[str]] = (),
+    mesh: MeshSizes | None = None,
+    shardings: Llama | None = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Read a model, recognized by its content, and the tokenizer inside it or beside it.
+
+    Args:
+      path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
+        stories model that comes with the package (`checkpoints.bundled`).
+      dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
+        of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
+        the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;
+        where it is float16, which no CPU is fast in, float32 on a CPU. What no kind can keep (the other IQ types, columns in
+        another order) becomes floats, and a line is logged.
+      quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k" and others
+        (`ops.weights`), with a wider kind for the embedding and the output projection, and with "q4_k" and "q5_k" for some
+        layers (`model.mixtures`), unless "-pure" follows, as in "q4_0-pure". "keep" keeps the file's blocks as None without
+        a `dtype` does, and is an error where there are none. `dtype` is with both that of the computation.
+      tokenizer: a vocabulary's file or folder, in place of the one with the weights.
+      adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
+        (`model.adapters.adapted`).
+      adapters: several such folders: the parameters then have a table of adapters, one of which each row of a batch may use
+        (`model.adapter_table.choose_adapters`, by their number here).
+      mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
+        (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
+        for orbax alone the padding and copying is done on the devices, one array at a time.
+      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
+        everything is put on the default device.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
+
+    Returns:
+      The configuration, the parameters, and the tokenizer, read when it is asked for. On a GPU each layer's matrices are
+      arrays of their own (`ops.weights.apart`) unless `shardings` says where they lie; elsewhere all layers are one array.
+
+    Raises:
+      CheckpointError: no model at the path, or a damaged or unsupported one.
+      TokenizerError: the given vocabulary is damaged; of the model's own when it is asked for.
+      MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
+    """
+    _check_dtype(dtype)
+    check_quantize(quantize)
+    if mesh is not None and not isinstance(mesh, MeshSizes):
+        raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
+    if isinstance(adapters, str | os.PathLike):
+        raise CheckpointError(
+            f"adapters={shown(os.fspath(adapters))} is one path; give a list of them, or adapter for all rows"
+        )
+    if adapter is not None and adapters:
+        raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
+    if (adapter is not None or adapters) and shardings is not None:
+        raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; give mesh in their place")
+    if mesh is not None and shardings is not None:
+        raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
+    # Shardings of one's own are for training, whose layers are scanned.
+    to_decode = shardings is None and lowering_platform() == "gpu"
+    opened = open_checkpoint(bundled() if path is None else path)
+    config = opened.config
+    if quantize == "keep":
+        check_kept(list(opened.tensors.values()), opened.path)
+    elif quantize is None and dtype is None:
+        log_what_becomes_floats(opened.tensors, opened.path)
+        quantize = "keep"
+    beside = None if adapter is None else load_adapter(adapter, config)
+    table = [load_adapter(each, config) for each in adapters]
+    config = with_attend(config, adapters if adapter is None else [adapter])
+    if mesh is not None:
+        from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
+
+        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, OrbaxCheckpoint))
+        config = fitted(config, mesh)
+    read_tokenizer, read_about = opened.tokenizer, opened.about
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer)
+        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        read_tokenizer = lambda: given
+    elif isinstance(opened, OrbaxCheckpoint):  # a run may remove the step later
+        inside, beside_it = opened.tokenizer(), opened.about()
+        read_tokenizer, read_about = lambda: inside, lambda: beside_it
+    if isinstance(opened, OrbaxCheckpoint):
+        params = orbax_format.load_params(opened, dtype, shardings=shardings)
+        if quantize != "keep":
+            params = dequantize(params) if quantize is None else quantized_params(params, quantize)
+        if mesh is not None:
+            params = fit_on_mesh(opened.config, mesh, params)
+        params = layers_apart(params) if to_decode else params
+    else:
+        wanted = opened if mesh is None else pad_to_mesh(opened, mesh)
+        params = build_params(
+            wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=to_decode, progress=progress
+        )
+    if beside is not None:
+        params = attach_adapter(opened.config, params, beside, mesh)
+    if table:
+        params = attach_adapters(opened.config, params, table, mesh)
+    return Checkpoint(config, params, read_tokenizer, read_about)
+
+
+def planned_weights(
+    opened: Opened | OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
+) -> tuple[np.dtype, int]:
+    """The compute dtype and the bytes of the weights that `load` would return for these arguments; nothing is read."""
+    names = opened.names if isinstance(opened, Opened) else {}
+    tables = (names.get(name, name) for name in ("embedding", "lm_head"))
+    embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None is damaged
+    own = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
+    target = jnp.dtype(own if dtype is None else dtype)
+    if quantize is not None and quantize != "keep":
+        return target, bytes_in_memory(quantized_params(param_shapes(opened.config, target), quantize))
+    keep = quantize == "keep" or dtype is None
+    sizes = (
+        tensor.nbytes if keep and can_be_kept(tensor) else math.prod(tensor.shape) * target.itemsize
+        for tensor in opened.tensors.values()
+    )
+    return target, sum(sizes)
+
+
+@retry_with_newest_step
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
+    """Recognize a model by its content and read all but its weights.
+
+    Args:
+      path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
+        files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (any part of
+        a split one); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, whose
+        newest step is read, or one of its steps; or a folder that holds one such file. If a run keeps a moving average of
+        the parameters, that is the model. Or a URL in a store (`storage.locate`) of any of these, except folders that `save`
+        wrote as orbax.
+
+    Raises:
+      CheckpointError: no model at the path, or a damaged or unsupported one.
+    """
+    with reading(path, CheckpointError):
+        return _open(locate(path))
+
+
+def check_names(opened: Opened | OrbaxCheckpoint) -> None:
+    """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
+    if not isinstance(opened, OrbaxCheckpoint):  # whose arrays were checked when it was opened
+        plan(opened)
+
+
+def _open(path: Location) -> Opened | OrbaxCheckpoint:
+    if not path.exists():
+        if isinstance(path, StoredPath):
+            raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
+        raise CheckpointError(
+            f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
+        )
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")
+    for format in FORMATS.values():
+        if format.recognizes(path):
+            return format.open(path)
+    return _open_within(path) if path.is_dir() else _open_unknown(path)
+
+
+def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
+    """The only model in a folder that is not itself one, or the newest step if it is that of a run."""
+    inside: list[Location] = [*folder.iterdir()]
+    found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in found)}); give one of the files")
+    if found:
+        return _open(found[0])
+    if find_checkpoints(folder) is not None:
+        return orbax_format.open_path(folder)
+    if (folder / "config.json").exists():
+        return huggingface.open_folder(folder)  # says which weights are missing
+    if (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model; give its base as the model, and this as its adapter (--adapter)"
+        )
+    raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
+
+
+def _is_whole(file: Location) -> bool:
+    """Whether a file is a whole model by itself. In a store, files without a known suffix are not looked at: each look is a
+    request."""
+    formats = [format for format in FORMATS.values() if format.is_whole is not None]
+    if isinstance(file, StoredPath):
+        formats = [format for format in formats if file.suffix in format.suffixes]
+    return any(format.is_whole(file) for format in formats if format.is_whole is not None)
+
+
+def _open_unknown(path: Location) -> Opened:
+    """Say why a file is not a model."""
+    if huggingface.is_safetensors(path):
+        raise CheckpointError(f"{path} is a safetensors file; its config.json must lie beside it")
+    if is_torch(path):
+        raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must lie beside it")
+    if path.suffix == ".bin":
+        return llama2c.open_file(path)  # says what is wrong with it
+    raise CheckpointError(
+        f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
+    )
+
+
+def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
+    try:
+        known = dtype is None or jnp.dtype(dtype) in FLOATS.values()
+    except TypeError:
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'; fewer bits are quantize="
+        )

@@ -1,0 +1,681 @@
+"""Short errors from orbax, without the tracebacks that it prints besides."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.formats.huggingface import read_config, write_config
+from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, WeightFormat, kind_of, target_dtype
+from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
+from llama_jax.formats.quantize_on_load import parameter_fill
+from llama_jax.formats.step_dirs import (
+    ABOUT,
+    EMA,
+    NOTE,
+    PARAMS,
+    DamagedError,
+    FetchedStep,
+    cannot_read,
+    existing_step,
+    fetch_step,
+    find_checkpoints,
+    is_step,
+    of_model,
+    steps_in,
+    verify,
+)
+from llama_jax.formats.tokenizer_files import About, read_about
+from llama_jax.model.params import Llama, Row, row_at
+from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
+from llama_jax.ops.weights import KINDS, JoinedWeight, MixedStack, Plane, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.order import arranged
+from llama_jax.ops.weights.planes import FP8, INT4, packed
+from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import FULL, cannot_write
+from llama_jax.storage.paths import read_object
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+
+# Memory, disks and networks that fail, stale mounts, rights, too many open files.
+PASSING_NAMES = (
+    *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
+    *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
+)
+WRITING_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+PASSING_ERRNOS = tuple(getattr(errno, name) for name in PASSING_NAMES if hasattr(errno, name))
+
+
+@contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
+    TensorStore sends to an event loop that the first error has closed.
+
+    TensorStore may send them later, so after an error that part stays in place. Two contexts may overlap in several threads.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno >= logging.CRITICAL
+
+    log, before = logging.getLogger("absl"), sys.unraisablehook
+    hook = before if isinstance(before, _WithoutClosedLoops) else _WithoutClosedLoops(before)
+    log.addFilter(is_of_others)
+    sys.unraisablehook = hook
+    try:
+        yield
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
+    finally:
+        log.removeFilter(is_of_others)
+
+
+class _WithoutClosedLoops:
+    """`sys.unraisablehook`, but for what an event loop that has ended leaves: messages to it, and the coroutines of orbax,
+    which raise an error when they are collected."""
+
+    def __init__(self, before: Callable[[Any], object]) -> None:
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if str(unraisable.exc_value) != "Event loop is closed" and not of_orbax:
+            self._before(unraisable)
+
+
+def root_cause(error: BaseException, most: int = 300) -> str:
+    """The message of the innermost error, which names the file."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(str(error).split())[:most]
+
+
+def error_of_writing(error: BaseException) -> OSError:
+    """The reason of a failed write, with its errno for a full disk or missing permissions.
+
+    TensorStore's errors have only a text, which ends, after long paths, in the system's message.
+    """
+    said = root_cause(error, most=10_000)
+    number = next((number for number in WRITING_ERRNOS if os.strerror(number) in said), None)
+    return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING_ERRNOS for each in chain):
+        return True
+    said = " ".join(map(str, chain))
+    return any(
+        text in said for text in (*map(os.strerror, PASSING_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+    )
+
+
+def wait_for_writers() -> None:
+    """Wait for the threads of a failed save: orbax raises the first error while they go on writing the other arrays."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread, 60)  # their own `join` raises the error of each
+
+
+KINDS_FILE = "quantized.json"
+# By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
+# {"layers": [the kind of each]}.
+Kinds = Mapping[str, Any]
+
+
+def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
+    """The kinds of the weights that are quantized."""
+    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
+    return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
+
+
+def _kind_of(leaf: Any) -> Any:
+    if isinstance(leaf, JoinedWeight):
+        return [_kind_of(part) for part in leaf.parts]
+    if isinstance(leaf, MixedStack):
+        kinds = [_kind_of(stack) for stack in leaf.stacks]
+        return {"layers": [kinds[stack] for stack, _ in leaf.places]}
+    return getattr(leaf, "kind", None)
+
+
+def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
+    """Write the file if something is quantized."""
+    if kinds:
+        (folder / KINDS_FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
+
+
+def read_kinds(folder: Path) -> tuple[Kinds, str]:
+    """The kinds, and the compute dtype; no kinds if there is no such file.
+
+    Raises:
+      CheckpointError: a damaged file, or a kind that is not known.
+    """
+    if not (folder / KINDS_FILE).exists():
+        return {}, "float32"
+    found = read_object(folder / KINDS_FILE, CheckpointError)
+    kinds, dtype = found.get("kinds"), found.get("dtype")
+    if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
+        raise CheckpointError(f"{folder / KINDS_FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
+    for name, kind in kinds.items():
+        for each in _single_kinds(kind):
+            if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
+                raise CheckpointError(
+                    f"{folder / KINDS_FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
+                )
+    return kinds, dtype
+
+
+def _single_kinds(kind: Any) -> list[Any]:
+    if isinstance(kind, dict) and isinstance(layers := kind.get("layers"), list):
+        return layers
+    return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
+
+
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
+    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantized.
+
+    Raises:
+      CheckpointError: what is no matrix, or does not consist of whole blocks.
+    """
+    left = set(kinds)
+
+    def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        kind, row = kinds.get(name_of(path)), row_at(path)
+        if kind is None:
+            return leaf
+        left.discard(name_of(path))
+        layers = leaf.shape[0] if row.in_blocks else 1
+        is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
+        own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
+        possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
+        if not possible or any(len(one) != layers for one in own):
+            raise CheckpointError(
+                f"{where / KINDS_FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
+            )
+        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
+
+    def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
+        if kind is None:
+            return leaf
+        form, shape = KINDS[kind], leaf.shape
+        if shape[-1] % form.block:
+            raise CheckpointError(
+                f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
+            )
+        return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
+
+    found = jax.tree_util.tree_map_with_path(change, shapes)
+    if left:
+        raise CheckpointError(
+            f"{where / KINDS_FILE} names {shown(min(left), 60)}, which this model does not have; copy it again"
+        )
+    return found
+
+
+def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    found, dtype = plane.packed(shape)
+    return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
+
+
+def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
+    """The request to orbax for a parameter to be placed at `place`: floats cast, planes as they are."""
+    if isinstance(shape, JoinedWeight | MixedStack):
+        is_inner = lambda leaf: leaf is not shape and is_weight(leaf)
+        return jax.tree.map(lambda part: placed(part, target, place, where), shape, is_leaf=is_inner)
+    if not isinstance(shape, QuantizedWeight):
+        return jax.ShapeDtypeStruct(shape.shape, target, sharding=place)
+    form, matrix = shape.form, matrix_of(shape)
+    columns = columns_on_each(matrix, place)
+    if columns % form.block:
+        over = f" on each of {matrix[-1] // columns} devices"
+        raise CheckpointError(
+            f"{where} has rows of {matrix[-1]} numbers, and {form.name} needs multiples of {form.block}{over}"
+        )
+    places = shardings_of_planes(form, place, len(matrix))
+    planes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at) for one, at in zip(shape.planes, places, strict=True)]
+    return QuantizedWeight(tuple(planes), shape.kind, str(target))
+
+
+def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
+    """The shape of the matrix that stored planes are of."""
+    first, array = stored.form.planes[0], stored.planes[0]
+    if first.grouped:
+        return (*array.shape[:-2], array.shape[-2] * first.numbers)
+    return (*array.shape[:-1], array.shape[-1] * first.numbers // first.entries)
+
+
+def to_arrays(params: Llama) -> Llama:
+    """The parameters with their planes as they are written."""
+    return _over_planes(params, _to_bytes)
+
+
+def from_arrays(params: Llama) -> Llama:
+    """The inverse of `to_arrays`."""
+    return _over_planes(params, _from_bytes)
+
+
+def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedWeight):
+            return leaf
+        planes = zip(leaf.planes, leaf.form.planes, strict=True)
+        return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
+
+    return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+
+
+def _to_bytes(array: Any, plane: Plane) -> Any:
+    if plane.dtype == FP8:
+        return lax.bitcast_convert_type(array, jnp.uint8)
+    return jax.jit(packed)(array) if array.dtype == INT4 else array
+
+
+def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
+    if plane.dtype == FP8:
+        return arranged(plane, lax.bitcast_convert_type(array, FP8))
+    found = arranged(plane, array)
+    if found is not array:
+        array.delete()
+    return found
+
+
+# One program for a shape and not one for each operation, nor a second array.
+_all_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+
+Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
+
+
+@dataclass(frozen=True)
+class OrbaxArrayInfo:
+    """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OrbaxCheckpoint:
+    """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
+
+    Attributes:
+      arrays: the folder that orbax wrote, and by which name the parameters are in it.
+      of_run: whether it is a step of a training run.
+      found: all arrays that are stored, by name; several may be one of the tensors.
+      kinds: of the weights that are quantized, see `Kinds`.
+      fetched: what `arrays` lie in, of a step in a store.
+    """
+
+    format: str
+    path: Location
+    config: LlamaConfig
+    tensors: Mapping[str, OrbaxArrayInfo | OrbaxWeightInfo]
+    tokenizer: Callable[[], Tokenizer | None]
+    arrays: tuple[Path, str]
+    of_run: bool
+    found: Mapping[str, OrbaxArrayInfo]
+    kinds: Kinds
+    fetched: FetchedStep | None = None
+    about: Callable[[], About] = About
+
+
+def recognizes(path: Location) -> bool:
+    """Whether a folder is a step of a run, or holds a configuration and what orbax finished writing."""
+    if not path.is_dir():
+        return False
+    return is_step(path) or ((path / "config.json").exists() and (path / PARAMS / "_CHECKPOINT_METADATA").exists())
+
+
+def open_path(path: Location) -> OrbaxCheckpoint:
+    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read.
+
+    Raises:
+      CheckpointError: see `open_folder`; or in a store a folder that is not a run's.
+    """
+    is_model = is_step(path) if isinstance(path, StoredPath) else recognizes(path)
+    found = path if is_model else find_checkpoints(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path} is an orbax checkpoint that is not a run's, and is read only from a path of this machine: copy it"
+            " here, or store it as safetensors (llama-jax convert)"
+        )
+    if isinstance(found, StoredPath):
+        return open_stored(found)
+    return open_folder(found if is_model else found / str(existing_step(found, None)))
+
+
+def open_folder(folder: Path) -> OrbaxCheckpoint:
+    """The model in a folder; its weights are not read.
+
+    Raises:
+      CheckpointError: a damaged file, or arrays that are not those of the configuration.
+    """
+    of_run = is_step(folder)
+    if of_run:
+        if adapters_of(folder) is not None:
+            raise CheckpointError(
+                f"{folder} holds adapters and not a model; give their base as the model, and this as its adapter (--adapter)"
+            )
+        about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
+    else:
+        about, arrays = folder, (folder / PARAMS, "state")
+    config = read_config(about)
+    kinds, dtype = ({}, "float32") if of_run else read_kinds(folder)
+    found = describe(*arrays)
+    stored = OrbaxCheckpoint(
+        format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
+        path=folder,
+        config=config,
+        tensors=found,
+        tokenizer=partial(find_tokenizer, about, config.vocab_size),
+        arrays=arrays,
+        of_run=of_run,
+        found=found,
+        kinds=kinds,
+        about=partial(read_about, about),
+    )
+    return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
+
+
+def open_stored(place: StoredPath) -> OrbaxCheckpoint:
+    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched.
+
+
+    Raises:
+      CheckpointError: as `open_folder` does; no step, or a damaged one.
+    """
+    fetched = fetch_step(place, of_model, numbers=False)
+    with fetched.named():
+        try:
+            stored = open_folder(fetched.folder)
+        except DamagedError:  # orbax keeps what describes an array apart from its numbers where that is short
+            fetched.complete()
+            stored = open_folder(fetched.folder)
+        return replace(stored, path=fetched.url, fetched=fetched)
+
+
+def adapters_of(step: Path) -> dict[str, Any] | None:
+    """The settings of the adapters that a step of a run holds; None where it holds a model."""
+    note = step / ABOUT / NOTE
+    recipe = read_object(note, CheckpointError).get("recipe") if note.is_file() else None
+    settings = recipe.get("lora") if isinstance(recipe, dict) else None
+    return settings if isinstance(settings, dict) else None
+
+
+def _tensors(
+    shapes: Llama, found: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
+) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
+    """The stored arrays, with the planes of each quantized matrix as one."""
+    tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
+    for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
+        name = name_of(path)
+        if isinstance(leaf, QuantizedWeight):
+            size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
+            tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.kind.upper(), size)
+        else:
+            tensors[name] = found[name]
+    return tensors
+
+
+def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
+    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    return {
+        name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
+        for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
+        if hasattr(leaf, "shape")
+    }
+
+
+def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
+    """The arrays of what orbax wrote into a folder under a name, placed and cast.
+
+    Args:
+      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
+
+    Raises:
+      Exception: whatever orbax raises of damaged files.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+    request = jax.tree_util.tree_map_with_path(
+        lambda path, stored: leaves[name_of(path)] if hasattr(stored, "shape") else stored, _metadata(folder, name)
+    )
+    found = ocp.load(folder.absolute(), request, checkpointable_name=name)
+    arrays = {name_of(path): array for path, array in jax.tree.leaves_with_path(found)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], wanted)
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """The name of an array in a tree: blocks.attention.qkv."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _metadata(folder: Path, name: str) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    where = folder if name == "state" else folder / name
+    metadata = with_short_errors(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
+    if metadata is None:  # how orbax says that it could not read them
+        raise unreadable(where, ValueError("its metadata cannot be read"))
+    return metadata
+
+
+def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
+    """Write a model into a folder that exists; an error names `path`, what the folder will be called, if that is another.
+
+    Raises:
+      CheckpointError: `path` cannot be written.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    write_config(folder, config)
+    params = layers_together(params)
+    write_kinds(folder, kinds_of(params, name_of), str(params.embedding.dtype))
+    with without_tracebacks():
+        try:
+            ocp.save(folder.absolute() / PARAMS, to_arrays(params))
+        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+            wait_for_writers()
+            raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
+
+
+def load_params(
+    stored: OrbaxCheckpoint,
+    dtype: jax.typing.DTypeLike | None,
+    *,
+    shardings: Llama | None = None,
+) -> Llama:
+    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`.
+
+    Raises:
+      CheckpointError: a file that is damaged, or an array that is not finite.
+    """
+    if stored.fetched is None:
+        return _load_params(stored, dtype, shardings)
+    with stored.fetched.named():
+        if shardings is not None and _over_several(shardings):
+            arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
+            if arrays is not None and stored.found.keys() <= arrays.keys():
+                return _load_shares(stored, arrays, dtype, shardings)
+        stored.fetched.complete()
+        return _load_params(stored, dtype, shardings)
+
+
+def _over_several(shardings: Llama) -> bool:
+    """Whether an array is sharded over devices of several processes, so that every process has to read some of it."""
+    devices = [place.device_set for place in jax.tree.leaves(shardings)]
+    return any(len({device.process_index for device in each}) > 1 for each in devices)
+
+
+def _load_shares(
+    stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
+) -> Llama:
+    """As `_load_params`, but each process fetches only what its devices hold: ranges of files, which no checksum covers."""
+    _check_same_step(stored)
+    target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
+
+    def parts(row: Row) -> ArrayParts | StackParts:
+        shape = row.shape(stored.config)
+        rows = math.prod(shape[:-1])
+
+        def of_layer(layer: int) -> ArrayParts:
+            tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
+            return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_matrix, stored=True)
+
+        return StackParts(tuple(map(of_layer, range(stored.config.n_layers)))) if row.in_blocks else of_layer(0)
+
+    memory = ArrayMemory()
+
+    def read(array: ArrayParts | StackParts, place: Any) -> Any:
+        filling = parameter_fill(array, target, None, place, memory)
+        for layer in range(len(array.layers) if isinstance(array, StackParts) else 1):
+            filling.fill(layer)
+        return filling.done()
+
+    return jax.tree.map(read, build(stored.config, parts), shardings)
+
+
+def _check_same_step(stored: OrbaxCheckpoint) -> None:
+    """Raise CheckpointError where processes would read different steps, as of a run that goes on saving."""
+    from jax.experimental import multihost_utils
+
+    step = int(stored.arrays[0].name)
+    others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
+    if len(set(others)) > 1:
+        raise CheckpointError(
+            f"{stored.path} is what this process would read, and not all others: the run goes on, and they found the steps"
+            f" {', '.join(map(str, sorted(set(others))))}; give all of them one that stays"
+        )
+
+
+def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:
+    shape = _shape(stored)
+    target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
+    folder, name = stored.arrays
+    if stored.of_run:
+        try:
+            verify(folder, {ABOUT, name})
+        except DamagedError as damage:
+            raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
+    request = partial(placed, target=target, where=stored.path)
+    places = shardings
+    if places is None:
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: default, param_shapes(stored.config))
+    wanted = jax.tree.map(lambda array, place: request(array, place=place), shape, places, is_leaf=is_weight)
+    params = from_arrays(with_short_errors(folder / name, lambda: read_arrays(folder, name, wanted)))
+    for path, array in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
+            name = name_of(path)
+            raise CheckpointError(
+                f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"
+                " too small"
+                if stored.of_run
+                else f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged"
+            )
+    return params
+
+
+def _shape(stored: OrbaxCheckpoint) -> Llama:
+    """The shapes of the configuration's parameters, with quantized weights as they are stored.
+
+    Raises:
+      CheckpointError: the stored arrays have others.
+    """
+    config, found = stored.config, stored.found
+    if config.n_layers > 1 << 16:
+        raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
+    shape = param_shapes(config)
+    if stored.kinds:
+        shape = with_kinds(config, shape, stored.kinds, name_of, stored.path)
+    needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
+    for name in sorted(needed.keys() | found.keys()):
+        held = list(found[name].shape) if name in found else None
+        wanted = list(needed[name]) if name in needed else None
+        if held != wanted:
+            raise CheckpointError(
+                f"{stored.path}: array {name!r} has shape {held}, the configuration needs {wanted}; are both of one model?"
+            )
+    for path, leaf in jax.tree.leaves_with_path(shape) if stored.kinds else ():
+        name, inside = name_of(path), name_of(path).rpartition(".planes.")[0]
+        if inside and found[name].dtype != leaf.dtype:
+            raise CheckpointError(f"{stored.path}: array {name!r} is {found[name].dtype}, its kind needs {leaf.dtype}")
+    return shape
+
+
+def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
+    """Call `ask`; what orbax raises becomes a CheckpointError of one line, with `path` and the cause."""
+    try:
+        with without_tracebacks():
+            return ask()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: BaseException) -> CheckpointError:
+    """Why a folder of arrays cannot be read: damaged only where that is proven, a DamagedError then.
+
+    Args:
+      path: a step, or a folder with arrays in one or elsewhere.
+    """
+    reason = root_cause(error)
+    step = path if is_step(path) else path.parent
+    if is_passing(error):
+        return CheckpointError(cannot_read(path, reason))
+    if not is_step(step):
+        return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
+    try:
+        known = verify(step)
+    except DamagedError as damage:
+        return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
+    except CheckpointError as problem:
+        return problem
+    proof = "although its files are what was saved" if known else "and has no checksums, by which damage would be known"
+    return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
+
+
+def _remedy(step: Path) -> str:
+    """The remedy for a step that cannot be read: another step."""
+    others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
+    return f"try another step: {', '.join(others)}" if others else "copy it again"
+
+
+FORMAT = WeightFormat("orbax", recognizes, open_path)

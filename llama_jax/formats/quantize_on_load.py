@@ -1,0 +1,325 @@
+"""Weights quantized while they are read, or kept as their files have them: the dense model is never in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.errors import CheckpointError
+from llama_jax.formats.device_fill import (
+    ArrayMemory,
+    ArrayParts,
+    ArrayToFill,
+    Filling,
+    Part,
+    StackParts,
+    check,
+    fill_by_rows,
+    floats_of,
+    reads_others,
+)
+from llama_jax.formats.hf_quantized import Reordered
+from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Tensor, TensorInfo, blocks_of
+from llama_jax.model.mixtures import MIXTURES
+from llama_jax.ops.weights import (
+    KINDS,
+    JoinedWeight,
+    Kind,
+    MixedStack,
+    Name,
+    Pure,
+    QuantizedWeight,
+    fitting,
+    shardings_of_planes,
+    with_fallback,
+)
+from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.planes import in_smaller_groups, split_into
+from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.storage import Location
+
+Quantization = Literal[Name, Pure, "keep"]
+_log = logging.getLogger("llama_jax.formats")
+ENCODED_AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raise CheckpointError for a kind that a model cannot be quantized to while it is read."""
+    if quantize is None or quantize == "keep" or quantize in MIXTURES:
+        return
+    if quantize in KINDS:
+        raise CheckpointError(
+            f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
+            f" or one of {', '.join(MADE)}"
+        )
+    raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
+
+
+def check_kept(tensors: Sequence[TensorInfo], where: Location) -> None:
+    """Raise CheckpointError if no tensor of a model is quantized in a kind that can be kept, or its columns are permuted."""
+    if any(isinstance(tensor, Reordered) for tensor in tensors):
+        raise CheckpointError(
+            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
+        )
+    if not any(map(can_be_kept, tensors)):
+        kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
+        raise CheckpointError(
+            f"quantize='keep': {where} has no quantized tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
+        )
+
+
+def quantized_kinds(tensors: Mapping[str, TensorInfo], among: Callable[[TensorInfo], bool] = lambda tensor: True) -> str:
+    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.kind not in FLOATS and among(tensor):
+            sizes[tensor.kind.lower()] += tensor.nbytes
+    return " and ".join(kind for kind, _ in sizes.most_common())
+
+
+def log_what_becomes_floats(tensors: Mapping[str, TensorInfo], where: Location) -> None:
+    """Log a line for quantized tensors that cannot be kept."""
+    if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
+        _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
+
+
+def can_be_kept(tensor: TensorInfo) -> bool:
+    """Whether a tensor is quantized in a kind that the parameters may have."""
+    return isinstance(tensor, OrbaxWeightInfo) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
+
+
+def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
+    """The kinds in which `load` keeps the parts of a parameter, None for floats; of parts of one kind that alone."""
+    kinds = tuple(part.tensor.kind.lower() if can_be_kept(part.tensor) else None for part in array.parts)
+    return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
+
+
+class ParameterFill(NamedTuple):
+    """A parameter that is filled layer by layer.
+
+    Attributes:
+      fill: reads a layer; 0 of what has no axis of layers.
+      done: gives the parameter.
+    """
+
+    fill: Callable[[int], None]
+    done: Callable[[], Any]
+
+
+def parameter_fill(
+    parts: ArrayParts | StackParts,
+    dtype: np.dtype,
+    quantize: Callable[[ArrayParts], tuple[str, ...]] | Literal["keep"] | None,
+    sharding: Any,
+    memory: ArrayMemory,
+    *,
+    layers_apart: bool = False,
+) -> ParameterFill:
+    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
+
+    Args:
+      dtype: of the computation, and of parameters that are not quantized.
+      quantize: gives the kind into which a matrix of a layer is rounded, or that of each part; or "keep": quantized tensors
+        as they are in the files, floats for other tensors. In several parts if queries, keys and values are of different
+        kinds, and in a stack for each kind if layers are.
+      sharding: with the axis of layers where there is one.
+      layers_apart: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
+
+    Raises:
+      CheckpointError: rows that are not made of whole blocks; of `fill` what `ArrayParts.rows` raises.
+    """
+    stacked = isinstance(parts, StackParts)
+    layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
+
+    def kinds(array: ArrayParts) -> tuple[str | None, ...]:
+        if quantize is None or not array.is_matrix:
+            return (None,)
+        return kinds_of(array) if quantize == "keep" else quantize(array)
+
+    def of_kind(arrays: Sequence[ArrayParts], kind: str | None) -> ParameterFill:
+        one = of_layer(sharding) if stacked else sharding
+        if kind is None:
+            if arrays[0].stored and reads_others(arrays[0].shape, one):
+                return _floats_by_rows(arrays, dtype, sharding, stacked)
+            target = ArrayToFill((*[len(arrays)] * stacked, *arrays[0].shape), dtype, sharding)
+            filling = Filling(arrays, [target], floats_of(dtype), memory, stacked=stacked)
+            return ParameterFill(filling.fill, lambda: filling.done()[0])
+        columns = columns_on_each(arrays[0].shape, one)
+        form = fitting(kind, columns) if quantize == "keep" else with_fallback(kind, columns)
+        _check_columns(arrays[0], form, one)
+        if quantize != "keep":
+            return _quantized(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
+        blocks = [replace(one, parts=tuple(replace(part, tensor=_blocks(part)) for part in one.parts)) for one in arrays]
+        return _quantized(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
+
+    def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> ParameterFill:
+        if layers_apart and stacked and arrays[0].is_matrix:
+            alone = [of_kind([one], kind) for one, kind in zip(arrays, own, strict=True)]
+            return _mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
+        different = list(dict.fromkeys(own))
+        if len(different) == 1:
+            return of_kind(arrays, own[0])
+        stacks = [[one for one, its in zip(arrays, own, strict=True) if its == kind] for kind in different]
+        before = [own[:layer].count(kind) for layer, kind in enumerate(own)]
+        places = tuple((different.index(kind), at) for kind, at in zip(own, before, strict=True))
+        return _mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], places)
+
+    each = [kinds(array) for array in layers]
+    count = max(map(len, each))
+    if count == 1:
+        return of_kinds(layers, [kind for (kind,) in each])
+    alone = [_apart(array) for array in layers]
+    own = [kinds if len(kinds) == count else kinds * count for kinds in each]
+    return _joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
+
+
+def of_layer(sharding: Any) -> Any:
+    """The sharding of a layer, of that of all layers."""
+    return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _apart(array: ArrayParts) -> list[ArrayParts]:
+    """The parts of an array as arrays of their own."""
+    parts = [replace(part, columns=None) for part in array.parts]
+    shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
+    return [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
+
+
+def _floats_by_rows(arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, stacked: bool) -> ParameterFill:
+    """Floats in a store; each process reads a part of the rows of each layer, see `fill_by_rows`."""
+    found: list[Any] = [None] * len(arrays)
+
+    def fill(layer: int) -> None:
+        found[layer] = fill_by_rows(arrays[layer], dtype, of_layer(sharding) if stacked else sharding)
+
+    def done() -> Any:
+        if not stacked:
+            return found[0]
+        whole = jax.jit(lambda layers: jnp.stack(layers), out_shardings=sharding)(found)
+        found.clear()
+        return jax.block_until_ready(whole)
+
+    return ParameterFill(fill, done)
+
+
+def _quantized(
+    arrays: Sequence[ArrayParts],
+    form: Kind,
+    dtype: np.dtype,
+    sharding: Any,
+    put: Callable[[ArrayParts, int, int, Sequence[np.ndarray]], None],
+    memory: ArrayMemory,
+    stacked: bool,
+) -> ParameterFill:
+    """A quantized weight; `put(array, start, stop, planes)` fills contiguous memory with the planes of some rows."""
+    shape = (*[len(arrays)] * stacked, *arrays[0].shape)
+    places = shardings_of_planes(form, sharding, len(shape))
+    targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]
+
+    def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
+        found = [
+            np.empty((stop - start, *target.shape[1 + stacked :]), target.dtype) if there is None else there
+            for there, target in zip(out, targets, strict=True)
+        ]
+        put(array, start, stop, found)
+        return found
+
+    filling = Filling(arrays, targets, rows, memory, stacked=stacked)
+    return ParameterFill(filling.fill, lambda: QuantizedWeight(tuple(filling.done()), form.name, str(dtype)).arranged())
+
+
+def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
+    """Parts side by side, each of its own kind."""
+
+    def fill(layer: int) -> None:
+        for part in parts:
+            part.fill(layer)
+
+    return ParameterFill(fill, lambda: JoinedWeight(tuple(part.done() for part in parts)))
+
+
+def _mixed(stacks: Sequence[ParameterFill], places: tuple[tuple[int, int], ...]) -> ParameterFill:
+    """Layers of several kinds, in a stack for each."""
+
+    def fill(layer: int) -> None:
+        stack, at = places[layer]
+        stacks[stack].fill(at)
+
+    return ParameterFill(fill, lambda: MixedStack(tuple(stack.done() for stack in stacks), places))
+
+
+def placed(params: Any) -> Any:
+    """Parameters of NumPy's arrays on the default device, which takes over their memory if it can: in one call, since each
+    costs as much as ten arrays in it."""
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
+    found = jax.device_put(params, may_alias=True)
+    return jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
+
+
+def _blocks(part: Part) -> Tensor:
+    found = blocks_of(part.tensor)
+    assert found is not None  # by `can_be_kept`
+    return found
+
+
+def _encoded(form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+    """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
+    assert form.encode is not None  # `check_quantize` refuses the others
+    columns = array.shape[-1]
+    matrix = array.rows(start, stop, np.dtype(np.float32)).reshape(-1, columns)
+    flat = [memory.reshape(plane.packed(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
+    step = max(1, ENCODED_AT_ONCE // columns)
+    for first in range(0, len(matrix), step):
+        for memory, found in zip(flat, form.encode(matrix[first : first + step]), strict=True):
+            memory[first : first + step] = found
+
+
+def _width(part: Part) -> int:
+    assert part.columns is not None
+    return part.columns.stop - part.columns.start
+
+
+def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
+    columns = array.shape[-1]
+    parts = columns // columns_on_each(array.shape, sharding)
+    if columns % (form.block * parts):
+        over = f" on each of {parts} devices" if parts > 1 else ""
+        raise CheckpointError(
+            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over};"
+            " pass dtype= (--dtype) for floats"
+        )
+
+
+def _kept(kept: Kind, form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+    """Fill planes of `form`, which may have smaller groups, with entries [start, stop) of tensors of a kind.
+
+    Blocks lie along the columns, so that rows may be moved as those of floats are.
+    """
+    for part in array.parts:
+        per_entry = part.tensor.shape[0] // array.shape[0]
+        raw = part.tensor.read(start * per_entry, stop * per_entry)
+        holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
+        raw = raw.reshape(*holes[0].shape[: len(array.shape) - 1], -1)
+        if part.interleaved:
+            *heads, rows, _ = raw.shape
+            raw = raw.reshape(*heads, rows // 2, 2, -1).swapaxes(-3, -2)
+            holes = [hole.reshape(*heads, 2, rows // 2, *hole.shape[len(heads) + 1 :]) for hole in holes]
+        if kept.of_gguf:
+            split_into(holes, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+        else:
+            found = kept.from_rows(raw, array.shape[-1])
+            for hole, one in zip(holes, in_smaller_groups(found, kept, form) if kept is not form else found, strict=True):
+                hole[...] = one.reshape(hole.shape)
+        for hole, plane in zip(holes, form.planes, strict=True):
+            if jnp.issubdtype(plane.dtype, jnp.floating):
+                check(hole, hole.dtype, part.label)

@@ -1,0 +1,279 @@
+"""Rope scalings in the settings of other formats.
+
+A scaling that a format does not have is written as an equivalent one of its own, with a note of ours. A GGUF has settings,
+and factors of each frequency as tensors (ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp): for the
+architecture "llama" none, linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. llama.cpp's longrope
+depends on the size of the context that it was started with; that of this library and of transformers on the length of the
+sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.lazy_tensors import Tensor
+from llama_jax.model.rope import rotary_frequencies
+from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
+from llama_jax.ops.rotary import inverse_frequencies
+
+SCALING_NOTE = "llama_jax"  # under which a file keeps it
+
+
+def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
+    """A configuration of the same frequencies and attention factor without the kinds that only this library names.
+
+    "ntk" is a larger theta, and "by_parts" is "yarn" with an attention factor of 1.
+    """
+    scaling = config.rope_scaling
+    if scaling is None:
+        return config
+    if scaling.kind == "ntk":
+        theta = config.rope_theta * scaling.factor ** (config.head_dim / (config.head_dim - 2))
+        return replace(config, rope_theta=theta, rope_scaling=None)
+    if scaling.kind == "by_parts":
+        return replace(config, rope_scaling=replace(scaling, kind="yarn", attention_factor=1.0))
+    return config
+
+
+def note_of(config: LlamaConfig) -> dict[str, Any]:
+    """What `with_note` makes the configuration of again, as JSON holds it."""
+    assert config.rope_scaling is not None
+    scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
+    return {"max_seq_len": config.max_seq_len, "rope_theta": config.rope_theta, "rope_scaling": scaling}
+
+
+def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
+    """The configuration of a file from its own settings and our note.
+
+    Raises:
+      ConfigError: an invalid note, or one that contradicts the settings.
+    """
+    try:
+        scaling = RopeScaling(**note["rope_scaling"])
+        noted = replace(found, max_seq_len=note["max_seq_len"], rope_theta=note["rope_theta"], rope_scaling=scaling)
+        whole = isinstance(note, Mapping) and len(note) == 3
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"{SCALING_NOTE}={shown(note, 80)} is not a note of this library; remove it")
+    # For a dynamic scaling other libraries store the original context alone.
+    same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
+    if not same_context or not same_rotation(found, noted):
+        raise ConfigError(
+            f"{SCALING_NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them"
+        )
+    return noted
+
+
+def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
+    """Whether two configurations have the same rotations at short and long lengths, except for rounding to float32."""
+    for length in (1, 1 << 30):
+        (ours, our_factor), (theirs, their_factor) = (rotary_frequencies(config, length) for config in (a, b))
+        if not np.allclose(ours, theirs, rtol=1e-5, atol=0) or not np.isclose(our_factor, their_factor, rtol=1e-5):
+            return False
+    return True
+
+
+FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+OUR_NOTE = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
+OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
+    f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
+    f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
+    f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
+}
+# Settings that llama.cpp does not read for this architecture, and what it takes instead.
+FIXED = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_log_multiplier": 0,
+}
+# Those that architectures with all of yarn read, and our names of them.
+YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
+LARGEST_NOTE = 1 << 20  # characters
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def with_scaling(
+    fields: Mapping[str, Any],
+    plain: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    architecture: str,
+    *,
+    whole_yarn: bool = False,
+) -> LlamaConfig:
+    """The configuration with the rope scaling that settings and tensors describe.
+
+    Args:
+      architecture: with whose name the keys begin.
+      whole_yarn: whether the architecture reads all settings of yarn.
+
+    Raises:
+      ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
+    """
+    found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
+    if OUR_NOTE not in fields:
+        return found
+    note = fields[OUR_NOTE]
+    if isinstance(note, str) and len(note) <= LARGEST_NOTE:
+        with suppress(ValueError, RecursionError):
+            note = json.loads(note)
+    return with_note(found, note)
+
+
+def _found(
+    fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], prefix: str, whole_yarn: bool
+) -> RopeScaling | None:
+    # llama.cpp's converter stores a longrope without a type: its readers know it by the two tensors.
+    silent = "longrope" if LONG in tensors and SHORT in tensors else "none"
+    kind = fields.get(f"{prefix}type", silent)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
+    for name, supported in FIXED.items():
+        if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN):
+            raise ConfigError(
+                f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp takes {supported}"
+            )
+    sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
+    require_number(f"{prefix}attn_factor", sharper)
+    if sharper != 1 and kind not in ("yarn", "longrope"):
+        raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
+    for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
+        if name in tensors:
+            raise ConfigError(f"tensor {name!r} is not supported beside {prefix}type={kind!r}")
+    for name in (LONG, SHORT):
+        if (name in tensors) != (kind == "longrope"):
+            there = "there" if name in tensors else "missing"
+            raise ConfigError(f"tensor {name!r} is {there}, but {prefix}type={kind!r}")
+    factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
+    original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
+    require_positive_int(f"{prefix}original_context_length", original)
+    if factor is not None:
+        require_number(f"{prefix}factor", factor)
+    if kind == "yarn":
+        if factor is None:
+            raise ConfigError(f"{prefix}factor is missing")
+        settings: dict[str, Any] = {"original_max_seq_len": original}
+        if whole_yarn:
+            turns = {name: fields.get(prefix + key, FIXED[key]) for key, name in YARN.items() if name}
+            settings |= {name: short_decimal(value) for name, value in turns.items()}
+        if weight := fields.get(f"{prefix}yarn_log_multiplier", 0.0):
+            if sharper != 1:
+                raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported beside yarn_log_multiplier")
+            return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(weight))
+        sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
+        return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
+    if kind == "longrope":
+        if factor not in (None, 0, 1):
+            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
+        short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT, LONG))
+        longrope = RopeScaling(
+            "longrope",
+            max(config.max_seq_len / original, 1.0),
+            original_max_seq_len=original,
+            short_factor=short,
+            long_factor=long,
+        )
+        return longrope if np.isclose(sharper, sharpening(config, longrope)) else replace(longrope, attention_factor=sharper)
+    if FACTORS not in tensors:
+        scaled = kind == "linear" or f"{prefix}type" not in fields
+        return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
+    if factor not in (None, 1):
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported beside the tensor {FACTORS!r}")
+    # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
+    # give what is stored.
+    stored = _numbers(tensors[FACTORS])
+    settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
+    llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
+    step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
+    for scaling in (llama3, step) if stored.shape == (config.rotated_dim // 2,) else ():
+        if np.allclose(factors_of(config, scaling), stored, rtol=1e-4):
+            return None if scaling.factor == 1 else scaling
+    raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
+
+
+def settings_and_tensors(
+    config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
+
+    Raises:
+      CheckpointError: a scaling that has no place in the format; the message names it.
+    """
+    plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
+    known = plain.rope_scaling
+    settings: dict[str, Any] = {f"{architecture}.rope.freq_base": float(plain.rope_theta)}
+    if scaling is not None and scaling.kind not in ("linear", "llama3"):
+        settings[OUR_NOTE] = json.dumps(note_of(config))
+    if scaling is None or known is None:
+        return settings, {}
+    if known.kind == "dynamic":
+        raise CheckpointError(
+            "rope scaling kind='dynamic' has no place in GGUF, whose readers have no frequencies that depend on the"
+            " length; write Hugging Face's format or orbax"
+        )
+    if known.kind == "llama3":
+        settings |= {key: getattr(known, name) for key, (name, _) in OUR_LLAMA3.items()}
+        return settings, {FACTORS: factors_of(config, known).astype(np.float32)}
+    settings[f"{prefix}type"] = known.kind
+    if known.kind != "longrope":  # to which llama.cpp would apply it as well
+        settings[f"{prefix}factor"] = float(known.factor)
+    if known.kind == "linear":
+        return settings, {}
+    for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
+        if known.kind == "yarn" and whole_yarn and name != "truncate":
+            settings[f"{prefix}yarn_{name}"] = float(getattr(known, name))
+        elif known.kind == "yarn" and getattr(known, name) != only:
+            raise CheckpointError(
+                f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"
+                f" whose readers take {only}; write Hugging Face's format or orbax"
+            )
+    settings[f"{prefix}original_context_length"] = known.original_max_seq_len
+    if whole_yarn and known.mscale == 1.0:
+        settings[f"{prefix}yarn_log_multiplier"] = float(known.mscale_all_dim or 0.0)
+        return settings, {}
+    settings[f"{prefix}attn_factor"] = sharpening(config, known)
+    if known.kind == "yarn":
+        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
+        return settings, {}
+    return settings, {LONG: np.array(known.long_factor, np.float32), SHORT: np.array(known.short_factor, np.float32)}
+
+
+def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """The divisors of the frequencies by a scaling: float64[H/2]."""
+    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
+    return plain / _scaled(config, scaling)[0]
+
+
+def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
+    """The attention factor of a scaling."""
+    return _scaled(config, scaling)[1]
+
+
+def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
+    frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
+    return np.asarray(frequencies), factor
+
+
+def short_decimal(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
+
+    One beyond float32, which a float64 may be, is given back as it is.
+    """
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < LARGEST_FLOAT32 else value
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    return tensor.read(0, tensor.shape[0]).astype(np.float64)

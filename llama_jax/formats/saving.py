@@ -1,0 +1,350 @@
+"""Writing parameters, or a checkpoint of any format, in a chosen format."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.formats import gguf, orbax_format
+from llama_jax.formats.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
+from llama_jax.formats.huggingface import from_params
+from llama_jax.formats.lazy_tensors import FLOATS, Opened
+from llama_jax.formats.loading import FORMATS, load, open_checkpoint
+from llama_jax.formats.orbax_format import name_of
+from llama_jax.formats.quantize_on_load import Quantization, can_be_kept, check_quantize, quantized_kinds
+from llama_jax.formats.tensor_export import WrittenTensor, check_room, new_output
+from llama_jax.formats.tokenizer_files import (
+    About,
+    all_settings,
+    describe_missing,
+    missing_settings,
+    vocabulary_files,
+    write_about,
+    write_vocabulary_files,
+)
+from llama_jax.model.awq import scale_channels
+from llama_jax.model.mixtures import MIXTURES, base_kind
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize
+from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
+from llama_jax.parallel.fit import unfit
+from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage.atomic_write import remove
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
+
+Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
+WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
+FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
+TENSOR_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+    kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
+}
+CALIBRATION = 2048  # tokens
+_log = logging.getLogger(__name__)
+WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
+
+
+def save(
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    params: Llama,
+    tokenizer: Tokenizer | None = None,
+    *,
+    format: Format | None = None,
+    dtype: WrittenDtype | None = None,
+    overwrite: bool = False,
+    progress: WritingProgress | None = None,
+    about: About = About(),
+) -> None:
+    """Write a model: the whole of it appears under `path` at once, or nothing does.
+
+    Args:
+      config, params: the model. Padding and copies made to fit a mesh are left out (`parallel.fit`); if heads were copied,
+        give the configuration of the model's file, not the one that `load` returned for the mesh.
+      path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
+        and "llama2c" (legacy ``.bin``, which run.c reads).
+      format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
+      tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0",
+        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantized parameters as they are; other formats and
+        types hold the dequantized numbers.
+      overwrite: replace a file, or a folder that holds a model and nothing else.
+      progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
+      about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
+        for, of this and of the tokenizer.
+
+    Raises:
+      CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
+    """
+    format = format_of(path) if format is None else format
+    _check(path, format, dtype)
+    _check_vocabulary(tokenizer, config)
+    _check_leaves(params)
+    params = unfit(config, params)
+    if format != "orbax":
+        _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
+        return
+    with new_output(Path(path), folder=True, overwrite=overwrite) as target:
+        orbax_format.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
+        if tokenizer is not None:
+            tokenizer.save(target)
+        write_about(target, about)
+        _log_lost(path, all_settings(tokenizer, about), target)
+
+
+def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
+    """Log a line with the settings that the format of a written model has no place for."""
+    if before:
+        again = open_checkpoint(written)
+        if missing := missing_settings(before, all_settings(again.tokenizer(), again.about())):
+            _log.warning(describe_missing(path, missing))
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    dtype: WrittenDtype | None = None,
+    quantize: Quantization | None = None,
+    calibrate: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: WritingProgress | None = None,
+) -> None:
+    """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
+
+    An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
+
+    From and to "orbax", and with `calibrate`, the model does go through memory. See `save` for the arguments and errors;
+    None for `dtype` keeps each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other
+    formats. For `quantize`, which is for "orbax" alone, see `load`.
+
+    Args:
+      calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
+        `model.awq`.
+      tokenizer: a vocabulary's file or folder, written in place of the source's.
+      base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
+    """
+    format = format_of(path) if format is None else format
+    _check(path, format, dtype)
+    if is_adapter(source):
+        if (
+            format not in ("safetensors", "gguf")
+            or dtype in get_args(Blocks)
+            or quantize is not None
+            or calibrate is not None
+        ):
+            raise CheckpointError(
+                f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
+            )
+        if tokenizer is not None:
+            raise CheckpointError(
+                f"tokenizer={os.fspath(tokenizer)!r} is for a model, and {source} is an adapter; leave it out"
+            )
+        if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
+            raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
+        _convert_adapter(source, path, dtype, base, overwrite)
+        return
+    if base is not None:
+        raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
+    if quantize is not None and (format != "orbax" or dtype is not None):
+        raise CheckpointError(
+            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes blocks as dtype='q4_k'"
+        )
+    check_quantize(quantize)
+    kind = dtype if quantize is None else quantize
+    if calibrate is not None and kind not in MIXTURES:
+        raise CheckpointError(
+            f"calibrate={os.fspath(calibrate)!r} is for fewer bits: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
+        )
+    opened = open_checkpoint(source)
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer)
+        _check_vocabulary(given, opened.config)
+        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        opened = replace(opened, tokenizer=lambda: given)
+    if calibrate is not None and kind is not None:
+        check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+        found = load(source, "float32", tokenizer=tokenizer)
+        config, params, vocabulary = found
+        tokens = _calibration(calibrate, config, vocabulary)
+        params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
+        params = params if quantize is None else quantized_params(params, cast(Name, quantize))
+        options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+        save(path, config, params, vocabulary, **options)
+        return
+    if not isinstance(opened, orbax_format.OrbaxCheckpoint) and format != "orbax":
+        _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
+        return
+    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+    halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
+    # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
+    found = load(source, jnp.float16 if halves else None, quantize=quantize, tokenizer=tokenizer)
+    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+
+
+def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The first tokens of a text, int32[rows, length]."""
+    if tokenizer is None:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to read a text with")
+    with reading(text, CheckpointError), locate(text).open("rb") as file:
+        found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
+    length = min(len(found), 512, config.max_seq_len)
+    if length < 16:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; a few hundred are needed")
+    return np.asarray(found[: len(found) // length * length], np.int32).reshape(-1, length)
+
+
+def about_blocks(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], format: Format | None, rounded: str | None
+) -> list[str]:
+    """A line about what `convert` does with the quantized tensors of a model; no line if there are none.
+
+    Args:
+      rounded: the requested type or kind.
+    """
+    if is_adapter(source):
+        return []
+    tensors = open_checkpoint(source).tensors
+    into = format_of(path) if format is None else format
+    is_kept = {"orbax": can_be_kept, "gguf": gguf.can_be_kept}.get(into, lambda tensor: False)
+    kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
+    others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
+    lines = [f"{kept} kept as they are"] if kept else []
+    again = f"float32 and quantized anew as {rounded}" if rounded in MIXTURES else rounded or "float32"
+    lines += [f"{others} dequantized to {again}"] if others else []
+    return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
+
+
+def _convert_adapter(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    dtype: WrittenDtype | None,
+    base: str | os.PathLike[str] | None,
+    overwrite: bool,
+) -> None:
+    named = base_of(source)
+    where = locate(base or named or "")
+    config = base_config(source) if base is None else None
+    if config is None and base is None and (named is None or not where.exists()):
+        whom = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
+        raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
+    folder = Path(path).suffix.lower() != ".gguf"
+    check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
+    config = open_checkpoint(where).config if config is None else config
+    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
+    save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format by a path's name; safetensors if it has no other's suffix."""
+    suffix = Path(path).suffix.lower()
+    found = (format.name for format in FORMATS.values() if format.write is not None and suffix in format.suffixes[:1])
+    return cast(Format, next(found, "safetensors"))
+
+
+def _write(
+    path: Location,
+    opened: Opened,
+    format: Format,
+    dtype: WrittenDtype | None,
+    overwrite: bool,
+    progress: WritingProgress | None,
+    sources: Iterable[Location] = (),
+) -> None:
+    if opened.config.attend is not None and format != "safetensors":
+        raise CheckpointError(
+            f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
+            " safetensors or orbax"
+        )
+    kind, write = None if dtype is None else TENSOR_TYPES[dtype], FORMATS[format].write
+    assert write is not None
+    tokenizer = opened.tokenizer()
+    beside = {}
+    if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
+        beside = vocabulary_files(tokenizer, path, opened.config.vocab_size, opened.about())
+    written: list[Path] = []
+    try:
+        with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
+            write(target, opened, tokenizer, kind, progress=progress)
+            # Before the weights have their name: without a vocabulary they are half a model.
+            write_vocabulary_files(beside, written)
+            _log_lost(path, all_settings(tokenizer, opened.about()), target)
+    except BaseException:
+        for each in written:
+            remove(each)
+        raise
+    if format == "gguf" and tokenizer is None:
+        _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
+
+
+def _check(path: str | os.PathLike[str], format: Format, dtype: WrittenDtype | None) -> None:
+    if format not in get_args(Format):
+        raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
+    if dtype is not None and dtype not in TENSOR_TYPES:
+        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
+    name = os.fspath(path)
+    if isinstance(locate(path), StoredPath) and format not in ("safetensors", "gguf"):
+        raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
+    if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
+        raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
+    if format not in FOLDERS and name.endswith(os.sep):
+        raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
+    if dtype in get_args(Blocks) and format != "gguf":
+        raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
+    if format == "llama2c" and dtype not in (None, "float32"):
+        raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
+            " give the model's own"
+        )
+
+
+def _check_leaves(params: Llama) -> None:
+    """Raise CheckpointError for something in a weight's place that is not a weight, such as an adapter."""
+    is_leaf = lambda leaf: hasattr(leaf, "project")
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
+        if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
+            raise CheckpointError(
+                f"{name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
+            )
+
+
+# One program for a shape, and not one for each operation.
+_largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
+
+
+def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
+    """The parameters in a type, checked to be finite in it, as the other formats do tensor by tensor."""
+
+    def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+        if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
+            return array  # planes of a quantized weight, whose factors are looked at
+        target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
+        largest = float(_largest(array))
+        if not math.isfinite(largest):
+            raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; give parameters that are finite")
+        if largest > float(jnp.finfo(target).max):
+            raise CheckpointError(f"array {name_of(path)!r} holds numbers too large for {target}; use another dtype")
+        return array.astype(target)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

@@ -1,0 +1,377 @@
+"""The checkpoints of a training run on the disk: a folder with a self-contained folder for each step.
+
+    checkpoints/40/params   the parameters (orbax)
+                   ema      their moving average, if the run keeps one (orbax)
+                   rest     the rest of the training state (orbax)
+                   about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
+
+A folder whose name is a number is complete, since it gets that name when all of it is written. A store cannot rename: there
+the checksums are written last, and a folder without them is not a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, ParamSpec, TypeVar
+
+from llama_jax.errors import CheckpointError, UserError
+from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
+from llama_jax.storage.consistent_reader import MOST_OPEN
+from llama_jax.storage.paths import read_object
+
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
+NOTE, SUMS = "note.json", "SHA256SUMS"
+
+
+class DamagedError(CheckpointError):
+    """A file of a step that is proven to differ from what was saved."""
+
+
+def steps_in(folder: Location) -> list[int]:
+    """The steps in a folder of checkpoints, ascending."""
+    if not folder.is_dir():
+        return []
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    return [step for step in steps if is_step(folder / str(step))] if isinstance(folder, StoredPath) else steps
+
+
+def is_step(folder: Location) -> bool:
+    """Whether a folder is a step of a run."""
+    return (folder / ABOUT / SUMS).exists() if isinstance(folder, StoredPath) else (folder / ABOUT).is_dir()
+
+
+def existing_step(folder: Location, step: int | None) -> int:
+    """The given step, or the newest for None.
+
+    Raises:
+      CheckpointError: the folder does not have it.
+    """
+    steps = steps_in(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{folder} holds no step {step}; give one of {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
+    """The note of a step, by default of the newest.
+
+    Raises:
+      CheckpointError: no such step, or a note that cannot be read; a DamagedError where it is no note.
+    """
+    path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
+    try:
+        path.stat()  # raises where it is missing, which proves no damage: the step may have been removed
+        return read_object(path, DamagedError)
+    except OSError as error:
+        raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+
+
+def cannot_read(path: Location, reason: str) -> str:
+    """The error that a path cannot be read, for a reason that says nothing about its contents."""
+    return f"{path} cannot be read ({reason}), which proves nothing about its contents; mend that, and try again"
+
+
+def validation_loss(folder: Location, step: int) -> float:
+    """The validation loss in a step's note; infinity where it has none, or cannot be read."""
+    try:
+        loss = read_note(folder, step).get("validation_loss")
+    except CheckpointError:
+        return math.inf
+    return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf
+
+
+def by_loss(folder: Location) -> list[int]:
+    """The steps that have a validation loss, the best first; of equal ones the later first."""
+    losses = {step: validation_loss(folder, step) for step in steps_in(folder)}
+    return sorted((step for step in losses if losses[step] < math.inf), key=lambda step: (losses[step], -step))
+
+
+def find_checkpoints(path: Location) -> Location | None:
+    """The folder of checkpoints at a path, or in the run's folder at a path; None if it is neither."""
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    return path if any(is_step(path / str(step)) for step in steps_in(path)) else None
+
+
+SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
+FILE_THREADS = 8  # files that are hashed or fetched at a time
+
+
+def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
+    """Write the checksums of all files of a step, and flush them to the disk.
+
+    Args:
+      elsewhere: {name: checksum} of files of the step that another host has.
+    """
+    sums = {**elsewhere, **sums_of(step, files_in(step))}
+    text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+    with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
+        file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def files_in(step: Path) -> list[str]:
+    """The names of all files of a step: params/_METADATA."""
+    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
+
+
+def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
+    """{name: checksum} of files of a step, which are on the disk afterwards."""
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
+
+
+def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
+    """Whether a step's files are known to be what was saved; False without checksums.
+
+    Args:
+      parts: the folders of the step to look at, besides the files that lie in no folder; None is all.
+      share: (i, n): every n-th file from the i-th on.
+
+    Raises:
+      DamagedError: a file is missing or differs.
+      CheckpointError: a file cannot be read, which proves nothing.
+    """
+    sums = read_sums(step)
+    if sums is None:
+        return False
+    wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
+        first = next(filter(None, problems), None)
+    if first is None:
+        return True
+    if not (step / ABOUT / SUMS).resolve().exists():
+        raise CheckpointError(f"{step} was removed while it was read; read another step")
+    raise first
+
+
+def _problem(path: Location, expected: str) -> CheckpointError | None:
+    try:
+        found = _sum_of(path)
+    except FileNotFoundError:
+        return DamagedError(f"{path} is missing")
+    except OSError as error:
+        return CheckpointError(cannot_read(path, error.strerror or str(error)))
+    return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 is another)")
+
+
+def read_sums(step: Location) -> dict[str, str] | None:
+    """{name: checksum} of a step; None if there are none, or if the list itself is damaged.
+
+    Raises:
+      CheckpointError: they cannot be read, which proves nothing.
+    """
+    path = step / ABOUT / SUMS
+    try:
+        with path.open("rb") as file:
+            text, mark, last = file.read().decode().rpartition("# ")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+    if not mark or last != hashlib.sha256(text.encode()).hexdigest() + "\n":
+        return None
+    found = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
+    return {line["name"]: line["sum"] for line in found if line is not None}
+
+
+def _sum_of(path: Location, *, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+STEP_TRIES = 5  # so many steps are taken before the error of the last is raised
+
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+class StepRemovedError(CheckpointError):
+    """The run has removed a step while it was read."""
+
+
+def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
+    """Call `read` again if its first argument, `path`, is a run that has saved a newer step meanwhile.
+
+    A run keeps its last few steps: one that was found may be removed before all of it is read.
+    """
+
+    @functools.wraps(read)
+    def again(*arguments: Arguments.args, **named: Arguments.kwargs) -> Found:
+        path = arguments[0] if arguments else named.get("path")
+        for left in reversed(range(STEP_TRIES)):
+            before = _newest(path)
+            try:
+                return read(*arguments, **named)
+            except StepRemovedError:  # a step itself is not found the next time
+                if not left:
+                    raise
+            except (UserError, OSError) as error:
+                now = None if before is None else _newest(path)
+                if left and now != before:
+                    continue
+                if isinstance(error, FileNotFoundError):  # that it existed has been seen
+                    raise CheckpointError(f"{error.filename} was removed while it was read; try again") from None
+                if before is None or isinstance(error, UserError):
+                    raise
+                raise CheckpointError(cannot_read(before, str(error))) from None
+        raise AssertionError("the last try returns or raises")
+
+    return again
+
+
+def _newest(path: object) -> Location | None:
+    """The step that is taken of a run; None where a path is something else, as a step itself is."""
+    if not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
+        return None
+    folder = find_checkpoints(Path(os.fsdecode(path)))
+    steps = [] if folder is None else steps_in(folder)
+    return folder / str(steps[-1]) if folder is not None and steps else None
+
+
+# The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
+# of where in these files they are, the configuration and the vocabulary.
+OF_NUMBERS = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
+
+
+@dataclass(frozen=True)
+class FetchedStep:
+    """Files of a step, as long as this lives.
+
+    Attributes:
+      folder: of this machine, in TMPDIR, with the number of the step as its name.
+      url: where they are from.
+      sums: {name: checksum} of the requested files, also of those that `complete` has yet to fetch.
+    """
+
+    folder: Path
+    url: StoredPath
+    sums: Mapping[str, str]
+    scratch: ScratchFolder
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let errors name the place in the store in place of the folder."""
+        try:
+            yield
+        except UserError as error:
+            raise type(error)(str(error).replace(str(self.folder), str(self.url))) from None
+
+    def complete(self) -> None:
+        """Bring the files that are not here yet.
+
+        Raises:
+          StepRemovedError: the run has removed the step meanwhile.
+          CheckpointError, OSError: see `fetch_step`.
+        """
+        left = {name: found for name, found in self.sums.items() if not (self.folder / name).exists()}
+        try:
+            _fetch_all(self.url, self.folder, left)
+        except (CheckpointError, OSError):
+            if not is_step(self.url.resolve()):
+                raise StepRemovedError(f"{self.url} was removed while it was read; try again") from None
+            raise
+
+
+def of_model(parts: Collection[str]) -> set[str]:
+    """Those folders of a step that make a model, without the rest of the training state."""
+    return {ABOUT, EMA if EMA in parts else PARAMS}
+
+
+def fetch_step(
+    place: StoredPath, choose: Callable[[Collection[str]], Collection[str]], *, numbers: bool = True
+) -> FetchedStep:
+    """A step, or the newest one of a folder of checkpoints; see `retry_with_newest_step` for runs that go on saving there.
+
+    Args:
+      choose: given the folders in a step those that are wanted.
+      numbers: whether to fetch the numbers of arrays at once, and not only in `FetchedStep.complete`.
+
+    Raises:
+      StepRemovedError: the run has saved a newer one meanwhile, and may have removed this one.
+      CheckpointError: no step, or one that cannot be read; a DamagedError where a file is not what was saved.
+      OSError: the store gives no answer; it names the object.
+    """
+    now = place.resolve()
+    step = now if is_step(now) else now / str(existing_step(now, None))
+    scratch = ScratchFolder()
+    try:
+        folder = scratch.path / step.name
+        sums = _wanted(step, choose)
+        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not OF_NUMBERS.fullmatch(name)})
+        return FetchedStep(folder, step, sums, scratch)
+    except (CheckpointError, OSError):
+        scratch.close()
+        if step is not now and steps_in(place.resolve())[-1:] != [int(step.name)]:
+            raise StepRemovedError(f"{step} was removed while it was read; try again") from None
+        raise
+
+
+def fetch_files(step: StoredPath, folder: Path) -> None:
+    """Fetch all files of a step into a new folder; see `fetch_step`."""
+    _fetch_all(step, folder, _wanted(step, lambda parts: parts))
+
+
+def _wanted(step: StoredPath, choose: Callable[[Collection[str]], Collection[str]]) -> dict[str, str]:
+    """{name: checksum} of the files in the chosen folders."""
+    sums = read_sums(step)
+    if sums is None:
+        raise DamagedError(f"{step} has no checksums, or others than were written; read another step")
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in sums):
+        raise DamagedError(f"{step}: its checksums name a file outside of it; read another step")
+    wanted = set(choose({name.partition("/")[0] for name in sums}))
+    return {name: found for name, found in sums.items() if name.partition("/")[0] in wanted}
+
+
+def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
+    def fetch(name: str) -> None:
+        target = folder / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            found = _fetch(step / name, target)
+        except FileNotFoundError:
+            raise DamagedError(f"{step / name} is missing") from None
+        except OSError as error:
+            if isinstance(error.filename, str) and "://" in error.filename:
+                raise
+            raise CheckpointError(f"{cannot_write(target, error)}; the variable TMPDIR says where {step} is put") from None
+        if found != sums[name]:
+            raise DamagedError(f"{step / name} is not what was saved (its SHA-256 is another)")
+
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        list(pool.map(fetch, sums))
+
+
+def _fetch(source: StoredPath, target: Path) -> str:
+    """Fetch a file, all of it or nothing; returns its SHA-256."""
+    digest, size = hashlib.sha256(), source.stat().st_size
+    try:
+        with target.open("wb") as file:
+            for first in range(0, size, MOST_OPEN):
+                piece = source.view.read(source.key, first, min(first + MOST_OPEN, size))
+                digest.update(piece)
+                file.write(piece)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    return digest.hexdigest()

@@ -1,0 +1,265 @@
+"""What lies beside the weights: the vocabulary with its settings, how to sample, the model's name and license.
+
+Every format holds it in its own way, a GGUF in its metadata and all others in files of the folder, and is read into the same
+description, an `About` and a tokenizer. So what a conversion loses is what differs when the new model is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.data.token_stream import examine
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.storage import Location, StoredPath, resolved
+from llama_jax.storage.atomic_write import write_atomically
+from llama_jax.storage.paths import read_object, read_text
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers.gguf import SWALLOWING
+from llama_jax.tokenizers.tokenizer_config import OF_A_FILE, Settings, pad_id_of
+
+VOCABULARIES = ("tokenizer.model", "tokenizer.json")
+# What is read with a vocabulary from its folder.
+SETTINGS_FILES = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+GENERATION_FILE, CARD_FILE = "generation_config.json", "README.md"
+PROVENANCE = {"transformers_version", "_from_model_config"}  # what wrote the file
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
+# Settings of ``generation_config.json`` by the last part of their keys in a GGUF, general.sampling.*.
+SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+SAMPLING |= {key: key for key in ("top_k", "top_p", "min_p")}
+# Settings under general.sampling.* that transformers has no name for.
+OTHER_SAMPLING = (
+    *("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+# Entries of a model card by their keys in a GGUF, general.*, where those differ.
+CARD_NAMES = {"license.name": "license_name", "license.link": "license_link", "languages": "language"}
+CARD_KEYS = (
+    *("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license", "tags"),
+    *("url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES),
+)
+OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
+LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
+
+
+@dataclass(frozen=True)
+class About:
+    """What lies beside the weights, apart from the vocabulary; none of it changes what a model computes.
+
+    Attributes:
+      generation: the settings of ``generation_config.json``, without token ids.
+      card: the model's name, license, authors and the like, by their keys in a GGUF without "general.".
+      texts: the content of a model card and of licenses, by their names in a folder.
+    """
+
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_about(folder: Location, *, card: bool = True) -> About:
+    """What the files of a folder say.
+
+    Args:
+      card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
+
+    Raises:
+      CheckpointError: a file that is not JSON or not text.
+    """
+    path = folder / GENERATION_FILE
+    found = read_object(path, CheckpointError) if path.is_file() else {}
+    generation = {key: value for key, value in found.items() if key not in PROVENANCE | TOKEN_IDS and value is not None}
+    texts = {}
+    if card:
+        inside: list[Location] = [folder / CARD_FILE] if isinstance(folder, StoredPath) else sorted(folder.iterdir())
+        named = [each for each in inside if each.name == CARD_FILE or LICENSES.fullmatch(each.name)]
+        texts = {each.name: read_text(each, CheckpointError) for each in named if each.is_file()}
+    return About(generation, _of_card(texts.get(CARD_FILE, "")), texts)
+
+
+def _of_card(text: str) -> dict[str, Any]:
+    """The entries of a model card's head that have a key in a GGUF."""
+    import yaml  # type: ignore[import-untyped]  # of gguf's requirements
+
+    head = re.match(r"---\r?\n(.{,65536}?)\r?\n---", text, re.DOTALL)
+    try:
+        found = yaml.safe_load(head[1]) if head else {}
+    except (yaml.YAMLError, RecursionError, ValueError):
+        found = {}
+    found = found if isinstance(found, dict) else {}
+    card = {key: found.get(CARD_NAMES.get(key, key)) for key in CARD_KEYS}
+    if isinstance(card["languages"], str):
+        card["languages"] = [card["languages"]]
+    own = found.get("gguf")
+    card |= own if isinstance(own, dict) else {}
+    return {str(key): value for key, value in card.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a text, a number, or a list of texts."""
+    texts = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    return texts or type(value) in (str, bool, int, float)
+
+
+def write_about(folder: Path, about: About) -> None:
+    """Write what `read_about` reads into a folder with a tokenizer's files."""
+    path = folder / GENERATION_FILE
+    ids = read_object(path, CheckpointError) if path.is_file() else {}
+    if about.generation:
+        path.write_text(json.dumps(dict(about.generation) | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    texts = dict(about.texts)
+    if about.card and CARD_FILE not in texts:
+        named = {CARD_NAMES.get(key, key): value for key, value in about.card.items() if key in CARD_KEYS}
+        others = {key: value for key, value in about.card.items() if key not in CARD_KEYS}
+        head = named | ({"gguf": others} if others else {})
+        lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())  # JSON is YAML
+        texts[CARD_FILE] = "\n".join(["---", *lines, "---", ""])
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def about_from_fields(fields: Mapping[str, Any]) -> About:
+    """The description in the metadata of a GGUF."""
+    plain = {key: _short(value) for key, value in fields.items() if _is_plain(value)}
+    general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
+    sampling = {key.removeprefix("sampling."): value for key, value in general.items() if key.startswith("sampling.")}
+    generation = {SAMPLING.get(key, key): value for key, value in sampling.items()}
+    if sampling:  # llama.cpp samples, and takes the most probable token where the temperature is 0
+        generation["do_sample"] = generation.get("temperature", 1.0) > 0
+        if not generation["do_sample"]:
+            del generation["temperature"]
+    card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in OF_THE_FILE}
+    return About(generation, card)
+
+
+def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
+    """The fields of a GGUF that `about_from_fields` reads.
+
+    Args:
+      swallows: whether special tokens swallow white space, which llama.cpp takes from some names.
+    """
+    known = {name: key for key, name in SAMPLING.items()} | {key: key for key in OTHER_SAMPLING}
+    sampling = {known[name]: value for name, value in about.generation.items() if name in known and _is_plain(value)}
+    sampled = about.generation.get("do_sample", False)
+    if sampling or "do_sample" in about.generation:
+        sampling["temp"] = float(sampling.get("temp", 1.0)) if sampled else 0.0
+    sampling |= {key: float(sampling[key]) for key in ("top_p", "min_p", "penalty_repeat") if key in sampling}
+    card = dict(about.card)
+    if not swallows and any(name in str(card.get("name", "")).lower() for name in SWALLOWING):
+        del card["name"]
+    return {f"general.{key}": value for key, value in card.items() if key not in OF_THE_FILE} | {
+        f"general.sampling.{key}": value for key, value in sampling.items()
+    }
+
+
+def _short(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
+    """Everything that lies beside the weights, by the names that `transformers` has for it."""
+    found: dict[str, Any] = {}
+    if tokenizer is not None:
+        settings = _settings(tokenizer)
+        found |= token_ids(tokenizer)
+        found |= {"stop_ids": set(tokenizer.stop_ids), "special_tokens": set(tokenizer.special_tokens.items())}
+        found |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
+        found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
+        found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
+        found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
+        more = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
+        found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in more.items()}
+    generation = dict(about.generation)
+    if generation.keys() & {*SAMPLING.values()}:
+        generation.setdefault("do_sample", False)
+    return found | generation | {f"general.{key}": value for key, value in about.card.items()} | dict(about.texts)
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids that a ``config.json`` names."""
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": pad_id_of(tokenizer, _settings(tokenizer))}
+    return {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
+
+
+def _settings(tokenizer: Tokenizer) -> Settings:
+    """The settings that a tokenizer was made with; none of a user's own tokenizer."""
+    found: Settings = getattr(tokenizer, "settings", Settings())
+    return found
+
+
+def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `before` that `after` lacks or has with another value; for sets the missing members."""
+    found = {}
+    for name, value in before.items():
+        there = after.get(name)
+        if isinstance(value, set):
+            if missing := value - (there if isinstance(there, set) else set()):
+                found[name] = missing
+        elif value is not None and there != value:
+            found[name] = value
+    return found
+
+
+def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
+    """One line that names what a model that was written does not hold."""
+    parts = (
+        name
+        if isinstance(value, str) and (len(value) > 60 or "\n" in value)
+        else f"{name} {', '.join(map(str, sorted(value)))}"[:200]
+        if isinstance(value, set)
+        else f"{name}={shown(value)}"
+        for name, value in sorted(missing.items())
+    )
+    return f"{where} has no place for {'; '.join(parts)}"
+
+
+def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
+    """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
+    tokenizer; none if it is there already.
+
+    Raises:
+      CheckpointError: another vocabulary or the settings of another model are there: they must not be replaced, and would be
+        read with these weights.
+    """
+    folder = resolved(path).parent
+    there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
+    if there is not None:
+        found = find_tokenizer(folder, vocab_size)
+        if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
+            raise CheckpointError(
+                f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into"
+                " another folder"
+            )
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(Path(scratch))
+        write_about(Path(scratch), About(about.generation))
+        files = {folder / file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+    for path in [folder / name for name in SETTINGS_FILES]:
+        if path.exists() and not (path.is_file() and path.read_bytes() == files.get(path)):
+            raise CheckpointError(
+                f"{path} is of another model, and this one's vocabulary would be read with it; write into another folder"
+            )
+    return {path: content for path, content in files.items() if not path.exists()}
+
+
+def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> None:
+    """Write the files of `vocabulary_files`, noting each in `written`; the vocabulary last: without it none is read."""
+    for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
+        with write_atomically(path, raises=CheckpointError) as target:
+            target.write_bytes(files[path])
+        written.append(path)

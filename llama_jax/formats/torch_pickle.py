@@ -1,0 +1,351 @@
+"""Files of `torch.save`, read without torch: a zip archive of a pickle and of the bytes of each tensor.
+
+A pickle is a program. It is interpreted here, one instruction at a time, by a machine that only has dictionaries, lists,
+tuples, numbers, strings and tensors; a file that asks for anything else is refused, and nothing runs. A restricted version
+of Python's own unpickler is not enough: hostile files make it hash tuples forever and allocate gigabytes.
+
+Source: torch/serialization.py and torch/_utils.py, the format since torch 1.6; pickletools, for the instructions.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import pickletools
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.errors import CheckpointError, reason_of, shown
+from llama_jax.formats.lazy_tensors import FLOATS, Dense, Derived, Tensor, read_bytes
+from llama_jax.storage import Location, StoredPath
+
+# Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
+STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
+OTHER_STORAGES = {"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
+# Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
+LARGEST_PICKLE = 1 << 20
+LARGEST_TABLE = 1 << 20
+MOST_AXES = 8
+LARGEST_KEY = 1 << 31
+MARK = object()
+
+
+class _Global(NamedTuple):
+    module: str
+    name: str
+
+
+class _Storage(NamedTuple):
+    path: Location
+    offset: int
+    kind: str
+    itemsize: int
+    numbers: int
+
+
+REBUILD = _Global("torch._utils", "_rebuild_tensor_v2")
+PARAMETER = _Global("torch._utils", "_rebuild_parameter")
+ORDERED = _Global("collections", "OrderedDict")
+ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in (*STORAGES, *OTHER_STORAGES)}
+
+
+@dataclass(frozen=True)
+class Strided(Derived):
+    """A tensor whose rows are not contiguous, such as a saved transpose; `tensor` is the span of its numbers."""
+
+    tensor: Dense
+    axes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.axes
+
+    @property
+    def rows_at_once(self) -> int:
+        """All of an object in a store, since any row needs the whole span."""
+        return self.axes[0] if isinstance(self.tensor.path, StoredPath) else 1
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        path, first, size = self.tensor.path, self.tensor.offset, self.tensor.nbytes
+        # Mapped, where it can be, and not read: a run of rows has a few numbers in every part of the span.
+        stored = isinstance(path, StoredPath)
+        span = read_bytes(path, first, size) if stored else np.memmap(path, np.uint8, "r", first, size)
+        strides = [self.dtype.itemsize * stride for stride in self.strides]
+        return np.array(np.ndarray(self.shape, self.dtype, span, strides=strides)[start:stop], order="C", subok=False)
+
+
+def is_torch(path: Location) -> bool:
+    """Whether the file begins like a zip archive."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def read_tensors(path: Location) -> dict[str, Tensor]:
+    """The tensors by name in a file that holds nothing else, as weights do.
+
+    Raises:
+      CheckpointError: see `read_pickled`; or something in it is not a tensor.
+    """
+    return tensors_of(read_pickled(path), path)
+
+
+def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
+    """The dictionary that a pickle holds, if it is one of tensors by name."""
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where tensors by name should be")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, Dense | Strided):
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__} where a tensor should be")
+    # Twice, since a tied model may store its table under both names.
+    total, size = sum(tensor.nbytes for tensor in found.values()), path.stat().st_size
+    if total > 2 * size:
+        raise CheckpointError(f"{path} has {size} bytes and claims tensors of {total}; copy it again")
+    return found
+
+
+def read_pickled(path: Location) -> Mapping[str, Any]:
+    """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read.
+
+    Raises:
+      CheckpointError: not such a file, a damaged one, or one that asks for more than tensors.
+    """
+    if not is_torch(path):
+        with path.open("rb") as file:
+            old = file.read(2) == b"\x80\x02"
+        what = "was saved by a torch before 1.6; save it again with a newer one" if old else "is not what torch.save writes"
+        raise CheckpointError(f"{path} {what}")
+    try:
+        with path.open("rb", buffering=0) as file, zipfile.ZipFile(_ShortReads(file)) as archive:
+            entries = {info.filename: info for info in archive.infolist()}
+            pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") < 2]
+            if len(pickles) != 1:
+                raise CheckpointError(f"{path} is a zip archive without a data.pkl; it is not what torch.save writes")
+            folder = pickles[0].removesuffix("data.pkl")
+            if entries[pickles[0]].file_size > LARGEST_PICKLE:
+                raise CheckpointError(f"{path}: its pickle is over {LARGEST_PICKLE} bytes, too large to be a model's")
+            order = entries.get(f"{folder}byteorder")
+            if order is not None and _stored(order) and order.file_size > len("little"):
+                raise ValueError(f"{order.filename} has {order.file_size} bytes")
+            if order is not None and archive.read(order) != b"little":
+                raise CheckpointError(f"{path} was written on a big-endian machine; save it again on another")
+            program = archive.read(pickles[0]) if _stored(entries[pickles[0]]) else b""
+        found = _run(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})
+    except CheckpointError:
+        raise
+    except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the file's beginning
+            raise
+        raise CheckpointError(f"{path} is not a whole torch file ({reason_of(error)}); copy it again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where a dictionary of tensors should be")
+    return found
+
+
+# What zipfile, pickletools and the machine below raise for bytes that are not what they should be.
+_DAMAGED = (
+    zipfile.BadZipFile,
+    ValueError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    struct.error,
+    EOFError,
+    RuntimeError,
+    OSError,
+)
+
+
+class _ShortReads(io.RawIOBase):
+    """A file for zipfile, which reads an archive's whole table at once, however long it claims to be."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int | None = -1, /) -> Any:
+        if size is not None and size > LARGEST_TABLE:
+            raise ValueError(f"its table of contents is over {LARGEST_TABLE} bytes, too large to be a model's")
+        return self._file.read(-1 if size is None else size)
+
+
+def _stored(info: zipfile.ZipInfo) -> bool:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise ValueError(f"{info.filename} is compressed or encrypted, which torch.save never does")
+    return True
+
+
+def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+    """Interpret a pickle. Instructions: pickletools; those that torch does not write are refused."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    storages: dict[tuple, _Storage] = {}
+
+    def since_mark() -> list[Any]:
+        at = len(stack) - 1
+        while stack[at] is not MARK:
+            at -= 1
+            if at < 0:
+                raise ValueError("a mark is missing")
+        found = stack[at + 1 :]
+        del stack[at:]
+        return found
+
+    opcode: Any
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(program):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                stack.append(MARK)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
+                stack.append(argument)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = int(opcode.name[-1])
+                stack[-size:] = [tuple(stack[-size:])]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "APPEND":
+                last = stack.pop()
+                _as(list, stack[-1]).append(last)
+            case "APPENDS":
+                items = since_mark()
+                _as(list, stack[-1]).extend(items)
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                _set(stack[-1], [key, value])
+            case "SETITEMS":
+                items = since_mark()
+                _set(stack[-1], items)
+            case "GLOBAL":
+                stack.append(_global(argument, path))
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_global(f"{_as(str, module)} {_as(str, name)}", path))
+            case "BINPERSID":
+                described = _description(stack.pop())
+                if described not in storages:  # to look one up opens the file
+                    storages[described] = _storage(*described, path, entries)
+                stack.append(storages[described])
+            case "REDUCE":
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(_call(function, _as(tuple, arguments)))
+            case "BUILD":  # an OrderedDict's attributes: torch keeps versions of its modules there
+                _as(dict, stack.pop())
+                _as(dict, stack[-1])
+            case "STOP":
+                return stack.pop()
+            case name:
+                raise ValueError(f"the instruction {name} has no place in a model")
+    raise ValueError("the pickle has no end")
+
+
+def _as(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind) or isinstance(value, _Global | _Storage):
+        raise ValueError(f"a {kind.__name__} is needed where a {type(value).__name__} stands")
+    return value
+
+
+def _set(target: Any, items: list[Any]) -> None:
+    target = _as(dict, target)
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < LARGEST_KEY):
+            raise ValueError(f"a key is a {type(key).__name__}, neither a name nor an index")
+        target[key] = value
+
+
+def _global(words: str, path: Location) -> _Global:
+    module, _, name = words.partition(" ")
+    found = _Global(module, name)
+    if found not in ALLOWED:
+        asked = shown(f"{module}.{name}", 100)
+        raise CheckpointError(f"{path} asks for {asked}; a model needs tensors only. Nothing was run")
+    return found
+
+
+def _description(found: Any) -> tuple[str, str, int]:
+    """Class, entry and count of the numbers of a storage that a persistent id describes."""
+    word, cls, key, _, count = _as(tuple, found)
+    if word != "storage" or not isinstance(cls, _Global) or not isinstance(count, int):
+        raise ValueError("a persistent id is not that of a storage")
+    return cls.name, _as(str, key), count
+
+
+def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
+    info = entries[key]
+    _stored(info)
+    kind = STORAGES.get(name, name)
+    itemsize = FLOATS[kind].itemsize if kind in FLOATS else OTHER_STORAGES[name]
+    # The archive's table says where the entry's own header begins; two lengths at its end say where that ends.
+    header = read_bytes(path, info.header_offset, 30).tobytes()
+    if header[:4] != b"PK\x03\x04":
+        raise ValueError(f"{info.filename} is not where the table says")
+    offset = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
+    if count * itemsize > info.file_size or offset + info.file_size > path.stat().st_size or count < 0:
+        raise ValueError(f"{info.filename} is shorter than its tensors")
+    return _Storage(path, offset, kind, itemsize, count)
+
+
+def _call(function: Any, arguments: tuple) -> Any:
+    if function == ORDERED and arguments == ():
+        return {}
+    if function == PARAMETER and arguments and isinstance(arguments[0], Dense | Strided):
+        return arguments[0]
+    if function != REBUILD or not isinstance(arguments[0], _Storage):
+        raise ValueError("a call that does not make a tensor")
+    storage, first, shape, strides = arguments[:4]
+    numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
+        raise ValueError("a tensor's shape is not made of integers from 0")
+    if len(shape) > MOST_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
+        raise ValueError(f"a tensor has {len(shape)} axes" if len(shape) > MOST_AXES else "a tensor's shape is too large")
+    if math.prod(shape) == 0:
+        raise ValueError("a tensor is empty")
+    reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if max(reach, math.prod(shape)) > storage.numbers:
+        raise ValueError("a tensor reaches beyond its storage")
+    return _tensor(storage, first, shape, strides, reach)
+
+
+def _tensor(storage: _Storage, first: int, shape: tuple, strides: tuple, reach: int) -> Tensor:
+    expected = 1
+    in_order = True
+    for size, stride in zip(shape[::-1], strides[::-1], strict=True):
+        in_order &= size == 1 or stride == expected
+        expected *= size
+    offset = storage.offset + first * storage.itemsize
+    if in_order:
+        return Dense(storage.path, offset, shape, storage.kind)
+    return Strided(Dense(storage.path, offset, (reach - first,), storage.kind), shape, strides)

@@ -1,0 +1,311 @@
+"""One run at a time in a folder: by a locked file on a disk, by an object that is renewed in a store.
+
+On a disk the lock ends with the process. A store has none: there the lease is an object that its holder renews, and that
+another run takes when it has expired. Every change of it is conditional on the version that was read before, so of two runs
+one gets it, and who has lost it learns so at the next renewal, which comes before every other write. Its age is measured by
+the store's clock alone: the clocks of two machines are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_jax.errors import TrainingError
+from llama_jax.formats.step_dirs import CHECKPOINTS
+from llama_jax.runs.metrics import METRICS
+from llama_jax.runs.recipe import RECIPE
+from llama_jax.storage import StoredPath
+from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock
+from llama_jax.storage.consistent_reader import TransientError, with_retries
+from llama_jax.storage.object_store import ObjectBucket, VersionedObject
+
+RUN_LOCK = "lock"
+OF_A_RUN = (RECIPE, METRICS)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
+    """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
+
+    Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
+    locks, nothing is locked; nor on a file system without them, with a warning. If the body fails before it has written
+    anything, what was created here is removed.
+
+    Yields:
+      A function that raises TrainingError once the folder or the lock's file is another one than at the beginning: removed,
+      renamed or replaced.
+
+    Raises:
+      TrainingError: another process holds the lock, or the folder cannot be written to.
+    """
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    was_there = (folder / RUN_LOCK).exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = hold_lock(folder / RUN_LOCK, partial(_taken, folder), "run")
+    except OSError as error:
+        raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
+    try:
+        try:
+            sign_lock(descriptor)
+        except OSError as error:
+            raise TrainingError(cannot_write(folder / RUN_LOCK, error)) from None
+        try:
+            yield partial(_check, folder, descriptor)
+        except BaseException:
+            if not was_there and _is_held(folder, descriptor):
+                _remove_unused(folder, missing)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(folder: Path, descriptor: int) -> bool:
+    """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
+    try:
+        return os.path.samestat((folder / RUN_LOCK).stat(), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a network file system that does not answer now
+        return True
+
+
+def _check(folder: Path, descriptor: int) -> None:
+    if not _is_held(folder, descriptor):
+        raise TrainingError(
+            f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced meanwhile;"
+            " nothing more is written; if the folder was renamed, go on there with --resume"
+        )
+
+
+def _taken(folder: Path, holder: str) -> TrainingError:
+    return TrainingError(
+        f"{folder} is in use by another run, process {holder}; wait until that has ended, or give another --workdir"
+    )
+
+
+def _remove_unused(folder: Path, made: list[Path]) -> None:
+    """Remove the lock's file and the folders made, unless checkpoints, metrics or a recipe were written meanwhile."""
+    with suppress(OSError):  # of a folder that is not empty
+        if (folder / CHECKPOINTS).exists():
+            (folder / CHECKPOINTS).rmdir()
+        if not any((folder / name).exists() for name in OF_A_RUN):
+            (folder / RUN_LOCK).unlink()
+            for path in made:
+                path.rmdir()
+
+
+LEASE = "lease.json"  # in the folder of a run
+SECONDS = 60.0  # until one that is not renewed may be taken
+RENEWALS = 4  # in that time
+POLL = 2.0  # seconds between looks at one that another has
+
+_log = logging.getLogger("llama_jax.storage")
+
+
+class Lease:
+    """The right to write into a run's folder. `take` it first; `check` comes before every write."""
+
+    def __init__(self, folder: StoredPath) -> None:
+        self._folder = folder
+        self._object = folder / LEASE
+        self._lock = threading.RLock()
+        self._content: dict[str, Any] = {
+            "holder": f"{os.getpid()} on {platform.node()}",
+            "since": datetime.now(UTC).isoformat(" ", "seconds"),
+            "seconds": SECONDS,
+            "run": uuid.uuid4().hex,
+            "renewals": 0,
+            "ended": False,
+        }
+        self._held: VersionedObject | None = None  # as it was written last
+        self._renewed = 0.0
+        self._taken = False
+        self._lost: TrainingError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
+
+    def take(self, say: Callable[[str], None]) -> None:
+        """Become the holder. If another lease is unexpired, wait until it is renewed or has expired.
+
+        Args:
+          say: is called with a line about what is waited for.
+
+        Raises:
+          TrainingError: another run holds it; the message names its process.
+          OSError: the store gives no answer.
+        """
+        first: bytes | None = None  # the lease as it was found, b"" for none
+        deadline = 0.0
+        while True:
+            found = with_retries(str(self._object), self._read)
+            if found is None:
+                first = b""
+            else:
+                other = _content_of(found)
+                who = _holder(other)
+                if not other.get("ended"):
+                    if first is not None and found.content != first:
+                        raise TrainingError(
+                            f"{self._folder} is in use by another run, {who}; wait until that has ended, or give"
+                            " another --workdir"
+                        )
+                    if first is None:
+                        seconds = other.get("seconds")
+                        left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
+                        deadline = _clock() + left
+                        if left > 0:
+                            say(f"{self._folder} was in use by {who}: waiting {left:.0f} s to see whether it still is")
+                first = found.content
+                if not other.get("ended") and _clock() < deadline:
+                    time.sleep(min(POLL, max(0.0, deadline - _clock())))
+                    continue
+            with self._lock:
+                self._held = found
+                if with_retries(str(self._object), self._write):
+                    break
+        self._taken = True
+        self._thread.start()
+
+    def check(self) -> None:
+        """Before something is written: renews a lease that is no longer fresh.
+
+        Raises:
+          TrainingError: another run has taken it.
+          TransientError, OSError: it cannot be renewed.
+        """
+        with self._lock:
+            self.look()
+            if _clock() - self._renewed > SECONDS / 2:
+                self._renew()
+
+    def look(self) -> None:
+        """Raise TrainingError if another run is known to have taken it."""
+        if self._lost is not None:
+            raise self._lost
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was taken, and is not known to be lost."""
+        return self._taken and self._lost is None
+
+    def end(self) -> None:
+        """Leave the folder to others, at once."""
+        self._stop.set()
+        with self._lock:
+            if self.is_held:
+                self._content["ended"] = True
+                try:
+                    self._write()
+                except (OSError, TransientError) as error:
+                    _log.warning("%s: %s; it expires in %g s", self._object, error, SECONDS)
+            if self._lost is None:
+                self._lost = TrainingError(f"{self._folder} is no longer written to")  # by threads that live on
+
+    def _renew_regularly(self) -> None:
+        while not self._stop.wait(SECONDS / RENEWALS):
+            try:
+                with self._lock:
+                    if self._stop.is_set():
+                        return
+                    self._renew()
+            except TrainingError:
+                return
+            except (OSError, TransientError) as error:
+                _log.warning("%s: not renewed (%s); trying again in %g s", self._object, error, SECONDS / RENEWALS)
+
+    def _renew(self) -> None:
+        self.look()
+        self._content["renewals"] += 1
+        while not self._write():
+            found = self._read()
+            other = {} if found is None else _content_of(found)
+            if other.get("run") == self._content["run"]:  # a renewal before this one was written, but its answer was lost
+                self._held = found
+                continue
+            who = "removed" if found is None else f"taken over by another run, {_holder(other)}"
+            self._lost = TrainingError(
+                f"{self._object} was {who}, since this run was not heard of for {SECONDS:g} s, or by hand; nothing more is"
+                " written; let the other end, and go on with --resume"
+            )
+            raise self._lost
+
+    def _write(self) -> bool:
+        """Replace the version that was held by the content of now; False if another version is there."""
+        content, began = json.dumps(self._content).encode(), _clock()
+        mark = _bucket_of(self._object).swap(self._object.key, content, None if self._held is None else self._held.mark)
+        if mark is None:
+            found = self._read()
+            if found is None or found.content != content:
+                return False
+            mark = found.mark  # an earlier try has written it, but its answer was lost
+        self._held, self._renewed = VersionedObject(content, mark, 0.0), began
+        return True
+
+    def _read(self) -> VersionedObject | None:
+        return _bucket_of(self._object).stamped(self._object.key)
+
+    def _age(self, found: VersionedObject) -> float:
+        """Seconds since it was renewed, by the clock of the store: of an object that is put there now."""
+        probe = self._folder / f".clock-{uuid.uuid4().hex}"
+        bucket = _bucket_of(probe)
+
+        def ask() -> float:
+            bucket.write(probe.key, b"now")
+            now = bucket.stamped(probe.key)
+            if now is None:
+                raise TransientError("an object that was just written is not there")
+            return now.modified
+
+        try:
+            now = with_retries(str(probe), ask)
+        finally:
+            with_retries(str(probe), lambda: bucket.delete(probe.key))
+        return max(0.0, now - found.modified - 1.0)  # clocks of stores count whole seconds
+
+
+def run_of(folder: StoredPath) -> str | None:
+    """The id of the run that has the lease of a folder; None if there is no lease.
+
+    Raises:
+      OSError: the store gives no answer.
+    """
+    place = folder / LEASE
+    found = with_retries(str(place), lambda: _bucket_of(place).stamped(place.key))
+    return None if found is None else _content_of(found).get("run")
+
+
+def _bucket_of(path: StoredPath) -> ObjectBucket:
+    store = path.view.store()
+    assert isinstance(store, ObjectBucket)
+    return store
+
+
+def _content_of(found: VersionedObject) -> dict[str, Any]:
+    """The content of a lease; empty if it is not one."""
+    try:
+        content = json.loads(found.content)
+    except ValueError:
+        content = {}
+    return content if isinstance(content, dict) else {}
+
+
+def _holder(content: dict[str, Any]) -> str:
+    return f"process {content.get('holder', 'unknown')}, since {content.get('since', 'an unknown time')}"
+
+
+def _clock() -> float:
+    """Seconds that also pass while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,0 +1,378 @@
+"""Files and folders that appear under their name complete or not at all, on a disk or in a store; locks; leftovers.
+
+A writer works beside the name, in a file or folder that it holds a lock on. What a killed writer left is not locked, and is
+removed by the next one in the same folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.storage.paths import Location, StoredPath
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+# Beside the name until it is complete ("partial"), and what had the name until then ("old").
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _temporary(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.llama_jax-{kind}")
+
+
+@contextmanager
+def write_atomically(
+    path: Location,
+    *,
+    folder: bool = False,
+    check: Callable[[], None] | None = None,
+    raises: Callable[[str], UserError] = UserError,
+    last: Collection[str] = (),
+) -> Iterator[Path]:
+    """A new file, or an empty folder, on this machine; all of it gets the name `path` in the end, and nothing on an error.
+
+    On a disk it lies beside `path`; it is flushed before it is renamed, and the name before this returns. For a store it
+    lies in TMPDIR and is then uploaded; there is no lock. Of two writers of one stored folder, one gets an error; of a
+    single object the later write wins.
+
+    Args:
+      check: called before the renaming or the upload; what it raises prevents it.
+      raises: makes the error of a text that says that `path` cannot be written, and why.
+      last: for a folder in a store, the names of files without which nobody recognizes it, one of which it has: that one is
+        deleted first and uploaded last.
+    """
+    check = check or (lambda: None)
+    if isinstance(path, StoredPath):
+        with tempfile.TemporaryDirectory(prefix="llama_jax-") as scratch:
+            target = Path(scratch) / "model"
+            target.mkdir() if folder else target.touch()
+            try:
+                yield target
+                check()
+                if folder:
+                    _upload_folder(target, path.resolve(), last)
+                else:
+                    path.view.write(path.key, target)
+            except OSError as error:
+                if not str(error.filename or path).startswith((str(path), tempfile.gettempdir())):
+                    raise  # about something that was read meanwhile
+                raise raises(cannot_write(path, error)) from None
+        return
+    path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for links that lead to one another
+    made = [parent for parent in path.parents if not parent.exists()]
+    with ExitStack() as cleanup:
+        cleanup.callback(_remove_empty, made)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path.parent)
+            target, lock = _create_locked(path, folder)
+        except OSError as error:
+            raise raises(cannot_write(path, error)) from None
+        cleanup.callback(_discard, target, lock)
+        try:
+            yield target
+            flush(target)
+            check()
+            replace_path(target, path)
+        except OSError as error:
+            if error.filename is not None and not _is_in(error.filename, (target, path, path.parent)):
+                raise  # about something that was read meanwhile
+            raise raises(cannot_write(path, error)) from None
+
+
+def replace_path(target: Path, path: Path) -> None:
+    """Rename `target` to `path`, in one step where the system can; a folder that had the name is `target` afterwards.
+
+    Raises:
+      OSError: the system refuses, or `target` is a file and `path` a folder, of which all content would be lost.
+    """
+    if path.is_dir() and not path.is_symlink() and not target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not path.is_dir() or path.is_symlink():
+        target.replace(path)
+    elif not _exchange(target, path):
+        old, lock = _temporary(path, "old"), _lock(path)
+        try:
+            path.rename(old)  # a process that is killed now leaves neither name: `remove_leftovers` restores the old one
+            try:
+                target.rename(path)
+            except OSError:
+                old.rename(path)
+                raise
+            old.rename(target)
+        finally:
+            _close(lock)
+    _flush_entry(path.parent)
+
+
+def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) -> None:
+    files = {os.fspath(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    (last,) = files.keys() & set(last_names)
+    before = set(path.view.names(path.key))
+    for name in before & set(last_names):
+        path.view.delete((path / name).key)
+    before -= set(last_names)
+    written: list[str] = []
+    try:
+        for name in sorted(files.keys() - {last}):
+            key = (path / name).key
+            path.view.write(key, files[name])
+            written.append(key)
+        try:
+            path.view.create((path / last).key, files[last].read_bytes())
+        except FileExistsError:
+            written.clear()  # some of it may belong to the other writer
+            raise OSError(errno.EEXIST, "another has written there meanwhile; look at it", str(path)) from None
+    except BaseException:
+        for key in written:
+            with suppress(OSError):
+                path.view.delete(key)
+        raise
+    for name in before - files.keys():
+        path.view.delete((path / name).key)
+
+
+class ScratchFolder:
+    """An empty folder in TMPDIR, deleted on close or garbage collection; leftovers of killed processes are removed when the
+    next one is made.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """With `path`, the folder has this name: that of another host's.
+
+        Raises:
+          OSError: it cannot be made, or exists.
+        """
+        wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
+        remove_leftovers(wanted.parent)
+        self.path, lock = _create_locked(wanted, folder=True, as_it_is=path is not None)
+        self.close = weakref.finalize(self, _discard, self.path, lock)
+
+
+def _discard(path: Path, lock: int | None) -> None:
+    _close(lock)
+    remove(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder, and restore what they had moved aside.
+
+    Where there are no locks, as on some network file systems, everything stays.
+    """
+    with suppress(OSError):
+        for entry in sorted(folder.iterdir()):
+            found = TEMPORARY.fullmatch(entry.name)
+            if found is None or (lock := _lock(entry)) is None:
+                continue
+            try:
+                with suppress(OSError):
+                    if found["kind"] == "old" and not (folder / found["name"]).exists():
+                        entry.rename(folder / found["name"])
+                    else:
+                        remove(entry)
+            finally:
+                os.close(lock)
+
+
+def flush(target: Path) -> None:
+    """Flush a file, or all of a folder: without it a power cut can leave a name without the content."""
+    if not target.is_dir():
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+        return
+    for where, _, names in os.walk(target):
+        for name in names:
+            flush(Path(where) / name)
+    flush_folders(target)
+
+
+def flush_folders(target: Path) -> None:
+    """Flush the names in a folder and in those below; the files are flushed already."""
+    for where, _, _ in os.walk(target):
+        _flush_entry(Path(where))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists and may be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
+    """Lock a file, which is created; the descriptor holds the lock until it is closed, or the process ends.
+
+    Without file locks nothing is held; where the file system has none, this warns.
+
+    Args:
+      taken: makes the error from the name of the process that holds it.
+      what: is written in the folder, for the warning.
+
+    Raises:
+      OSError: the file cannot be made.
+    """
+    while True:
+        with ExitStack() as unless_held:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            unless_held.callback(os.close, descriptor)
+            try:
+                free = lock_descriptor(descriptor)
+            except OSError as error:
+                free = True
+                message = f"{path.parent} cannot be locked ({error.strerror}): start no second {what} in it"
+                warnings.warn(message, stacklevel=3)
+            if not free:
+                raise taken(path.read_text("utf-8").strip() or "unknown")
+            with suppress(FileNotFoundError):  # its holder removed it between opening and locking: then there is a new one
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    unless_held.pop_all()
+                    return descriptor
+
+
+def sign_lock(descriptor: int) -> None:
+    """Write into the file of a lock which process holds it."""
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
+
+
+def lock_descriptor(descriptor: int) -> bool:
+    """Lock a file or folder while the descriptor is open: False where another process has it; OSError without locks."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds a lock on a file or folder; None where another has it, or there are no locks."""
+    if fcntl is None:
+        return None
+    with suppress(OSError), ExitStack() as until_locked:
+        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # over a network only what may be written can be locked
+        descriptor = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        until_locked.callback(os.close, descriptor)
+        if lock_descriptor(descriptor):
+            until_locked.pop_all()
+            return descriptor
+    return None
+
+
+def _close(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple[Path, int | None]:
+    """Make the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none.
+
+    Args:
+      as_it_is: whether `path` is such a name already.
+    """
+    for last in (False, False, False, True):
+        target = path if as_it_is else _temporary(path, "partial")
+        if folder:
+            target.mkdir()
+        else:
+            target.touch(exist_ok=False)
+        lock = _lock(target)
+        if lock is not None and target.exists():
+            return target, lock
+        _close(lock)  # another process that clears up has locked or removed it
+        if not last:
+            remove(target)
+    return target, None
+
+
+def discard_output(descriptor: int) -> None:
+    """Discard what is written to a descriptor from now on: at exit nothing may be flushed to a closed pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def cannot_write(path: os.PathLike[str], error: BaseException) -> str:
+    """The message that a path cannot be written, with the reason and the remedy."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or reason_of(error, 200)
+    return f"{path} cannot be written ({reason}){remedy_for(error)}"
+
+
+def remedy_for(error: BaseException) -> str:
+    """The remedy for an error of writing, after a semicolon; "" if none is known. Libraries give only its text."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error)
+    if number in FULL or any(os.strerror(full) in text for full in FULL):
+        return "; the disk is full: make room there, or write to another one"
+    if "requested and" in text:  # NumPy's short write, of which it tells no reason
+        return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
+    if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
+        return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
+    if number == errno.EBADF:
+        return "; it is closed"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "; give a folder that you may write to"
+    if number == errno.ENOTDIR or (isinstance(error, FileExistsError) and error.strerror == os.strerror(errno.EEXIST)):
+        return "; a file is where a folder is needed: give another path"
+    if number == errno.EISDIR:
+        return "; a folder is there: give another path"
+    return ""
+
+
+def _exchange(target: Path, path: Path) -> bool:
+    """Exchange the names of two paths in one step; False where the system or the file system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # a C library without it
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(target), here, os.fsencode(path), exchange) == 0)
+
+
+def _flush_entry(folder: Path) -> None:
+    """Flush the names in a folder."""
+    if fcntl is None:
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_in(name: object, places: tuple[Path, ...]) -> bool:
+    """Whether a file that an error names is one of these places, or in the first of them."""
+    found = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes | os.PathLike) else Path()
+    return found in places or found.is_relative_to(places[0])
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()  # only if it is empty

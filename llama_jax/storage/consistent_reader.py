@@ -1,0 +1,232 @@
+"""A store as a reader first saw it: each folder is listed once, each object is read in one version, requests are retried."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+# Seconds before each retry, a minute in all; each is shortened at random, so that not all hosts retry at once.
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+SLOW_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
+MOST_OPEN = 1 << 26  # bytes requested at a time: more are requested in parts
+
+_log = logging.getLogger("llama_jax.storage")
+Given = TypeVar("Given")
+
+
+class StoreEntry(NamedTuple):
+    """A store's entry for a name.
+
+    Attributes:
+      size: bytes of an object; None for a folder.
+      version: of its content, so that no other is read; None where the store has no versions.
+    """
+
+    size: int | None
+    version: str | None
+
+
+FOLDER = StoreEntry(None, None)
+
+
+class Store(Protocol):
+    """A bucket or repository: the interface to its library. Keys are paths in it, without a slash at either end.
+
+    Errors that may not recur in a retry are raised as `TransientError`, all others as an `OSError` that names the URL.
+    """
+
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
+        """The content of a folder, by name; empty where there is no such folder."""
+        ...
+
+    def head(self, key: str) -> StoreEntry | None:
+        """An object; None where there is none."""
+        ...
+
+    def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
+        """Bytes [start, stop) of an object, or fewer where the answer was cut off."""
+        ...
+
+    def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
+        """Put a file or bytes under a key; readers see all of it at once.
+
+        Args:
+          only_new: raise FileExistsError where something is there; for a few bytes.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        ...
+
+
+class TransientError(Exception):
+    """A request failed, and may succeed when retried: a broken connection, a server that is busy or failing."""
+
+
+class TimedOutError(TransientError):
+    """A request timed out, though some bytes may have come."""
+
+
+class StoreView:
+    """A store, opened at the first request, and a cache of its listings.
+
+    Attributes:
+      root: the URL of the whole store, without a slash at the end.
+    """
+
+    def __init__(self, root: str, open_store: Callable[[], Store]) -> None:
+        self.root = root
+        self._open = open_store
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._folders: dict[str, Mapping[str, StoreEntry]] = {}
+        self._alone: dict[str, StoreEntry | None] = {}  # objects that were looked up by name
+
+    def url(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
+        """The content of a folder."""
+        if folder not in self._folders:
+            self._folders[folder] = with_retries(self.url(folder), lambda: self.store().names(folder))
+        return self._folders[folder]
+
+    def look(self, key: str) -> StoreEntry | None:
+        """The entry of a key; None where there is none. A key in a known listing needs no request."""
+        if self._alone.get(key) is not None:
+            return self._alone[key]
+        parent, _, name = key.rpartition("/")
+        if key and any(folder in self._folders for folder in _and_above(parent)):
+            within = parent in self._folders or parent == "" or self.look(parent) == FOLDER
+            return self.names(parent).get(name) if within else None
+        if self.names(key):
+            return FOLDER
+        if key and key not in self._alone:
+            self._alone[key] = with_retries(self.url(key), lambda: self.store().head(key))
+        return self._alone.get(key)
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+          OSError: there is none.
+        """
+        return self._object(key)[0]
+
+    def read(self, key: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of an object, all of them, as it was when it was first seen.
+
+        Raises:
+          OSError: it is missing, unreadable or was replaced, or the store gave no complete answer in all tries.
+        """
+        _, version = self._object(key)
+        url = self.url(key)
+
+        def ask(first: int, last: int) -> memoryview:
+            found = self.store().read(key, first, last, version)
+            if len(found) != last - first:
+                raise TransientError(f"{len(found)} of {last - first} bytes came")
+            return found
+
+        if stop - start <= MOST_OPEN:
+            return with_retries(url, partial(ask, start, stop))
+        whole = memoryview(bytearray(stop - start))
+        for first in range(start, stop, MOST_OPEN):
+            last = min(first + MOST_OPEN, stop)
+            whole[first - start : last - start] = with_retries(url, partial(ask, first, last))
+        return whole
+
+    def write(self, key: str, file: Path) -> None:
+        """Put a file of this machine under a key: all of it at once, replacing what is there.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        with_retries(self.url(key), lambda: self.store().write(key, file))
+
+    def create(self, key: str, content: bytes) -> None:
+        """Put a few bytes under a key that does not exist.
+
+        Raises:
+          FileExistsError: the key exists.
+          OSError: it cannot be written.
+        """
+        tries = 0
+
+        def ask() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self.store().write(key, content, only_new=True)
+            except FileExistsError:
+                if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
+                    raise  # not our own write of an earlier try, whose answer was lost
+
+        with_retries(self.url(key), ask)
+
+    def delete(self, key: str) -> None:
+        """Remove an object.
+
+        Raises:
+          OSError: it cannot be removed.
+        """
+        with_retries(self.url(key), lambda: self.store().delete(key))
+
+    def again(self) -> StoreView:
+        """A new view of the store as it is now."""
+        return StoreView(self.root, self.store)
+
+    def store(self) -> Store:
+        """The store itself."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._open()
+            return self._store
+
+    def _object(self, key: str) -> tuple[int, str | None]:
+        found = self.look(key)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url(key))
+        if found.size is None:
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", self.url(key))
+        return found.size, found.version
+
+
+def with_retries(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
+    """The result of `ask`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
+
+    Args:
+      waits: seconds; None is WAITS.
+
+    Raises:
+      OSError: the last retry failed too, or SLOW_TRIES tries timed out.
+    """
+    waits = WAITS if waits is None else waits
+    slow = 0
+    for tried, wait in enumerate((*waits, None), 1):
+        try:
+            return ask()
+        except TransientError as error:
+            slow += isinstance(error, TimedOutError)
+            if wait is None or slow == SLOW_TRIES:
+                raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
+            _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
+            time.sleep(wait * random.uniform(0.5, 1.0))
+    raise AssertionError("the last try returns or raises")
+
+
+def _and_above(folder: str) -> list[str]:
+    """A folder and its parents, up to the root of the store."""
+    found = [folder]
+    while folder:
+        folder = folder.rpartition("/")[0]
+        found.append(folder)
+    return found

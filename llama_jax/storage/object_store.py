@@ -1,0 +1,250 @@
+"""S3 and compatible stores, and Google Cloud Storage, through obstore: a Rust library in one wheel.
+
+It finds credentials in the environment and the machine's role; nothing here reads them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
+
+EXTRA = 'pip install -e ".[stores]"'
+# Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
+# because obstore ignores that setting when it is given these.
+CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
+# Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
+# and in between the time of its bytes at LEAST_RATE bytes per second.
+QUICK, LEAST_SECONDS, MOST_SECONDS, LEAST_RATE = 15.0, 120.0, 900.0, 32 << 10
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
+STATUS = re.compile(r"status code: (\d{3})")
+# A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
+LEAST_PART, MOST_PARTS = 16 << 20, 9_000
+WAITING = {408, 425, 429}  # the 4xx statuses that are not final
+SAID = re.compile(r"<(Code|Message)>([^<]*)<")
+NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
+SETTINGS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+}
+
+Given = TypeVar("Given")
+
+
+def open_bucket(root: str) -> ObjectBucket:
+    """The bucket at s3://BUCKET or gs://BUCKET.
+
+    Raises:
+      UserError: obstore is not installed, or its settings in the environment are invalid.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
+
+    for name in ENDPOINTS:
+        given = os.environ.get(name, "")
+        if root.startswith("s3:") and given and not ENDPOINT.fullmatch(given):  # at which Rust would panic
+            raise UserError(f"{name}={shown(given)} must be a URL with a host, as https://HOST:PORT, or not be set")
+
+    def within(seconds: float) -> Any:
+        options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
+        # Retries are made by `consistent_reader.with_retries`, which logs what it waits for.
+        return from_url(root, client_options=options, retry_config={"max_retries": 0})
+
+    try:
+        within(LEAST_SECONDS)
+    except (BaseError, ValueError) as error:
+        raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
+    return ObjectBucket(root, within)
+
+
+ObjectVersion = Mapping[str, str]
+
+
+class VersionedObject(NamedTuple):
+    """One version of an object.
+
+    Attributes:
+      mark: identifies this version, so that `swap` replaces no other.
+      modified: when it was written, by the store's clock, in seconds since 1970.
+    """
+
+    content: bytes
+    mark: ObjectVersion
+    modified: float
+
+
+class ObjectBucket:
+    """A `Store`."""
+
+    def __init__(self, root: str, within: Callable[[float], Any]) -> None:
+        """`within(seconds)` makes obstore's bucket with this timeout of requests."""
+        self._root = root
+        self._within = cache(within)
+
+    def names(self, folder: str) -> Mapping[str, StoreEntry]:
+        import obstore
+
+        found = self._asked(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
+        below = f"{folder}/" if folder else ""
+        names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
+        for each in found["objects"]:
+            if each["path"] != folder:  # some tools write this object to represent the folder
+                names[each["path"].removeprefix(below)] = StoreEntry(each["size"], each["e_tag"])
+        return names
+
+    def head(self, key: str) -> StoreEntry | None:
+        import obstore
+
+        try:
+            found = self._asked(key, lambda bucket: obstore.head(bucket, key))
+        except FileNotFoundError:
+            return None
+        return StoreEntry(found["size"], found["e_tag"])
+
+    def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
+        import obstore
+
+        options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
+        seconds = _seconds(stop - start)
+        return self._asked(key, lambda bucket: memoryview(obstore.get(bucket, key, options=options).bytes()), seconds)
+
+    def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        part = max(LEAST_PART, -(-size // MOST_PARTS))
+        mode: Any = "create" if only_new else "overwrite"
+        try:
+            self._asked(
+                key,
+                lambda bucket: obstore.put(bucket, key, content, mode=mode, chunk_size=part),
+                _seconds(min(size, part)),
+            )
+        except AlreadyExistsError:
+            raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
+
+    def stamped(self, key: str) -> VersionedObject | None:
+        """A small object with its version, for `swap`; None if there is none."""
+        import obstore
+
+        def ask(bucket: Any) -> VersionedObject:
+            found = obstore.get(bucket, key)
+            meta = found.meta
+            return VersionedObject(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
+
+        try:
+            return self._asked(key, ask, QUICK)
+        except FileNotFoundError:
+            return None
+
+    def swap(self, key: str, content: bytes, mark: ObjectVersion | None) -> ObjectVersion | None:
+        """Compare and swap: replace the version with this mark, or create the object if it is None; returns the new mark.
+
+        Returns:
+          None where something else is there; then nothing was written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        mode: Any = "create" if mark is None else mark
+        try:
+            return _mark(self._asked(key, lambda bucket: obstore.put(bucket, key, content, mode=mode), QUICK))
+        except AlreadyExistsError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ESTALE or (mark is not None and isinstance(error, FileNotFoundError)):
+                return None
+            raise
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        self._asked(key, lambda bucket: obstore.delete(bucket, key))
+
+    def _asked(self, key: str, ask: Callable[[Any], Given], seconds: float | None = None) -> Given:
+        """The result of obstore; its errors become a TransientError, or an OSError that names the object and the cause.
+
+        Args:
+          ask: called with obstore's bucket.
+          seconds: limit for each request; None is LEAST_SECONDS.
+        """
+        from obstore import exceptions
+
+        url = f"{self._root}/{key}" if key else self._root
+        seconds = LEAST_SECONDS if seconds is None else seconds
+        began = time.monotonic()
+        try:
+            return ask(self._within(seconds))
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, f"the store does not allow it ({_said(error)})", url) from None
+        except exceptions.AlreadyExistsError:
+            raise
+        except exceptions.PreconditionError:
+            raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
+        except (OSError, exceptions.BaseError) as error:
+            found = self._passing_or_final(error, url)
+            if isinstance(found, TransientError) and time.monotonic() - began >= seconds:
+                found = TimedOutError(f"not done within {seconds:g} s")
+            raise found from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                raise
+            raise OSError(errno.EIO, f"obstore fails ({reason_of(error)})", url) from None
+
+    def _passing_or_final(self, error: Exception, url: str) -> Exception:
+        text, line = str(error), _first_line(error)
+        if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
+            return FileNotFoundError(errno.ENOENT, f"there is no bucket {self._root}", url)
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", url)
+        if any(each in line for each in NO_CREDENTIALS):
+            wanted = SETTINGS[self._root.partition(":")[0]]
+            return PermissionError(errno.EACCES, f"no credentials were found: set {wanted} (docs/storage.md)", url)
+        if "incorrectly configured region" in line:
+            return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
+        status = STATUS.search(line)
+        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in WAITING:
+            return OSError(errno.EIO, f"the store refuses ({_said(error)})", url)
+        if "non-partial response" in line:
+            return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
+        return TransientError(_said(error))
+
+
+def _seconds(size: int) -> float:
+    """The time limit of a request of this many bytes: few values, because obstore needs a client for each."""
+    seconds = LEAST_SECONDS
+    while seconds * LEAST_RATE < size and seconds < MOST_SECONDS:
+        seconds *= 2
+    return min(seconds, MOST_SECONDS)
+
+
+def _mark(meta: Mapping[str, Any]) -> ObjectVersion:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+
+
+def _first_line(error: Exception) -> str:
+    """obstore's message, without the structure that it was printed from."""
+    return str(error).partition("\n\nDebug source")[0]
+
+
+def _said(error: Exception) -> str:
+    """The store's own message, if any, with the status; otherwise obstore's message, without the address."""
+    line = _first_line(error)
+    words = ": ".join(text for _, text in SAID.findall(line))
+    status = STATUS.search(line)
+    if status is not None:
+        return reason_of(f"{status[1]} {words}".strip(), 160)
+    return reason_of(line.rpartition(" - ")[2], 160)

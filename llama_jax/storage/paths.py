@@ -1,0 +1,264 @@
+"""Paths of this machine and URLs of stores, with the few methods that readers of models need of both; bounded reads."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
+
+LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
+EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
+READ_AHEAD = 1 << 12  # bytes of a buffered read: the beginning of a file, to recognize its format
+
+
+class Status(NamedTuple):
+    """The result of `stat` for an object."""
+
+    st_size: int
+
+
+class StoredPath(os.PathLike[str]):
+    """An object in a store, or a folder: all objects whose names begin with its name and a slash.
+
+    It has the methods of `pathlib.Path` that reading needs, and its string is its URL. Locations made from one another see
+    the store as it was first seen (`StoreView`).
+    """
+
+    def __init__(self, view: StoreView, key: str) -> None:
+        self.view = view
+        self.key = key
+
+    def __fspath__(self) -> str:
+        return self.view.url(self.key)
+
+    def __str__(self) -> str:
+        return self.view.url(self.key)
+
+    def __repr__(self) -> str:
+        return f"StoredPath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: StoredPath) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str) -> StoredPath:
+        return StoredPath(self.view, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2] or self.view.root.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> StoredPath:
+        return StoredPath(self.view, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StoredPath:
+        return self.parent / name
+
+    @property
+    def parents(self) -> tuple[StoredPath, ...]:
+        """The folders that contain it, up to the root of the store."""
+        parts = self.key.split("/") if self.key else []
+        return tuple(StoredPath(self.view, "/".join(parts[:count])) for count in reversed(range(len(parts))))
+
+    def resolve(self) -> StoredPath:
+        """The same place in the store as it is now."""
+        return StoredPath(self.view.again(), self.key)
+
+    def exists(self) -> bool:
+        return self.view.look(self.key) is not None
+
+    def is_dir(self) -> bool:
+        return self.view.look(self.key) == FOLDER
+
+    def is_file(self) -> bool:
+        return self.view.look(self.key) not in (None, FOLDER)
+
+    def iterdir(self) -> Iterator[StoredPath]:
+        """The content of a folder. Its sizes are then known, without another request."""
+        return (self / name for name in self.view.names(self.key))
+
+    def glob(self, pattern: str) -> Iterator[StoredPath]:
+        """The content of a folder whose names match the pattern, which has no slash."""
+        return (self / name for name in fnmatch.filter(self.view.names(self.key), pattern))
+
+    def stat(self) -> Status:
+        """The size of an object."""
+        return Status(self.view.size(self.key))
+
+    def open(self, mode: str = "rb", buffering: int = -1) -> Any:
+        """An object as a binary file: each read is one request for exactly these bytes, through a buffer of at least
+        `buffering` bytes where that is not 0."""
+        if mode != "rb":
+            raise ValueError(f"a stored object is opened in mode 'rb', not {mode!r}")
+        reader = _Reader(self)
+        if buffering == 0:
+            return reader
+        return io.BufferedReader(reader, READ_AHEAD if buffering < 0 else buffering)
+
+
+Location = Path | StoredPath
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, path: StoredPath) -> None:
+        self._view, self._key = path.view, path.key
+        self._size = path.stat().st_size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        found = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if found < 0:
+            raise ValueError(f"{found} is before the beginning of {self._view.url(self._key)}")
+        self._at = found
+        return found
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = memoryview(buffer).cast("B")
+        stop = min(self._at + len(wanted), self._size)
+        if stop <= self._at:
+            return 0
+        found = self._view.read(self._key, self._at, stop)
+        wanted[: len(found)] = found
+        self._at = stop
+        return len(found)
+
+    def readall(self) -> bytes:
+        rest = bytearray(max(0, self._size - self._at))
+        self.readinto(rest)
+        return bytes(rest)
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """The location of a path or a URL; the store is not contacted yet, nor is its library imported.
+
+    Args:
+      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANIZATION/NAME, which @REVISION and the path
+        of a file or folder in the repository may follow; for data sets hf://datasets/ORGANIZATION/NAME.
+
+    Raises:
+      UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
+    """
+    if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
+        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; give it as text")
+    if isinstance(path, Path | StoredPath):
+        return path
+    text = os.fspath(path)
+    found = URL.fullmatch(text)
+    if found is None:
+        return Path(text)
+    scheme = found[1].lower()
+    if scheme not in EXAMPLES:
+        raise UserError(f"{shown(text, 100)}: {scheme}:// is not read; {', '.join(EXAMPLES.values())} and paths are")
+    names = [name for name in found[2].split("/") if name]
+    first = 1 if scheme != "hf" else 3 if names[:1] == ["datasets"] else 2
+    if len(names) < first or found[2].startswith("/") or any(name in (".", "..") for name in names):
+        raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
+    root = f"{scheme}://{'/'.join(names[:first])}"
+    return StoredPath(StoreView(root, partial(_open, scheme, root)), "/".join(names[first:]))
+
+
+@overload
+def resolved(place: Path) -> Path: ...
+@overload
+def resolved(place: Location) -> Location: ...
+def resolved(place: Location) -> Location:
+    """The same place without links on the way to it, or in the store as it is now.
+
+    Of links that lead to one another the path stays, and whoever opens it gets an OSError; `Path.resolve` raises a
+    RuntimeError before Python 3.13.
+    """
+    return place.resolve() if isinstance(place, StoredPath) else Path(os.path.realpath(place))
+
+
+def on_disk(path: str | os.PathLike[str], what: str) -> Path:
+    """The path of something that can only be on this machine so far.
+
+    Args:
+      what: what it is, for the message.
+
+    Raises:
+      UserError: a URL.
+    """
+    text = os.fspath(path)
+    if LOOKS_STORED.match(text):  # also as a `Path`, which keeps only one of the two slashes
+        raise UserError(f"{shown(text, 100)}: {what} must be on this machine: it is written to as disks are")
+    return Path(text)
+
+
+def _open(scheme: str, root: str) -> Store:
+    """The store of a URL, by the library that reads it."""
+    if scheme == "hf":
+        from llama_jax.storage.hub import open_hub
+
+        return open_hub(root)
+    from llama_jax.storage.object_store import open_bucket
+
+    return open_bucket(root)
+
+
+def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
+    """The bytes of a file.
+
+    Raises:
+      UserError: of this kind, for what is no file or has more than `largest` bytes, which no `what` of a model has.
+      OSError: it cannot be read.
+    """
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise kind(f"{path} is not a file; copy it again")
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size > largest:
+            raise kind(f"{path} is over {largest} bytes, too large to be a model's {what}; is it another file?")
+        return file.read(size)  # and no more, where somebody goes on writing
+
+
+def read_text(path: Location, kind: type[UserError]) -> str:
+    """The text of a settings file, in UTF-8; for the errors see `read_whole`."""
+    try:
+        return read_whole(path, kind, LARGEST_JSON).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise kind(f"{path} is not UTF-8 text ({error}); copy it again") from None
+
+
+def read_object(path: Location, kind: type[UserError]) -> dict[str, Any]:
+    """The object in a JSON file; for the errors see `read_whole`."""
+    try:
+        found = json.loads(read_text(path, kind))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{path} is not valid JSON ({reason_of(error)}); copy it again") from None
+    if not isinstance(found, dict):
+        raise kind(f"{path} holds a {type(found).__name__}, not an object; copy it again")
+    return found

@@ -1,0 +1,194 @@
+"""Files, folders and settings that no random change would make: one line each, in bounded time and memory."""
+
+import json
+import os
+import shutil
+import struct
+from array import array
+
+import pytest
+from conftest import write_hf_folder
+from make_format_goldens import FORMATS, SMALL
+from test_corruption import TENSORS, bounded, gguf_header, outcome, text
+
+import llama_jax
+from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.formats.gguf import read_file
+from llama_jax.gguf_header import MOST_ENTRIES, MOST_TEXTS
+from llama_jax.tokenizers import load_tokenizer
+
+
+@pytest.mark.parametrize("letter", "BbHhIifQqd")
+def test_numbers_of_a_gguf_stay_packed(letter, tmp_path):
+    """As a list, 8 MB of 16 bits would take 170 MB."""
+    number = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "Q": 10, "q": 11, "d": 12}[letter]
+    values = array(letter, range(100)) * (10_000 if letter == "H" else 100)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_header(text(b"k"), struct.pack("<IIQ", 9, number, len(values)), values.tobytes(), fields=1))
+    with bounded(0):  # 4 MB
+        assert read_file(path)[0]["k"] == values
+
+
+def test_texts_of_a_gguf_are_read_in_order_or_passed_over(tmp_path):
+    """Those of usual lengths are taken together: beside them long and empty ones, zeros, and bytes that are no UTF-8."""
+    some = [b"a", b"llama " * 40, b"", b"\0\0x", b"\xe2\x96", b"x" * 300, "ü▁".encode(), b"\0" * 9, b"y" * 255, b"z"]
+    texts = [each for i in range(3000) for each in (*some[i % len(some) :], b"%d" % i)]
+    values = struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(text, texts))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_header(text(b"k"), values, text(b"after"), struct.pack("<II", 4, 7), fields=2))
+    expected = [each.decode("utf-8", "surrogateescape") for each in texts]
+    assert read_file(path)[0] == {"GGUF.version": 3, "k": expected, "after": 7}
+    assert read_file(path, texts=False)[0] == {"GGUF.version": 3, "after": 7}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gguf_header(text(b"k"), struct.pack("<IIQ", 9, 8, MOST_TEXTS + 1), bytes(8 * MOST_TEXTS + 8), fields=1), "strings"),
+        (gguf_header(bytes(14 * MOST_ENTRIES + 14), fields=MOST_ENTRIES + 1), "settings"),
+        (gguf_header(bytes(50 * MOST_ENTRIES + 50), tensors=MOST_ENTRIES + 1), "tensors are announced"),
+    ],
+    ids=["texts", "settings", "tensors"],
+)
+def test_a_gguf_of_many_small_things(content, reason, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with bounded(0), pytest.raises(CheckpointError, match=reason):
+        read_file(path)
+
+
+def test_tensors_of_a_gguf_that_share_their_bytes(tmp_path):
+    entries = [text(b"t%d" % i) + struct.pack("<IQIQ", 1, 1 << 20, 0, 0) for i in range(20)]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_header(*entries, tensors=20) + bytes(4 << 20) + bytes(64))
+    with bounded(0), pytest.raises(CheckpointError, match="its tensors have 83886080 bytes"):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_position_embeddings": 10**400},
+        {"max_position_embeddings": 10**400, "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 3}},
+        {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
+        {"rope_theta": 10**400},
+        {"rms_norm_eps": 10**400},
+        {"head_dim": 10**400},
+        {"layer_types": [[[]]]},
+    ],
+)
+def test_settings_out_of_all_bounds(settings, tmp_path):
+    path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
+    found = json.loads((path / "config.json").read_text())
+    for name in ("rope_parameters", "rope_scaling"):
+        found.pop(name, None)
+    (path / "config.json").write_text(json.dumps(found | settings))
+    found_out = outcome(path)
+    assert found_out != "valid"
+    assert len(found_out) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
+@pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
+def test_a_ggufs_rope_scaling_of_another_kind(name, value):
+    from llama_jax.config import preset
+    from llama_jax.errors import ConfigError
+    from llama_jax.formats.rope_conversion import with_scaling
+
+    sound = {
+        f"llama.rope.scaling.{key}": value
+        for key, value in (("type", "yarn"), ("factor", 2.0), ("original_context_length", 64))
+    }
+    if name != "attn_factor" or value not in (0, -1):
+        with pytest.raises(ConfigError, match=name):
+            with_scaling(sound | {f"llama.rope.scaling.{name}": value}, preset("llama-2-7b"), {}, "llama")
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to itself"])
+def test_what_is_no_file_of_metas(name, kind, tmp_path):
+    shutil.copytree(FORMATS / "meta-1", tmp_path / "model")
+    spoil(tmp_path / "model" / name, kind)
+    assert "is not a file" in outcome(tmp_path / "model") or "holds no model" in outcome(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to itself"])
+def test_what_is_no_file_of_a_folder(name, kind, tmp_path):
+    path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
+    spoil(path / name, kind)
+    found = outcome(path)
+    assert found == "valid" if name.startswith("tokenizer") else found != "valid"
+
+
+def spoil(path, kind):
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to itself"])
+@pytest.mark.parametrize(("load", "error"), [(llama_jax.load, CheckpointError), (load_tokenizer, TokenizerError)])
+def test_a_path_that_is_neither_file_nor_folder(kind, load, error, tmp_path):
+    spoil(tmp_path / "x", kind)
+    with bounded(0), pytest.raises(error, match=r"neither a file nor a folder|symbolic link|does not exist"):
+        load(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("load", "error"), [(llama_jax.load, CheckpointError), (load_tokenizer, TokenizerError)])
+def test_a_name_that_no_file_can_have(load, error, tmp_path):
+    for name in ("x" * 300, "x" * 10_000, "x/" * 10_000):
+        with pytest.raises(error, match=r"cannot be read: File name too long") as caught:
+            load(tmp_path / name)
+        assert len(str(caught.value)) < 600
+    with pytest.raises(error, match="does not exist"):
+        load(f"{tmp_path}/a\0b")
+
+
+def test_an_index_of_a_name_that_no_file_can_have(tmp_path):
+    shutil.copytree(FORMATS / "pytorch-sharded", tmp_path / "model")
+    index = tmp_path / "model" / "pytorch_model.bin.index.json"
+    found = json.loads(index.read_text())
+    for name in ("x" * 300, "a\0b", "x" * 100_000):
+        index.write_text(json.dumps(found | {"weight_map": dict.fromkeys(found["weight_map"], name)}))
+        found_out = outcome(tmp_path / "model")
+        assert "which is missing from" in found_out
+        assert len(found_out) < 600
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    """What the system says is said on, and not that the file is damaged."""
+    path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
+
+    def fails(self, *_, **__):
+        raise OSError(5, "Input/output error", str(self))
+
+    monkeypatch.setattr("pathlib.Path.open", fails)
+    monkeypatch.setattr("pathlib.Path.read_text", fails)
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read: Input/output error"):
+        llama_jax.load(path)
+
+
+def test_a_header_of_safetensors_that_is_large(tmp_path):
+    path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
+    entries = {f"{i:06}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(70_000)}
+    header = json.dumps(entries).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+    with bounded(0), pytest.raises(CheckpointError, match="too large to be a model's"):
+        llama_jax.load(path)
+
+
+def test_a_llama2c_of_a_million_layers(tmp_path):
+    """A layer of dim 2 takes less room in the file than its description would in memory."""
+    layers, per_layer = 20_000, 2 * 2 + 4 * 4 + 3 * 2
+    sizes = (2, 1, layers, 1, 1, 1, 1)
+    numbers = 2 + layers * per_layer + 2 + 2 * 1
+    (tmp_path / "m.bin").write_bytes(struct.pack("<7i", *sizes) + bytes(4 * numbers))
+    assert "not a whole llama2.c file" in outcome(tmp_path / "m.bin")
+    (tmp_path / "n.bin").write_bytes(struct.pack("<Ii7iB", 0x616B3432, 1, *sizes, 1) + bytes(1 << 20))
+    assert "20000 layers" in outcome(tmp_path / "n.bin")

@@ -1,0 +1,461 @@
+"""Files in: what is read, and how every kind of damage is named."""
+
+import json
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import make_goldens
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import jit_logits, params_of, write_hf_folder
+from make_format_goldens import write_llama2c
+from safetensors.numpy import load_file, save_file
+
+import llama_jax
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.formats import llama2c
+from llama_jax.formats import loading as module
+from llama_jax.formats.huggingface import NAMES, config_from_dict, config_to_dict
+from llama_jax.formats.loading import bundled
+
+KINDS = make_goldens.KINDS
+TOKENS = make_goldens.tokens(KINDS["gqa"])[:, :8]
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hf_folder_of_every_kind(kind, tmp_path, models):
+    folder = write_hf_folder(tmp_path / "model", KINDS[kind])
+    for path in (folder, folder / "model.safetensors"):
+        config, params, tokenizer = llama_jax.load(path)
+        assert config == KINDS[kind]
+        assert tokenizer is None
+        same(params, models[kind][1])
+
+
+def test_sharded_with_index(tmp_path, models):
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"])
+    shard(folder, 3)
+    same(llama_jax.load(folder).params, models["gqa"][1])
+
+
+def shard(folder, n):
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(n):
+        file = f"model-{i + 1:05}-of-{n:05}.safetensors"
+        part = {name: tensors[name] for name in names[i::n]}
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int32", 3])
+def test_dtypes_that_are_none(dtype, hf_folder):
+    with pytest.raises(CheckpointError, match=f"dtype={dtype!r} is not a floating-point type"):
+        llama_jax.load(hf_folder, dtype)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [None, "float32", "bfloat16"])
+def test_dtypes(stored, wanted, tmp_path):
+    tensors = {k: v.astype(stored) for k, v in make_goldens.random_tensors(KINDS["gqa"]).items()}
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], tensors)
+    params = llama_jax.load(folder, wanted).params
+    by_default = np.float32 if stored == np.float16 else stored  # on a CPU
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted or by_default)}
+    np.testing.assert_array_equal(params.embedding, tensors[NAMES["embedding"]].astype(params.embedding.dtype))
+
+
+def test_weights_do_not_change_with_the_file(tmp_path):
+    """What is loaded is a copy: writing over the file later must not reach the arrays."""
+    path = tmp_path / "model.bin"
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
+    params = llama_jax.load(path).params
+    before = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+    with path.open("r+b") as file:
+        file.write(b"\1" * path.stat().st_size)
+    for leaf, old in zip(jax.tree.leaves(params), before, strict=True):
+        np.testing.assert_array_equal(leaf, old)
+
+
+def test_stories_260k(stories):
+    config, params, tokenizer = stories
+    assert config == llama_jax.preset("stories-260k")
+    assert tokenizer.vocab_size == config.vocab_size == 512
+    assert params.lm_head is None
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_round_trip(kind):
+    assert config_from_dict(config_to_dict(KINDS[kind])) == KINDS[kind]
+
+
+def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
+    new = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    }
+    assert config_from_dict(new) == llama_jax.preset("llama-3.1-8b")
+    old = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-06,
+        "vocab_size": 32000,
+    }
+    assert config_from_dict(old) == llama_jax.preset("llama-7b")
+    assert config_from_dict(old | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope_scaling.kind == "linear"
+
+
+def published(hidden, inter, layers, heads, kv=None, eps=1e-5, context=4096, vocab=32_000, tied=False, **more):
+    """The lines of a release's config.json that matter, and some that do not."""
+    found = dict(model_type="llama", architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=[2, 3], use_cache=True)
+    found |= dict(hidden_act="silu", initializer_range=0.02, pretraining_tp=1, torch_dtype="bfloat16", attention_dropout=0.0)
+    found |= dict(hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads)
+    found |= dict(rms_norm_eps=eps, max_position_embeddings=context, vocab_size=vocab, tie_word_embeddings=tied)
+    return found | ({} if kv is None else dict(num_key_value_heads=kv)) | more
+
+
+def llama3(factor=None, **more):
+    more |= dict(vocab=128_256, rope_theta=500_000.0, context=8192 if factor is None else 131_072, attention_bias=False)
+    if factor is None:
+        return more | dict(rope_scaling=None)
+    scaling = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
+    return more | dict(rope_scaling=scaling | dict(factor=factor), mlp_bias=False)
+
+
+RELEASES = {
+    "llama-7b": published(4096, 11_008, 32, 32, eps=1e-6, context=2048),
+    "llama-65b": published(8192, 22_016, 80, 64, context=2048),
+    "llama-2-7b": published(4096, 11_008, 32, 32, 32, rope_scaling=None),
+    "llama-2-70b": published(8192, 28_672, 80, 64, 8),
+    "codellama-7b": published(4096, 11_008, 32, 32, 32, context=16_384, vocab=32_016, rope_theta=1_000_000),
+    "codellama-34b": published(8192, 22_016, 48, 64, 8, context=16_384, rope_theta=1_000_000),
+    "tinyllama-1.1b": published(2048, 5632, 22, 32, 4, context=2048, rope_theta=10_000.0),
+    "llama-3-8b": published(4096, 14_336, 32, 32, 8, **llama3()),
+    "llama-3-70b": published(8192, 28_672, 80, 64, 8, **llama3()),
+    "llama-3.1-8b": published(4096, 14_336, 32, 32, 8, **llama3(8.0)),
+    "llama-3.1-405b": published(16_384, 53_248, 126, 128, 8, **llama3(8.0)),
+    "llama-3.2-1b": published(2048, 8192, 16, 32, 8, tied=True, head_dim=64, **llama3(32.0)),
+    "llama-3.2-3b": published(3072, 8192, 28, 24, 8, tied=True, head_dim=128, **llama3(32.0)),
+    "llama-3.3-70b": published(8192, 28_672, 80, 64, 8, head_dim=128, **llama3(8.0)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_config_json(name):
+    assert config_from_dict(RELEASES[name]) == llama_jax.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
+        ({"model_type": None}, "model_type=None"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2}}, "rope scaling 'proportional' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' has no low_freq_factor"),
+        ({"rope_parameters": [1]}, "must be an object"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope scaling \['linear'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale": 1}}, "'linear' with mscale=1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "contradict each other"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"num_key_value_heads": 3}, "n_kv_heads=3"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
+        ({"max_position_embeddings": 10**30}, "max_seq_len=1000"),
+        ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
+        ({"num_attention_heads": None}, "n_heads=None"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(config_to_dict(KINDS["gqa"]) | changes)
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], **changes)
+    with pytest.raises(CheckpointError, match=r"config.json: .*") as caught:
+        llama_jax.load(folder)
+    for name in changes:  # in the file's own words
+        assert name in str(caught.value) or "rope" in str(caught.value)
+
+
+def test_missing_settings_are_named():
+    with pytest.raises(ConfigError, match="vocab_size, hidden_size"):
+        config_from_dict({"model_type": "llama"})
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def spoil_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+Q1 = NAMES["q"].format(1)
+
+
+def test_missing_tensor(hf_folder):
+    spoil_tensors(hf_folder, lambda t: t.pop(Q1))
+    with pytest.raises(CheckpointError, match=f"tensor '{Q1}' is missing"):
+        llama_jax.load(hf_folder)
+
+
+def test_extra_tensor(hf_folder):
+    spoil_tensors(hf_folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}))
+    with pytest.raises(CheckpointError, match=r"'model.layers.2.mlp.up_proj.weight' is not part of a Llama"):
+        llama_jax.load(hf_folder)
+
+
+def test_old_rotary_buffers_are_known_by_name(hf_folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    spoil_tensors(hf_folder, lambda t: t.update({name: np.zeros(4, np.float32)}))
+    llama_jax.load(hf_folder)
+
+
+def test_wrong_shape(hf_folder):
+    spoil_tensors(hf_folder, lambda t: t.update({Q1: t[Q1][:-1].copy()}))
+    with pytest.raises(CheckpointError, match=rf"'{Q1}' has shape \[31, 32\], the configuration needs \[32, 32\]"):
+        llama_jax.load(hf_folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite(hf_folder, value):
+    def change(tensors):
+        tensors[Q1][3, 4] = value
+
+    spoil_tensors(hf_folder, change)
+    with pytest.raises(CheckpointError, match=f"'{Q1}' holds NaN or infinity"):
+        llama_jax.load(hf_folder)
+
+
+def test_integer_weights(hf_folder):
+    spoil_tensors(hf_folder, lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}))
+    with pytest.raises(CheckpointError, match=f"'{Q1}' is I8; a float"):
+        llama_jax.load(hf_folder)
+
+
+def test_tied_model_with_another_head(tmp_path):
+    config = KINDS["tied"]
+    tensors = make_goldens.random_tensors(config)
+    good = tensors | {NAMES["lm_head"]: tensors[NAMES["embedding"]].copy()}
+    assert llama_jax.load(write_hf_folder(tmp_path / "good", config, good)).params.lm_head is None
+    bad = tensors | {NAMES["lm_head"]: tensors[NAMES["embedding"]] + 1}
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from the embedding"):
+        llama_jax.load(write_hf_folder(tmp_path / "bad", config, bad))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
+def test_truncated_safetensors(hf_folder, keep):
+    path = hf_folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a whole safetensors file"):
+        llama_jax.load(hf_folder)
+
+
+def test_garbled_safetensors(hf_folder):
+    path = hf_folder / "model.safetensors"
+    path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        llama_jax.load(hf_folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "nonsense", "[" * 100_000])
+def test_garbled_config(hf_folder, text):
+    (hf_folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        llama_jax.load(hf_folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.update({Q1: "../model-00001-of-00002.safetensors"}), "not a file of its own folder"),
+        (lambda w: w.update({Q1: "/etc/hostname"}), "not a file of its own folder"),
+        (lambda w: w.update({Q1: "model-00003-of-00002.safetensors"}), "which is missing from"),
+        (lambda w: w.update({Q1: 3}), "not an index of weights"),
+        (lambda w: w.pop(Q1), f"disagree about tensor '{Q1}'"),
+        (lambda w: w.clear(), "2 layers, the file 0 tensors"),
+    ],
+)
+def test_spoiled_index(hf_folder, change, message):
+    weight_map = shard(hf_folder, 2)
+    change(weight_map)
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        llama_jax.load(hf_folder)
+
+
+def test_index_that_is_not_one(hf_folder):
+    (hf_folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not an index of weights"):
+        llama_jax.load(hf_folder)
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:-4], lambda b: b + b"\0" * 4, lambda b: b[:20], lambda b: b""])
+def test_llama2c_of_the_wrong_size(tmp_path, change):
+    path = tmp_path / "model.bin"
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"model.bin is not a whole llama2.c file"):
+        llama_jax.load(path)
+
+
+@pytest.mark.parametrize("word", range(7))
+def test_llama2c_with_a_garbled_header(tmp_path, word):
+    path = tmp_path / "model.bin"
+    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
+    for value in (0, -1, 2**31 - 1, -(2**31)):
+        content = bytearray(path.read_bytes())
+        content[4 * word : 4 * word + 4] = struct.pack("i", value)
+        other = tmp_path / "garbled.bin"
+        other.write_bytes(content)
+        with pytest.raises(CheckpointError, match="not a whole llama2"):
+            llama_jax.load(other)
+
+
+def test_llama2c_made_with_another_theta(tmp_path):
+    path = tmp_path / "model.bin"
+    config = replace(KINDS["tied"], rope_theta=500_000.0)
+    write_llama2c(path, config, make_goldens.random_tensors(config), 0)
+    with pytest.raises(CheckpointError, match="stored rotary angles"):
+        llama_jax.load(path)
+
+
+def test_llama2c_with_nan(tmp_path):
+    config = KINDS["tied"]
+    tensors = make_goldens.random_tensors(config)
+    tensors[NAMES["down"].format(1)][0, 0] = np.nan
+    write_llama2c(tmp_path / "model.bin", config, tensors, 0)
+    with pytest.raises(CheckpointError, match=f"tensor '{llama2c.NAMES['down'].format(1)}' holds NaN"):
+        llama_jax.load(tmp_path)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, hf_folder):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        llama_jax.load(tmp_path / "pipe")
+    for name in ("model.safetensors", "config.json"):
+        (hf_folder / name).unlink()
+        os.mkfifo(hf_folder / name)
+        with pytest.raises(CheckpointError, match=name):
+            llama_jax.load(hf_folder)
+
+
+def test_small_files_beside_a_model_do_not_matter(tmp_path):
+    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
+    for n in (0, 1, 5, 27):
+        (tmp_path / f"notes{n}").write_bytes(b"x" * n)
+    assert llama_jax.load(tmp_path).config == KINDS["tied"]
+
+
+def test_numbers_too_large_for_the_wanted_dtype(hf_folder):
+    def change(tensors):
+        tensors[Q1][3, 4] = 70_000
+
+    spoil_tensors(hf_folder, change)
+    assert llama_jax.load(hf_folder, "bfloat16").config == KINDS["gqa"]
+    with pytest.raises(CheckpointError, match=f"'{Q1}' holds numbers too large for float16"):
+        llama_jax.load(hf_folder, "float16")
+
+
+def test_float64_weights(tmp_path):
+    tensors = {k: v.astype(np.float64) for k, v in make_goldens.random_tensors(KINDS["gqa"]).items()}
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], tensors)
+    with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64; load with dtype='float32'"):
+        llama_jax.load(folder)
+    assert llama_jax.load(folder, "float32").params.embedding.dtype == np.float32
+
+
+def test_progress_sees_every_layer(hf_folder):
+    seen = []
+
+    def watch(layers):
+        for layer in layers:
+            seen.append(layer)
+            yield layer
+
+    llama_jax.load(hf_folder, progress=watch)
+    assert seen == [0, 1]
+
+
+def test_where_there_is_no_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        llama_jax.load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no model"):
+        llama_jax.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(KINDS["gqa"])))
+    with pytest.raises(CheckpointError, match=r"none of the weights .* model.safetensors"):
+        llama_jax.load(tmp_path)
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"hello" * 10)
+    with pytest.raises(CheckpointError, match="not a model of a supported format"):
+        llama_jax.load(other)
+
+
+def test_several_models_in_a_folder(tmp_path):
+    for name in ("a.bin", "b.bin"):
+        write_llama2c(tmp_path / name, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
+    with pytest.raises(CheckpointError, match=r"several models \(a.bin, b.bin\)"):
+        llama_jax.load(tmp_path)
+
+
+def test_params_of_is_what_load_gives(hf_folder):
+    """The tests' shortcut goes the same way as the file."""
+    same(params_of(KINDS["gqa"], make_goldens.random_tensors(KINDS["gqa"])), llama_jax.load(hf_folder).params)
+    config, params, _ = llama_jax.load(hf_folder)
+    assert jit_logits(config, params, TOKENS).shape == (2, 8, 96)
+
+
+def test_it_lies_inside_the_package():
+    assert bundled() == Path(llama_jax.__file__).parent / "assets"
+    assert llama_jax.load(bundled()).tokenizer is not None
+
+
+def test_an_installation_without_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "files", lambda name: tmp_path)
+    with pytest.raises(CheckpointError, match="does not hold the bundled stories model; install llama_jax again"):
+        bundled()

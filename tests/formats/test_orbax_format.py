@@ -1,0 +1,189 @@
+"""The orbax format: its errors are said once, by this library; where the numbers of arrays lie in its files."""
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import object_server
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from llama_jax.errors import CheckpointError
+from llama_jax.formats import orbax_format
+from llama_jax.formats.orbax_format import with_short_errors
+from llama_jax.formats.orbax_index import MANIFEST, ArrayRows, add_index, read_index
+from llama_jax.storage import locate
+from llama_jax.storage.atomic_write import cannot_write
+
+
+def logged(pathname, level, caplog):
+    caplog.clear()
+    logging.getLogger("absl").handle(logging.LogRecord("absl", level, pathname, 1, "said", None, None))
+    return bool(caplog.records)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_orbax_logs_is_not_heard_until_the_last_of_two_saves_has_ended(first, caplog, monkeypatch):
+    """They may end in any order; one after the other would leave the level of the other."""
+    theirs, others = (os.path.join("lib", package, "future.py") for package in ("orbax", "etils"))
+    logging.getLogger("absl").addHandler(caplog.handler)
+    try:
+        saves = [orbax_format.without_tracebacks() for _ in range(2)]
+        for save in saves:
+            save.__enter__()
+        for save in (saves[first], saves[1 - first]):
+            assert not logged(theirs, logging.ERROR, caplog)
+            assert logged(theirs, logging.CRITICAL, caplog)
+            assert logged(others, logging.ERROR, caplog), "what others say is heard"
+            save.__exit__(None, None, None)
+        assert logged(theirs, logging.ERROR, caplog)
+    finally:
+        logging.getLogger("absl").removeHandler(caplog.handler)
+
+
+def left_over(pathname):
+    """A coroutine of that file which is closed while it waits, as Python tells of it."""
+    waiting = SimpleNamespace(cr_code=SimpleNamespace(co_filename=pathname))
+    return SimpleNamespace(exc_value=Exception("Encountered error while reading array index"), object=waiting)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_comes_after_an_event_loop_has_ended_is_no_traceback(failing, monkeypatch):
+    """Also later, where a save has failed; once is enough."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    late, other = (
+        SimpleNamespace(exc_value=RuntimeError(text), object=None) for text in ("Event loop is closed", "something else")
+    )
+    left = [left_over(os.path.join("lib", package, "reading.py")) for package in ("orbax", "etils")]
+    hooks = []
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), orbax_format.without_tracebacks():
+            sys.unraisablehook(late)
+            sys.unraisablehook(other)
+            for one in left:
+                sys.unraisablehook(one)
+            if failing:
+                raise ZeroDivisionError
+        hooks.append(sys.unraisablehook)
+    assert heard == [other, left[1]] * 2
+    sys.unraisablehook(late)
+    assert heard[4:] == ([] if failing else [late])
+    assert hooks[0] is hooks[1] or hooks == [heard.append] * 2
+
+
+def test_writers_are_waited_for_whatever_their_own_join_raises():
+    """It raises what the writer of one array met, and that would hide the message of the save, and leave the rest."""
+    going_on, ended = threading.Event(), []
+
+    class Writer(threading.Thread):
+        __module__ = "orbax.checkpoint"
+
+        def join(self, timeout=None):
+            super().join(timeout)
+            raise ValueError("RESOURCE_EXHAUSTED")
+
+        def run(self):
+            going_on.wait(60)
+            ended.append(self)
+
+    writers = [Writer() for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    threading.Timer(0.01, going_on.set).start()
+    orbax_format.wait_for_writers()
+    assert sorted(map(id, ended)) == sorted(map(id, writers))
+
+
+@pytest.mark.parametrize("number", orbax_format.WRITING_ERRNOS)
+def test_the_systems_words_are_found_after_long_paths(number):
+    path = "/a/long/way" * 40
+    error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "{path}": Failed to write 9 bytes: {os.strerror(number)} [os_e')
+    found = orbax_format.error_of_writing(error)
+    assert (found.errno, found.strerror) == (number, os.strerror(number))
+    assert cannot_write(Path("model"), found).startswith(f"model cannot be written ({os.strerror(number)}); ")
+    assert str(orbax_format.error_of_writing(ValueError(path))) == path[:300]
+
+
+def test_a_load_that_fails_leaves_no_tracebacks(tmp_path, monkeypatch):
+    """Orbax's coroutines that waited for the other arrays raise an error when they are collected, some time later."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    def fails():
+        raise ValueError("a chunk is missing")
+
+    with pytest.raises(CheckpointError, match="a chunk is missing"):
+        with_short_errors(tmp_path, fails)
+    sys.unraisablehook(left_over(os.path.join("lib", "orbax", "reading.py")))
+    assert heard == []
+
+
+RANDOM = np.random.default_rng(0)
+ARRAYS = {
+    "qkv": (P(None, "a", None, None, "b"), RANDOM.normal(size=(3, 2, 4, 8, 64)).astype(np.float32)),
+    "experts": (P(None, None, "a", "b"), RANDOM.normal(size=(2, 4, 6, 512)).astype(jax.numpy.bfloat16)),
+    "layers": (P("a", "b"), RANDOM.normal(size=(4, 12, 300)).astype(np.float32)),
+    "norm": (P(), RANDOM.normal(size=(3, 5)).astype(np.float32)),
+    "last": (P("b"), RANDOM.normal(size=1024).astype(np.float32)),
+}
+
+
+def write(folder, names=ARRAYS, **options):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    context = ocp.Context()
+    context.array_options.saving.use_compression = options.get("compressed", False)
+    with context:
+        arrays = {name: jax.device_put(ARRAYS[name][1], NamedSharding(mesh, ARRAYS[name][0])) for name in names}
+        ocp.save_checkpointables(folder, {"params": arrays})
+
+
+def test_rows_are_what_was_saved(tmp_path, monkeypatch):
+    write(tmp_path / "step")
+    with object_server.emulated(monkeypatch) as store:
+        place = locate(store.upload(tmp_path / "step", "run/4")) / "params"
+        for numbers in (tmp_path / "step/params").glob("ocdbt.process_*/d"):
+            shutil.rmtree(numbers)
+        found = read_index(tmp_path / "step", "params", place)
+        assert found is not None
+        assert found.keys() == ARRAYS.keys()
+        for name, (_, array) in ARRAYS.items():
+            rows = array.reshape(1, -1) if array.ndim == 1 else array.reshape(-1, array.shape[-1])
+            for start, stop in [(0, len(rows)), *(sorted(RANDOM.integers(0, len(rows) + 1, 2)) for _ in range(3))]:
+                assert found[name].rows(start, stop).tobytes() == rows[start:stop].tobytes(), (name, start, stop)
+        layer = ArrayRows(found["qkv"], 64, (64, 64))
+        store.answers.clear()
+        assert layer.read(40, 56).tobytes() == ARRAYS["qkv"][1][1].reshape(64, 64)[40:56].tobytes()
+        assert [answer.sent for answer in store.answers if answer.method == "GET"] == [16 * 32 * 4] * 2
+        vector = ArrayRows(found["norm"], 2, (5,))
+        assert vector.read(1, 4).tolist() == ARRAYS["norm"][1][2, 1:4].tolist()
+
+
+def test_the_index_of_another_host_is_added(tmp_path):
+    write(tmp_path / "here", ("last", "norm"))
+    write(tmp_path / "there", ("layers",))
+    there = tmp_path / "there/params"
+    shutil.copytree(there / "d", tmp_path / "here/params/d", dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "here/params/ocdbt.process_0")  # of the numbers none is needed
+    add_index(tmp_path / "here/params", (there / MANIFEST).read_bytes())
+    place = locate("s3://bucket/step/params")
+    found, other = read_index(tmp_path / "here", "params", place), read_index(tmp_path / "there", "params", place)
+    assert found.keys() == {"last", "layers", "norm"}
+    assert found["layers"].chunks == other["layers"].chunks
+
+
+@pytest.mark.slow
+def test_what_lies_otherwise_is_not_read(tmp_path):
+    write(tmp_path / "step", compressed=True)
+    assert read_index(tmp_path / "step", "params", locate("s3://bucket/run/4/params")) is None
+    shutil.rmtree(tmp_path / "step/params/d")
+    assert read_index(tmp_path / "step", "params", locate("s3://bucket/run/4/params")) is None

@@ -1,0 +1,476 @@
+"""Files out: round trips are exact, and a file is there whole or not at all."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import make_goldens
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import params_of, write_hf_folder
+from make_format_goldens import FORMATS, SMALL, WIDE
+from safetensors.numpy import load_file
+
+import llama_jax
+from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.formats import convert, huggingface, open_checkpoint, save
+from llama_jax.formats.tensor_export import WrittenTensor
+from llama_jax.storage import atomic_write
+from llama_jax.tokenizers.gguf import from_metadata, to_metadata
+from llama_jax.tokenizers.sentencepiece import train_bpe
+
+KINDS = make_goldens.KINDS
+FOR_LLAMA2C = ["gqa", "mha", "mqa", "one_head", "tied"]  # the others have settings that the format cannot hold
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_round_trip(format, kind, dtype, tmp_path):
+    config = KINDS[kind]
+    params = params_of(config, make_goldens.random_tensors(config), jnp.dtype(dtype))
+    save(tmp_path / "model", config, params, format=format)
+    # By default float16 is computed in float32 on a CPU.
+    found, read, _ = llama_jax.load(tmp_path / "model", "float16" if dtype == "float16" else None)
+    assert found == config
+    same(read, params)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied"])
+def test_round_trip_of_orbax(kind, tmp_path, models):
+    config, params = models[kind]
+    save(tmp_path / "model", config, params, format="orbax")
+    found, read, _ = llama_jax.load(tmp_path / "model")
+    assert found == config
+    same(read, params)
+    same(llama_jax.load(tmp_path / "model", "bfloat16").params, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+    same(llama_jax.load(tmp_path / "model", shardings=one_device(params)).params, params)
+
+
+def one_device(params):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: place, params)
+
+
+@pytest.mark.parametrize("kind", FOR_LLAMA2C)
+def test_round_trip_of_llama2c(kind, tmp_path, models):
+    config, params = models[kind]
+    save(tmp_path / "model.bin", config, params, format="llama2c")
+    found, read, _ = llama_jax.load(tmp_path / "model.bin")
+    assert found == config
+    same(read, params)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FOR_LLAMA2C)))
+def test_what_llama2c_cannot_hold(kind, tmp_path, models):
+    with pytest.raises(CheckpointError, match=r"has no place in llama2.c's format"):
+        save(tmp_path / "model.bin", *models[kind], format="llama2c")
+    assert not os.listdir(tmp_path)
+
+
+SOURCES = ["meta-2", "pytorch", "ckpt.pt", "meta-vocabulary"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_convert(source, format, tmp_path):
+    params = params_of(SMALL, make_goldens.random_tensors(SMALL))
+    convert(FORMATS / source, tmp_path / "model", format=format)
+    found, read, _ = llama_jax.load(tmp_path / "model")
+    assert found == SMALL
+    same(read, params)
+
+
+def test_convert_and_back_is_the_same_file(tmp_path, hf_folder):
+    for format in ("gguf", "llama2c", "orbax"):
+        convert(hf_folder, tmp_path / format, format=format)
+        convert(tmp_path / format, tmp_path / f"{format}-back")
+        back = load_file(tmp_path / f"{format}-back" / "model.safetensors")
+        for name, array in load_file(hf_folder / "model.safetensors").items():
+            np.testing.assert_array_equal(back[name], array)
+
+
+def test_convert_dequantizes(tmp_path):
+    convert(FORMATS / "q4_k_m.gguf", tmp_path / "plain")
+    same(llama_jax.load(tmp_path / "plain").params, llama_jax.load(FORMATS / "q4_k_m.gguf", "float32").params)
+    convert(FORMATS / "q4_k_m.gguf", tmp_path / "half", dtype="bfloat16")
+    same(llama_jax.load(tmp_path / "half").params, llama_jax.load(FORMATS / "q4_k_m.gguf", "bfloat16").params)
+
+
+def test_q8_0_is_what_the_gguf_package_makes_of_each_tensor(tmp_path):
+    from gguf import GGMLQuantizationType, GGUFReader, quants
+    from make_format_goldens import GGUF, renamed
+
+    tensors = make_goldens.random_tensors(WIDE)
+    save(tmp_path / "model.gguf", WIDE, params_of(WIDE, tensors), format="gguf", dtype="q8_0")
+    want = renamed(WIDE, tensors, GGUF)
+    found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert found.keys() == want.keys()
+    for name, array in want.items():
+        stored = array if array.ndim == 1 else quants.quantize(array, GGMLQuantizationType.Q8_0)
+        np.testing.assert_array_equal(found[name].data, stored)
+
+
+def test_q8_0_needs_blocks(tmp_path):
+    config = replace(KINDS["gqa"], hidden_dim=40)
+    params = params_of(config, make_goldens.random_tensors(config))
+    with pytest.raises(CheckpointError, match="rows of 40, Q8_0 needs multiples of 32"):
+        save(tmp_path / "model.gguf", config, params, format="gguf", dtype="q8_0")
+    assert not os.listdir(tmp_path)
+
+
+def test_several_files_and_an_index(tmp_path):
+    opened = open_checkpoint(FORMATS / "pytorch")
+    (tmp_path / "model").mkdir()
+    huggingface.write_folder(tmp_path / "model", opened, None, largest_file=9000)
+    files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    assert len(files) > 2
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    tensors = {name: array for file in files for name, array in load_file(tmp_path / "model" / file).items()}
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors.values())
+    for file in files:
+        assert sum(array.nbytes for array in load_file(tmp_path / "model" / file).values()) <= 9000
+    same(llama_jax.load(tmp_path / "model").params, params_of(SMALL, make_goldens.random_tensors(SMALL)))
+
+
+def test_what_is_there_is_kept_unless_asked(tmp_path, models):
+    for format in ("safetensors", "gguf"):
+        path = tmp_path / format
+        save(path, *models["gqa"], format=format)
+        with pytest.raises(CheckpointError, match=f"{format} exists; remove it"):
+            save(path, *models["mha"], format=format)
+        assert open_checkpoint(path).config == KINDS["gqa"]
+        save(path, *models["mha"], format=format, overwrite=True)
+        assert open_checkpoint(path).config == KINDS["mha"]
+    assert sorted(os.listdir(tmp_path)) == ["gguf", "safetensors"]
+
+
+def test_a_model_is_not_written_over_itself(hf_folder):
+    inside = hf_folder / "inside" / "model"
+    for path, format in (
+        (hf_folder, "safetensors"),
+        (hf_folder.parent, "safetensors"),
+        (inside, "orbax"),
+        (hf_folder / "model.bin", "gguf"),
+    ):
+        with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
+            convert(hf_folder, path, format=format, overwrite=True)
+        assert sorted(os.listdir(hf_folder)) == ["config.json", "model.safetensors"]
+    llama_jax.load(hf_folder)
+
+
+def test_only_a_model_is_replaced(tmp_path, models):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save(folder, *models["gqa"])  # an empty folder makes room
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"more than a model \(thesis.txt\)"):
+        save(folder, *models["gqa"], overwrite=True)
+    with pytest.raises(CheckpointError, match="is a folder, and this format is a file"):
+        save(folder, *models["gqa"], format="llama2c", overwrite=True)
+    with pytest.raises(CheckpointError, match="is a file, and this format is a folder"):
+        save(folder / "thesis.txt", *models["gqa"], overwrite=True)
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("name", "format"), [("out.gguf", "safetensors"), ("out.bin", "orbax"), ("out/", "gguf")])
+def test_names_that_contradict_the_format(name, format, tmp_path, models):
+    with pytest.raises(CheckpointError, match="is named like a"):
+        save(f"{tmp_path}/{name}", *models["gqa"], format=format)
+    assert not os.listdir(tmp_path)
+
+
+def test_relative_paths(tmp_path, monkeypatch, models):
+    monkeypatch.chdir(tmp_path)
+    for format in ("safetensors", "gguf", "llama2c", "orbax"):
+        save(format, *models["gqa"], format=format)
+        same(llama_jax.load(format).params, models["gqa"][1])
+    with pytest.raises(CheckpointError, match="is, contains or is inside"):
+        convert("gguf", ".", overwrite=True)
+
+
+def test_of_two_that_write_at_once_the_first_stays(tmp_path, models):
+    path = tmp_path / "model.gguf"
+
+    def write_between(pieces):
+        save(path, *models["mha"], format="gguf")
+        return iter(pieces)
+
+    with pytest.raises(CheckpointError, match=r"model.gguf exists"):
+        save(path, *models["gqa"], format="gguf", progress=write_between)
+    assert open_checkpoint(path).config == KINDS["mha"]
+    assert os.listdir(tmp_path) == ["model.gguf"]
+
+
+def test_links_and_pipes(tmp_path, models):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save(tmp_path / "link", *models["gqa"])
+    assert (tmp_path / "link").is_symlink()
+    assert open_checkpoint(tmp_path / "real").config == KINDS["gqa"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        save(tmp_path / "pipe", *models["gqa"], format="gguf", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"]
+
+
+def test_a_disk_that_is_full_for_orbax(tmp_path, monkeypatch, models):
+    from orbax.checkpoint import v1 as ocp
+
+    def full(path, state):
+        path.mkdir()
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing\nNo space left on device")
+
+    monkeypatch.setattr(ocp, "save", full)
+    with pytest.raises(CheckpointError, match=r"/model cannot be written \(.*No space left on device\); the disk is full"):
+        save(tmp_path / "model", *models["gqa"], format="orbax")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "format", ["safetensors", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gguf", "llama2c", "orbax"))]
+)
+def test_files_that_may_not_become_large(format, tmp_path, models):
+    """For a child: every format names what it could not write and why, says it in one line, and leaves nothing."""
+    code = f"""
+import resource, sys
+import llama_jax
+config, params, _ = llama_jax.load({str(tmp_path / "source.gguf")!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+try:
+    llama_jax.save({str(tmp_path / "out")!r}, config, params, format={format!r})
+except llama_jax.UserError as error:
+    print(error)
+"""
+    save(tmp_path / "source.gguf", *models["gqa"], format="gguf")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert re.fullmatch(
+        rf"{tmp_path}/out cannot be written \(.+\); (the disk is full|files have a largest).*\n", found.stdout
+    )
+    assert "Traceback" not in found.stderr
+    assert os.listdir(tmp_path) == ["source.gguf"]
+
+
+def test_parents_that_were_made_are_removed_again(tmp_path, models):
+    with pytest.raises(CheckpointError, match="has no place"):
+        save(tmp_path / "a" / "b" / "model.bin", *models["eps"], format="llama2c")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_vocabulary_of_another_model_is_not_taken_for_this_ones(stories, tmp_path):
+    """A llama2.c file is read with the tokenizer.model beside it, and an id stands for another text there."""
+    config, params, tokenizer = stories
+    lines = [f"The {word} of {word}land saw {word}s and {word}ers." for word in ("llama", "goat", "raven", "tiger", "moose")]
+    other = train_bpe(lines * 20, config.vocab_size)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    other.save(folder)
+    before = (folder / "tokenizer.model").read_bytes()
+    there = sorted(os.listdir(folder))
+    source = tmp_path / "hf"
+    save(source, config, params, tokenizer)
+    for write in (
+        lambda: save(folder / "m.bin", config, params, tokenizer, format="llama2c"),
+        lambda: convert(source, folder / "m.bin", format="llama2c"),
+    ):
+        with pytest.raises(CheckpointError, match=r"tokenizer.model is another vocabulary than this model's"):
+            write()
+    assert sorted(os.listdir(folder)) == there
+    assert (folder / "tokenizer.model").read_bytes() == before
+    for _ in range(2):  # beside its own it may lie, also when it is written again
+        convert(source, tmp_path / "alone" / "m.bin", format="llama2c", overwrite=True)
+    save(tmp_path / "alone" / "second.bin", config, params, tokenizer, format="llama2c")
+
+
+def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
+    config, params, tokenizer = stories
+    for format, name in (("safetensors", "hf"), ("gguf", "m.gguf"), ("llama2c", "c/m.bin"), ("orbax", "o")):
+        save(tmp_path / name, config, params, tokenizer, format=format)
+        read = llama_jax.load(tmp_path / name).tokenizer
+        assert read.encode("Once upon a time") == tokenizer.encode("Once upon a time")
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
+        save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["hf", "m.gguf", "orbax"])
+def test_convert_with_another_vocabulary(name, stories, tmp_path, caplog):
+    config, params, tokenizer = stories
+    format = "orbax" if name == "orbax" else None
+    convert(write_hf_folder(tmp_path / "none", KINDS["gqa"]), tmp_path / "none.gguf")
+    assert "none.gguf has no vocabulary, so that llama.cpp does not open it" in caplog.text
+    caplog.clear()
+    unknown = write_unknown_vocabulary(tmp_path / "unknown.gguf", config, params, tokenizer)
+    tokenizer.save(tmp_path)
+    with pytest.raises(TokenizerError, match=r"model='other' must be .*; load or convert the model with its own"):
+        convert(unknown, tmp_path / name, format=format)
+    convert(unknown, tmp_path / name, format=format, tokenizer=tmp_path / "tokenizer.model")
+    found = llama_jax.load(tmp_path / name)
+    assert found.tokenizer.encode("Once upon a time") == tokenizer.encode("Once upon a time")
+    same(found.params, params)
+    assert not caplog.text
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
+        convert(tmp_path / "none", tmp_path / "wrong", format=format, tokenizer=tmp_path)
+
+
+def write_unknown_vocabulary(path, config, params, tokenizer):
+    """A GGUF with another name for the kind of its vocabulary, of the same length."""
+    save(path, config, params, tokenizer)
+    key = b"tokenizer.ggml.model" + (8).to_bytes(4, "little") + (5).to_bytes(8, "little")
+    assert key + b"llama" in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(key + b"llama", key + b"other"))
+    return path
+
+
+def test_tokens_that_are_no_utf_8_are_written_as_they_are(stories, tmp_path):
+    config, params, tokenizer = stories
+    fields = to_metadata(tokenizer)
+    fields["tokenizer.ggml.tokens"][-1] = "\udce3\udc81"
+    save(tmp_path / "m.gguf", config, params, from_metadata(fields, "here"))
+    assert llama_jax.load(tmp_path / "m.gguf").tokenizer.token_bytes(511) == b"\xe3\x81"
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
+    theirs = tmp_path / name
+    theirs.write_text('{"eos_token_id": 7}')
+    with pytest.raises(CheckpointError, match=f"{name} is of another model, .*; write into another folder"):
+        save(tmp_path / "model.bin", *stories, format="llama2c")
+    assert os.listdir(tmp_path) == [name]
+    assert theirs.read_text() == '{"eos_token_id": 7}'
+    theirs.unlink()
+    save(tmp_path / "model.bin", *stories, format="llama2c")
+    first = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.suffix != ".bin"}
+    assert len(first) == 3
+    (tmp_path / "tokenizer.model").unlink()
+    save(tmp_path / "other.bin", *stories, format="llama2c")
+    for path in tmp_path.glob("*.json"):
+        assert path.stat().st_mtime_ns == first[path.name], "the same settings are not written again"
+    assert (tmp_path / "tokenizer.model").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
+def test_two_that_write_one_path(format, overwrite, tmp_path, models):
+    """The second begins and ends while the first writes: without leave to overwrite its model stays, else the first's."""
+
+    def meanwhile(pieces):
+        yield from pieces
+        save(tmp_path / "model", *models["mha"], format=format)
+
+    with (
+        contextlib.nullcontext()
+        if overwrite
+        else pytest.raises(CheckpointError, match="model exists; remove it, or replace")
+    ):
+        save(tmp_path / "model", *models["gqa"], format=format, overwrite=overwrite, progress=meanwhile)
+    same(llama_jax.load(tmp_path / "model").params, models["gqa" if overwrite else "mha"][1])
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
+    """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
+    put, failing = atomic_write.replace_path, False
+
+    def look(target, path):
+        if path.name == "model.bin":
+            assert {"tokenizer.model", "tokenizer_config.json", "generation_config.json"} <= set(os.listdir(tmp_path))
+            if failing:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        put(target, path)
+
+    monkeypatch.setattr(atomic_write, "replace_path", look)
+    for failing in (True, False):
+        with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
+            save(tmp_path / "model.bin", *stories, format="llama2c")
+        assert ("model.bin" in os.listdir(tmp_path)) is bool(os.listdir(tmp_path)) is not failing
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch, models):
+    def fail(self, dtype):
+        if self.part == "final_norm":
+            raise error
+        return whole(self, dtype)
+
+    whole = WrittenTensor.rows
+    save(tmp_path / "model", *models["gqa"], format=format)
+    monkeypatch.setattr(WrittenTensor, "rows", fail)
+    for name, overwrite in (("other", False), ("model", True)):
+        expected = (CheckpointError, r"cannot be written \(No space left on device\); the disk is full")
+        with (
+            pytest.raises(expected[0], match=expected[1]) if isinstance(error, OSError) else pytest.raises(KeyboardInterrupt)
+        ):
+            save(tmp_path / name, *models["mha"], format=format, overwrite=overwrite)
+        assert os.listdir(tmp_path) == ["model"]
+    monkeypatch.undo()
+    assert llama_jax.load(tmp_path / "model").config == KINDS["gqa"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(format="torch"), "format='torch' is not one of safetensors"),
+        (dict(dtype="int8"), "dtype='int8' is not one of float32"),
+        (dict(dtype="q8_0"), "'q8_0' is a type of GGUF"),
+        (dict(format="llama2c", dtype="bfloat16"), "llama2c format holds float32 only"),
+    ],
+)
+def test_impossible_wishes(arguments, message, tmp_path, models):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / "model", *models["gqa"], **arguments)
+
+
+@pytest.mark.parametrize(("format", "name"), [("safetensors", "model.norm.weight"), ("orbax", "final_norm")])
+@pytest.mark.parametrize(("value", "message"), [(-1e5, "numbers too large for float16"), (np.nan, "NaN or infinity")])
+def test_numbers_that_do_not_fit_the_wanted_type(value, message, format, name, tmp_path):
+    params = params_of(SMALL, make_goldens.random_tensors(SMALL))
+    params = params.replace(final_norm=params.final_norm.at[3].set(value))
+    with pytest.raises(CheckpointError, match=rf"{name}' holds {message}"):
+        save(tmp_path / "model", SMALL, params, format=format, dtype="float16")
+    assert not os.listdir(tmp_path)
+
+
+def test_progress_sees_every_tensor(tmp_path, models):
+    seen = []
+
+    def watch(pieces):
+        for piece in pieces:
+            seen.append((piece.part, piece.layer))
+            yield piece
+        seen.append("end")
+
+    for format in ("safetensors", "gguf", "llama2c"):
+        seen.clear()
+        save(tmp_path / format, *models["gqa"], format=format, progress=watch)
+        assert len(set(seen)) == len(seen) == 3 + 2 * 9 + 1
+        assert seen[-1] == "end"
+
+
+def test_bfloat16_vectors_come_back_from_gguf_as_they_were(tmp_path):
+    """GGUF stores vectors in float32."""
+    tensors = {name: a.astype(ml_dtypes.bfloat16) for name, a in make_goldens.random_tensors(SMALL).items()}
+    params = params_of(SMALL, tensors)
+    save(tmp_path / "model.gguf", SMALL, params, format="gguf")
+    kinds = {name: tensor.kind for name, tensor in open_checkpoint(tmp_path / "model.gguf").tensors.items()}
+    assert kinds["output_norm.weight"] == "F32"
+    assert kinds["output.weight"] == "BF16"
+    same(llama_jax.load(tmp_path / "model.gguf").params, params)

@@ -1,0 +1,229 @@
+"""What a path or a URL names, and what is asked of a store for it; no server, and no library of one."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_jax.data.build_corpus import build
+from llama_jax.errors import UserError
+from llama_jax.runs.loop import train
+from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, StoreView, TransientError
+
+OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
+
+
+class Memory:
+    """A store that notes what it is asked."""
+
+    def __init__(self, objects=OBJECTS):
+        self.objects, self.asked, self.answers = dict(objects), [], lambda found: found
+
+    def names(self, folder):
+        self.asked.append(("names", folder))
+        below = f"{folder}/" if folder else ""
+        inside = {key.removeprefix(below): body for key, body in self.objects.items() if key.startswith(below)}
+        return {
+            name.partition("/")[0]: FOLDER if "/" in name else StoreEntry(len(body), str(hash(body)))
+            for name, body in inside.items()
+        }
+
+    def head(self, key):
+        self.asked.append(("head", key))
+        found = self.objects.get(key)
+        return None if found is None else StoreEntry(len(found), str(hash(found)))
+
+    def read(self, key, start, stop, version):
+        self.asked.append(("read", key, start, stop))
+        assert version == str(hash(self.objects[key]))
+        return self.answers(memoryview(self.objects[key][start:stop]))
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+def at(memory, key=""):
+    return StoredPath(StoreView("s3://bucket", lambda: memory), key)
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "root", "key"),
+    [
+        ("s3://bucket/models/a", None, "s3://bucket", "models/a"),
+        ("S3://bucket//models/a/", "s3://bucket/models/a", "s3://bucket", "models/a"),
+        ("gs://bucket", None, "gs://bucket", ""),
+        ("hf://org/name", None, "hf://org/name", ""),
+        ("hf://org/name@v1/a/b.gguf", None, "hf://org/name@v1", "a/b.gguf"),
+    ],
+)
+def test_urls(text, written, root, key):
+    found = locate(text)
+    assert isinstance(found, StoredPath)
+    assert (found.view.root, found.key) == (root, key)
+    assert os.fspath(found) == str(found) == (written or text)
+    assert locate(found) is found
+    assert locate(str(found)) == found
+
+
+@pytest.mark.parametrize("text", ["model", "/a/b.gguf", "s3:/bucket/x", "a:b//c", "C:\\model"])
+def test_paths(text):
+    assert locate(text) == Path(text)
+
+
+@pytest.mark.parametrize("text", ["ftp://host/x", "https://host/x", "s3://", "s3:///x", "hf://name", "s3://bucket/../x"])
+def test_urls_that_name_nothing(text):
+    with pytest.raises(UserError, match=r"s3://BUCKET/PATH|hf://ORGANIZATION/NAME|paths are"):
+        locate(text)
+
+
+def test_nothing_is_imported_or_asked_before_it_is_needed():
+    code = (
+        "import sys, llama_jax.cli, llama_jax.cli.paths; from llama_jax.storage import locate\n"
+        "locate('s3://bucket/x'); locate('hf://a/b')\n"
+        "found = {'obstore', 'huggingface_hub', 'fsspec', 'httpx', 'jax', 'numpy'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_of_what_lies_in_a_store(memory):
+    folder = at(memory, "models/a")
+    file = folder / "config.json"
+    assert (file.name, file.suffix, str(file.parent), str(file.with_name("x"))) == (
+        "config.json",
+        ".json",
+        "s3://bucket/models/a",
+        "s3://bucket/models/a/x",
+    )
+    assert at(memory).name == "bucket"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.bin"]
+    assert [path.name for path in folder.glob("*.bin")] == ["model.bin"]
+    assert len({file, folder / "config.json", folder}) == 2
+
+
+def test_a_folder_is_listed_once_and_its_files_not_asked_for(memory):
+    folder = at(memory, "models/a")
+    for _ in range(2):
+        assert folder.exists()
+        assert folder.is_dir()
+        assert not folder.is_file()
+        assert (folder / "config.json").is_file()
+        assert (folder / "model.bin").stat().st_size == 100
+        assert not (folder / "none").exists()
+        assert not (folder / "none/deep/er").exists()
+        assert not (folder / "config.json" / "x").exists()
+    assert memory.asked == [("names", "models/a")]
+
+
+def test_a_file_is_asked_for_by_its_name(memory):
+    file = at(memory, "models/b.gguf")
+    assert file.is_file()
+    assert file.stat().st_size == 4
+    assert memory.asked == [("names", "models/b.gguf"), ("head", "models/b.gguf")]
+    assert (file.parent / "a").is_dir()
+    assert file.is_file()
+    assert not at(memory, "models/none").exists()
+
+
+def test_files_are_read_by_ranges(memory):
+    file = at(memory, "models/a/model.bin")
+    content = OBJECTS["models/a/model.bin"]
+    with file.open("rb", buffering=0) as raw:
+        raw.seek(10)
+        assert raw.read(5) == content[10:15]
+        assert (raw.tell(), raw.seek(-3, os.SEEK_END)) == (15, 97)
+        assert raw.read(5) == content[97:]
+        assert raw.read(5) == b""
+        raw.seek(90)
+        assert raw.read() == content[90:]
+        with pytest.raises(ValueError, match="before the beginning"):
+            raw.seek(-1)
+    assert [each[2:] for each in memory.asked if each[0] == "read"] == [(10, 15), (97, 100), (90, 100)]
+    memory.asked.clear()
+    with file.open() as buffered:
+        assert buffered.read(4) == content[:4]
+        assert buffered.read() == content[4:]
+    assert memory.asked == [("read", "models/a/model.bin", 0, 100)]
+    with pytest.raises(ValueError, match="mode 'rb'"):
+        file.open("w")
+
+
+def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
+    monkeypatch.setattr(consistent_reader, "MOST_OPEN", 30)
+    with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
+        assert raw.read() == OBJECTS["models/a/model.bin"]
+    assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
+
+
+def test_what_is_no_file(memory):
+    with pytest.raises(FileNotFoundError, match="no such object") as missing:
+        at(memory, "models/none").open()
+    assert missing.value.filename == "s3://bucket/models/none"
+    with pytest.raises(IsADirectoryError):
+        at(memory, "models").stat()
+
+
+def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
+    waited = []
+    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
+    answers = iter([TransientError("busy"), b"GG", None])
+
+    def answer(found):
+        given = next(answers)
+        if isinstance(given, Exception):
+            raise given
+        return found if given is None else memoryview(given)
+
+    memory.answers = answer
+    with caplog.at_level(logging.WARNING, "llama_jax.storage"), at(memory, "models/b.gguf").open() as file:
+        assert file.read() == b"GGUF"
+    assert [record.getMessage() for record in caplog.records] == [
+        "s3://bucket/models/b.gguf: busy; asking again in 0.5 s (try 2 of 8)",
+        "s3://bucket/models/b.gguf: 2 of 4 bytes came; asking again in 1 s (try 3 of 8)",
+    ]
+    assert [0.5 * most <= wait <= most for wait, most in zip(waited, consistent_reader.WAITS, strict=False)] == [True, True]
+
+
+def test_the_last_try_is_an_error_that_names_the_object(memory, monkeypatch):
+    waited = []
+    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
+    memory.answers = lambda found: found[:1]
+    with pytest.raises(OSError, match="no whole answer in 8 tries, the last: 1 of 4 bytes came") as failed:
+        at(memory, "models/b.gguf").open().read()
+    assert (failed.value.errno, failed.value.filename) == (errno.EIO, "s3://bucket/models/b.gguf")
+    assert len(waited) == 7
+    assert 30 < sum(waited) < 61
+
+
+def test_without_its_library_a_url_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UserError, match=r's3://bucket is read by obstore.*pip install -e "\.\[stores\]"'):
+        paths.locate("s3://bucket/x").exists()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match="hf://a/b is read by huggingface_hub"):
+        paths.locate("hf://a/b").exists()
+
+
+def test_a_url_as_a_path_is_refused(tmp_path, monkeypatch):
+    """And does not become a folder called s3:."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="s3:/bucket/run': a URL as a Path has lost a slash; give it as text"):
+        train("tiny", Path("s3://bucket/run"), "text.txt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run"), "hf://one/two"])
+def test_what_is_on_disks_alone_says_so(path, tmp_path, monkeypatch):
+    """And does not become a folder called s3:."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"(bucket/run|one/two).* must be on this machine"):
+        build(__file__, path, "tokenizer.json")
+    assert not list(tmp_path.iterdir())
+    assert on_disk(Path("s3"), "data") == Path("s3")
