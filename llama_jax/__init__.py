@@ -45,12 +45,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Checkpoint": "checkpoints",
-    "convert": "checkpoints",
-    "load": "checkpoints",
-    "load_adapter": "checkpoints",
-    "save": "checkpoints",
-    "save_adapter": "checkpoints",
+    "Checkpoint": "formats",
+    "convert": "formats",
+    "load": "formats",
+    "load_adapter": "formats",
+    "save": "formats",
+    "save_adapter": "formats",
     "LayerConfig": "config",
     "LlamaConfig": "config",
     "QueryScaling": "config",
@@ -121,7 +121,7 @@ _HOME = {
 }
 _ROOMS = (
     "analysis",
-    "checkpoints",
+    "formats",
     "config",
     "data",
     "errors",

@@ -13,8 +13,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 FLOOR = {
     "errors": 0,
-    "storage": 0.5,  # what is small is read from it
-    "writing": 0.5,  # the kernel for CPUs is a file
+    "storage": 0.5,  # what is small is read from it, and the kernel for CPUs is a file
     "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
     "ops": 1,
     "compiled": 1.5,  # knows the kernels that executables call
@@ -28,10 +27,9 @@ FLOOR = {
     "flags": 1,
     "child_process": 1,
     "progress": 0,
-    "files": 1,
     "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all rooms below
-    "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
+    "formats": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file
     "evaluation": 5.5,  # measures what is loaded; the training loop evaluates by it
     "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
@@ -74,6 +72,7 @@ MOST_ARGUMENTS = 7
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
     "inference/generate.py stream": 10,  # those of generate, and turns
+    "model/cache.py init_cache": 8,  # its sizes, dtype, window and sinks, and how rows read and lie over devices
     "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
 }
 
@@ -94,7 +93,7 @@ def test_functions_of_the_core_take_few_arguments():
 
 
 def test_rooms_are_reached_from_the_package():
-    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface_config.config_from_dict"
+    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.formats.huggingface.config_from_dict"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -137,7 +137,7 @@ class LoadOptions(CompileOptions):
         path = bundled() if self.model is None else self.model
         # What cannot be is said before minutes go into loading.
         mesh = self.mesh_sizes()
-        opened = llama_jax.checkpoints.open_checkpoint(path)
+        opened = llama_jax.formats.open_checkpoint(path)
         config = with_rope(opened.config, self.rope)
         check_attend(with_attend(config, adapters if adapter is None else [adapter]), llama_jax.Compute())
         self.compile_native(opened)
@@ -152,7 +152,7 @@ class LoadOptions(CompileOptions):
             progress=progress or loading_bar,
         )
         if self.model is None:
-            size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
+            size = llama_jax.parameter_count(llama_jax.formats.open_checkpoint(path).config) / 1e6
             print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(

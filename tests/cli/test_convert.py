@@ -43,9 +43,9 @@ def test_there_and_back(run, tmp_path):
 def test_the_format_is_guessed_from_the_name(run, tmp_path, name, format):
     source = write_hf_folder(tmp_path / "model", SMALL, random_tensors(SMALL))
     assert run(source, tmp_path / name).returncode == 0
-    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / name).format.lower()
+    assert format.lower() in llama_jax.formats.open_checkpoint(tmp_path / name).format.lower()
     llama_jax.save(tmp_path / "saved" / name, *llama_jax.load(source))
-    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / "saved" / name).format.lower()
+    assert format.lower() in llama_jax.formats.open_checkpoint(tmp_path / "saved" / name).format.lower()
 
 
 @pytest.mark.parametrize(

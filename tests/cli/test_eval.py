@@ -212,7 +212,7 @@ def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
     ],
 )
 def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
-    monkeypatch.setattr("llama_jax.checkpoints.loading.load", pytest.fail)  # they come before the model is read
+    monkeypatch.setattr("llama_jax.formats.loading.load", pytest.fail)  # they come before the model is read
     with pytest.raises(UserError, match=message):
         run(model, "--data", text, *arguments)
 

@@ -558,7 +558,7 @@ def test_weights_bring_their_model_and_changes_may_extend_it(hf_folder):
     arguments = {"recipe": "tiny", "workdir": Path("w"), "data": (Path("d"),), "weights": hf_folder}
     scaling = ("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=8", "model.rope_scaling.original_max_seq_len=64")
     recipe = Train(**arguments, changes=("model.max_seq_len=512", *scaling))._recipe()
-    before = llama_jax.checkpoints.open_checkpoint(hf_folder).config
+    before = llama_jax.formats.open_checkpoint(hf_folder).config
     longer = llama_jax.RopeScaling("yarn", 8.0, original_max_seq_len=64)
     assert recipe.model == replace(before, max_seq_len=512, rope_scaling=longer)
     assert recipe.length == find("tiny").length

@@ -117,7 +117,7 @@ def header(shape: str, descr: str = "<f4") -> bytes:
 ABOUT = {
     "format": reference.FORMAT,
     "name": "n",
-    "config": llama_jax.checkpoints.huggingface_config.config_to_dict(CONFIG),
+    "config": llama_jax.formats.huggingface.config_to_dict(CONFIG),
     "kinds": ["F32"],
     "dtype": "float32",
     "versions": {},
