@@ -105,6 +105,10 @@ class CompiledFunction:
         self._programs[signature] = program = self._find(folder, args)
         return self._jitted(*args) if program is None else program(*dynamic)
 
+    def wants(self, *args: Any) -> bool:
+        """Whether a call with these arguments would first load or make a program that is stored."""
+        return store.folder() is not None and self._signature(args) not in self._programs
+
     def ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
         """What a call with these arguments, or their shapes, returns, as shapes; and what compiles or loads its program.
 

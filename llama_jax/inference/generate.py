@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from llama_jax import compiled, ops
+from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, check_turns, room_before_turning, token_ids, turning_point
@@ -161,13 +164,13 @@ class Run:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
         again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
-        capacity = capacity_for(lengths, request)
+        capacity, most = capacity_for(lengths, request), min(turns, LONGEST_PIECE)
+        self.prepare(tokens, lengths, first, capacity, options, most)
         state, packed = self.start(self.read_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
         given = [piece]
         yield piece
 
-        most = min(turns, LONGEST_PIECE)
         while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
                 with transferring():
@@ -183,6 +186,33 @@ class Run:
             if again:
                 given.append(piece)
             yield piece
+
+    def prepare(
+        self, tokens: np.ndarray, lengths: np.ndarray, request: Request, capacity: int, options: CacheOptions, most: int
+    ) -> None:
+        """Make the programs of a first generation beside one another: they are lowered in turn and compiled in threads.
+
+        Over a mesh only a compiled program knows the sharding of its results, and they are made one after another.
+        """
+        piece = prefill_piece(options, tokens.shape[1])
+        empty = self.config, self.params, len(tokens), capacity, options, self.layout, piece
+        if self.layout.mesh is not None or not _empty_reading.wants(*empty):
+            return
+        model, places = (self.config, self.params), Places(np.clip(lengths, 0, piece), rope_lengths=lengths)
+        (device, *_) = jax.tree.leaves(self.params)[0].devices()
+        with ThreadPoolExecutor(3, "compiling") as threads:
+
+            def make(program: CompiledFunction, *args: Any) -> Any:
+                result, compile_or_load = program.ahead(*args)
+                threads.submit(contextvars.copy_context().run, compile_or_load)  # what it announces is observed
+                return result
+
+            reading = make(_empty_reading, *empty)
+            with ops.native_anyway(self.natively):
+                make(_read, *model, reading, tokens[:, :piece], places, self.compute, self.layout)
+            state, _ = make(_start, *model, *reading, tokens, lengths, request, self.layout)
+            with ops.native_anyway(self.natively):
+                make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.layout)
 
     def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
         with transferring():
@@ -300,6 +330,6 @@ def prefill_piece(options: CacheOptions, longest: int) -> int:
 
 
 @functools.cache
-def _decode_for(platform: str) -> Callable[..., tuple[State, jax.Array]]:
+def _decode_for(platform: str) -> CompiledFunction:
     options = decoding_on_tpu() if platform == "tpu" else None
     return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -37,7 +37,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.ops import native
-from llama_jax.ops.platform import is_divided, lowering_platform, mesh_in_force, native_code, recomputing
+from llama_jax.ops.platform import announce, is_divided, lowering_platform, mesh_in_force, native_code, recomputing
 from llama_jax.ops.threefry import unrolled_threefry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -425,6 +425,7 @@ def attend_paged(
     wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
     if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
         return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
+    announce("native", "on cpu")
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
 
 

@@ -5,7 +5,10 @@ The two contexts are JAX's own: it keeps them in the keys of its caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -105,3 +108,29 @@ def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) 
     if lowering_platform() == "gpu":
         return jax.tree.map(lambda new, old: jnp.where(condition, new, old), update(tree), tree)
     return lax.cond(condition, update, lambda tree: tree, tree)
+
+
+_OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[dict[str, str]]:
+    """Collects within it which ways of computing attention are taken, each with the reason of its first time.
+
+    Programs choose when they are traced: what was compiled before is not seen again.
+    """
+    taken: dict[str, str] = {}
+    before = _OBSERVED.set(taken)
+    try:
+        yield taken
+    finally:
+        _OBSERVED.reset(before)
+
+
+def announce(name: str, why: str) -> None:
+    """Report the backend that is used, and why: to the log, and to an `observed` block once for each backend."""
+    taken = _OBSERVED.get()
+    if taken is None or name not in taken:
+        logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)
+    if taken is not None:
+        taken.setdefault(name, why)

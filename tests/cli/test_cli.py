@@ -407,7 +407,7 @@ def test_what_is_compiled_once_is_compiled_before_the_first_word(run, monkeypatc
     monkeypatch.setattr(ops.native, "_registered", lambda library: (begun.add(library), registered(library))[1])
     monkeypatch.setattr(generate, "_print", lambda text: (before.append({*begun}), put(text)))
     assert run("generate", "Once", "--max-new-tokens", "8").returncode == 0
-    assert {"floats_bfloat16", "attention_bfloat16", "rows"} <= before[0]
+    assert {"floats_bfloat16", "paged_bfloat16", "rows"} <= before[0]
     assert begun == before[0], "nothing else is waited for in the middle of a sentence"
 
 

@@ -94,7 +94,7 @@ def test_a_second_process_traces_nothing(stories_folder, stories, folder, monkey
     assert second[0] == 0
     monkeypatch.setenv(compiled.VARIABLE, "off")
     (plain,) = llama_jax.generate(*stories[:2], [[1, 100, 200]], max_new_tokens=6)
-    assert first[1:] == second[1:] == [["rows"], plain.tokens, [x.hex() for x in plain.logprobs]]
+    assert first[1:] == second[1:] == [["native"], plain.tokens, [x.hex() for x in plain.logprobs]]
 
 
 def test_an_executable_is_found_by_the_next_process(folder, loads):
@@ -356,7 +356,7 @@ def test_functions_of_the_users_are_not_stored(folder, caplog):
         assert compiled.jit(lambda x: x + 1)(1) == 2
     assert placed.capacity == cache.capacity
     assert not folder.exists()
-    assert "enlarge is traced in every process: it depends on test_cached_jit.test_functions" in caplog.text
+    assert "lay_out is traced in every process: it depends on test_cached_jit.test_functions" in caplog.text
 
 
 def test_a_platform_that_serializes_nothing_says_so(folder, monkeypatch, caplog):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_native_attention import SIZES, check_attention
+from test_paged_attention import CASES, check, natively
 
 import llama_jax
 from llama_jax import ops
@@ -463,8 +463,8 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
         check_integers(kind, columns)
     for dtype in ("float32", "bfloat16"):
         check_floats(303, dtype)
-    for sizes in SIZES:
-        check_attention(*sizes)
+    for case in CASES:
+        check(natively, *case, jnp.float32)
 
 
 @needs_compiler

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal, get_args
 
@@ -19,7 +16,7 @@ from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
 from llama_jax.ops.attention.view import Seen, View
-from llama_jax.ops.platform import lowering_device_kind, lowering_platform, mesh_in_force
+from llama_jax.ops.platform import announce, lowering_device_kind, lowering_platform, mesh_in_force
 
 AttentionBackend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
@@ -27,7 +24,6 @@ KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # b
 # (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
 MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
 SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
-_OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
 
 
 def attend(
@@ -124,26 +120,3 @@ def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[AttentionB
     if platform == "cpu" and np.dtype(problem.dtype).itemsize == 2 and problem.ordered and new >= SHORT_ROWS_OF_16_BITS:
         return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
     return "rows", f"{new} x {slots} scores"
-
-
-@contextlib.contextmanager
-def observed() -> Iterator[dict[str, str]]:
-    """Collects within it which ways of computing attention are taken, each with the reason of its first time.
-
-    Programs choose when they are traced: what was compiled before is not seen again.
-    """
-    taken: dict[str, str] = {}
-    before = _OBSERVED.set(taken)
-    try:
-        yield taken
-    finally:
-        _OBSERVED.reset(before)
-
-
-def announce(name: str, why: str) -> None:
-    """Report the backend that is used, and why: to the log, and to an `observed` block once for each backend."""
-    taken = _OBSERVED.get()
-    if taken is None or name not in taken:
-        logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)
-    if taken is not None:
-        taken.setdefault(name, why)

@@ -13,13 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.attend import announce
 from llama_jax.ops.attention.kernels import Division
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
 from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.attention.view import NO_QUERY
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.platform import lowering_platform, mesh_in_force
+from llama_jax.ops.platform import announce, lowering_platform, mesh_in_force
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows, quantize
 
 
@@ -51,7 +50,7 @@ class PagedView(struct.PyTreeNode):
         rows = len(self.lengths)
         if self.each is not None:
             row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.each)
-            position = self.lengths[:, None] + jnp.arange(-self.each, 0, dtype=jnp.int32)
+            position = self.lengths[:, None] + jnp.arange(-self.each, 0, dtype=jnp.int32)[None]
             padding = 0, count - rows * self.each
             return jnp.pad(row, padding, mode="edge"), jnp.pad(position.reshape(-1), padding, constant_values=NO_QUERY)
         token = jnp.arange(count, dtype=jnp.int32)
