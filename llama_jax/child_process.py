@@ -43,30 +43,39 @@ class ChildProcess:
         self._first = first
         self._lock = threading.Lock()
 
-    def ask(self, request: bytes) -> bytes | None:
-        """The answer; None if the process has not given one, and was killed."""
-        size, answer = -1, b""
+    def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
+        """The answer; None if the process has not given one, and was killed.
+
+        Args:
+          again: whether a new process is asked, too, where one that was asked before gives no answer.
+        """
         with self._lock:
+            used = self.process is not None
+            answer = self._ask(request)
+            return self._ask(request) if answer is None and used and again else answer
+
+    def _ask(self, request: bytes) -> bytes | None:
+        size, answer = -1, b""
+        try:
+            process = self.process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(self._seconds, process.kill)
+            timer.daemon = True
+            timer.start()
             try:
-                process = self.process or self._start()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                timer = threading.Timer(self._seconds, process.kill)
-                timer.daemon = True
-                timer.start()
-                try:
-                    process.stdin.write(len(request).to_bytes(8, "big") + request)
-                    process.stdin.flush()
-                    size = int.from_bytes(process.stdout.read(8), "big")
-                    answer = process.stdout.read(size)
-                finally:
-                    timer.cancel()
-            except (OSError, ValueError):  # ValueError: `close` has closed its pipes
-                pass
-            if not answer or len(answer) != size:
-                self.close()
-                return None
+                process.stdin.write(len(request).to_bytes(8, "big") + request)
+                process.stdin.flush()
+                size = int.from_bytes(process.stdout.read(8), "big")
+                answer = process.stdout.read(size)
+            finally:
+                timer.cancel()
+        except (OSError, ValueError):  # ValueError: `close` has closed its pipes
+            pass
+        if answer and len(answer) == size:
             return answer
+        self.close()
+        return None
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self.process = subprocess.Popen(
