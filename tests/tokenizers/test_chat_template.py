@@ -168,6 +168,8 @@ def test_a_chat_that_fills_the_memory_leaves_those_of_other_threads_alone(monkey
     """Each such chat is tried twice at most; no other one loses the process that renders it, or is tried in a full one."""
     started, start = [], ChildProcess._start
     monkeypatch.setattr(ChildProcess, "_start", lambda child: (started.append(None), start(child))[1])
+    held, close = [], ChildProcess.close
+    monkeypatch.setattr(ChildProcess, "close", lambda child: (held.append(child._lock.locked()), close(child))[1])
     renderer, together = Renderer(), threading.Barrier(6)
 
     def render(number):
@@ -182,6 +184,8 @@ def test_a_chat_that_fills_the_memory_leaves_those_of_other_threads_alone(monkey
     try:
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(render, range(6))) == [["2"] * 20] * 6
+        assert held
+        assert all(held), "one that another thread may ask was closed"
     finally:
         renderer.close()
     assert len(started) <= 2 * 12 + 1
