@@ -45,28 +45,36 @@ class ChildProcess:
 
     def ask(self, request: bytes) -> bytes | None:
         """The answer; None if the process has not given one, and was killed."""
-        size, answer = -1, b""
         with self._lock:
-            try:
-                process = self.process or self._start()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                timer = threading.Timer(self._seconds, process.kill)
-                timer.daemon = True
-                timer.start()
-                try:
-                    process.stdin.write(len(request).to_bytes(8, "big") + request)
-                    process.stdin.flush()
-                    size = int.from_bytes(process.stdout.read(8), "big")
-                    answer = process.stdout.read(size)
-                finally:
-                    timer.cancel()
-            except (OSError, ValueError):  # ValueError: `close` has closed its pipes
-                pass
-            if not answer or len(answer) != size:
+            process = self.process
+            if process is not None and process.poll() is not None:  # it ended while nothing was asked
                 self.close()
-                return None
-            return answer
+            for is_new in (self.process is None, True):
+                size, answer, is_sent = -1, b"", False
+                try:
+                    process = self.process or self._start()
+                    assert process.stdin is not None
+                    assert process.stdout is not None
+                    timer = threading.Timer(self._seconds, process.kill)
+                    timer.daemon = True
+                    timer.start()
+                    try:
+                        process.stdin.write(len(request).to_bytes(8, "big") + request)
+                        process.stdin.flush()
+                        is_sent = True
+                        size = int.from_bytes(process.stdout.read(8), "big")
+                        answer = process.stdout.read(size)
+                    finally:
+                        timer.cancel()
+                except (OSError, ValueError):  # ValueError: `close` has closed its pipes
+                    pass
+                if answer and len(answer) == size:
+                    return answer
+                is_closed = self.process is None
+                self.close()
+                if is_new or is_sent or is_closed:
+                    break
+            return None
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self.process = subprocess.Popen(
