@@ -19,7 +19,8 @@ import subprocess
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ _slots = threading.Semaphore(os.cpu_count() or 1)  # for as many compilers at a 
 _futures: dict[str, Future[bool]] = {}
 _results: dict[str, bool] = {}  # of the futures that have one
 _running: set[subprocess.Popen[str]] = set()
-_ended = False
+_ended = False  # whether this process ends
 
 
 def _registered(library: str) -> Future[bool]:
@@ -185,7 +186,7 @@ def _end() -> None:
     with _lock:
         _ended = True
         for process in _running:
-            _stop(process)
+            _stop(process, kill=False)
     wait(_futures.values(), timeout=1)
 
 
@@ -207,14 +208,8 @@ def _register(library: str) -> bool:
     try:
         loaded = ctypes.CDLL(str(_compiled(library)))
         jax.ffi.register_ffi_target(f"{PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
-    except (
-        OSError,
-        subprocess.SubprocessError,
-        UserError,
-        AttributeError,
-        RuntimeError,
-    ) as error:  # the last: XLA refuses it
-        if _ended:
+    except (OSError, subprocess.SubprocessError, UserError, AttributeError, RuntimeError) as error:  # the last is XLA's
+        if _ended:  # by which its compiler was stopped
             return False
         _say_missing(library.startswith("quantized"), reason_of(error, 300))
         return False
@@ -271,7 +266,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             try:
                 out, said = process.communicate(timeout=SECONDS)
             except BaseException:
-                _stop(process)
+                _stop(process, kill=True)
                 raise
     finally:
         with _lock:
@@ -279,10 +274,14 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, said)
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[str], kill: bool) -> None:
+    """End a compiler and what it has started; unless it is killed, it removes its temporary files."""
     if process.poll() is None:
-        end = partial(os.killpg, process.pid, signal.SIGTERM) if hasattr(os, "killpg") else process.terminate
-        end()  # not killed: a compiler removes its temporary files
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):  # it has ended since
+                os.killpg(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+        else:
+            process.kill()
 
 
 @cache
