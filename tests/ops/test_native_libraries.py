@@ -112,6 +112,7 @@ def test_an_attribute_that_is_missing_or_of_another_type_is_an_error(window):
 
 
 THROWING = """
+#include <stdexcept>
 #include "thread_pool.h"
 static void run(const Call& call) {
   share(ThreadPool(call), 64, [&](int64_t part) {
