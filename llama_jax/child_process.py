@@ -44,29 +44,42 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes) -> bytes | None:
-        """The answer; None if the process has not given one, and was killed."""
-        size, answer = -1, b""
+        """The answer; None if the process has not given one, and was killed. One that ended before, or whose pipe is broken
+        before it has the whole request, is first replaced, once."""
         with self._lock:
-            try:
-                process = self.process or self._start()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                timer = threading.Timer(self._seconds, process.kill)
-                timer.daemon = True
-                timer.start()
-                try:
-                    process.stdin.write(len(request).to_bytes(8, "big") + request)
-                    process.stdin.flush()
-                    size = int.from_bytes(process.stdout.read(8), "big")
-                    answer = process.stdout.read(size)
-                finally:
-                    timer.cancel()
-            except (OSError, ValueError):  # ValueError: `close` has closed its pipes
-                pass
-            if not answer or len(answer) != size:
+            if self.process is not None and self.process.poll() is not None:
                 self.close()
-                return None
-            return answer
+            for is_new in (self.process is None, True):
+                answer, is_sent = self._try(request)
+                if answer is not None:
+                    return answer
+                was_closed = self.process is None  # by another thread, which wants it to end
+                self.close()
+                if is_new or is_sent or was_closed:
+                    break
+            return None
+
+    def _try(self, request: bytes) -> tuple[bytes | None, bool]:
+        """The answer if there is one, and whether the request was sent."""
+        size, answer, is_sent = -1, b"", False
+        try:
+            process = self.process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(self._seconds, process.kill)
+            timer.daemon = True
+            timer.start()
+            try:
+                process.stdin.write(len(request).to_bytes(8, "big") + request)
+                process.stdin.flush()
+                is_sent = True
+                size = int.from_bytes(process.stdout.read(8), "big")
+                answer = process.stdout.read(size)
+            finally:
+                timer.cancel()
+        except (OSError, ValueError):  # ValueError: `close` has closed its pipes
+            pass
+        return (answer if answer and len(answer) == size else None), is_sent
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self.process = subprocess.Popen(
