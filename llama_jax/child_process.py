@@ -43,9 +43,13 @@ class ChildProcess:
         self._first = first
         self._lock = threading.Lock()
 
-    def ask(self, request: bytes) -> bytes | None:
+    def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
         """The answer; None if the process has not given one, and was killed. One that ended before, or whose pipe is broken
-        before it has the whole request, is first replaced, once."""
+        before it has the whole request, is first replaced, once.
+
+        Args:
+          again: whether one that was asked before is replaced, once, also where it gives no answer.
+        """
         with self._lock:
             if self.process is not None and self.process.poll() is not None:
                 self.close()
@@ -55,7 +59,7 @@ class ChildProcess:
                     return answer
                 was_closed = self.process is None  # by another thread, which wants it to end
                 self.close()
-                if is_new or is_sent or was_closed:
+                if is_new or was_closed or (is_sent and not again):
                     break
             return None
 

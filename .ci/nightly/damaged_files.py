@@ -219,7 +219,7 @@ def _forget_peak() -> None:
 
 def work(seed: int) -> None:
     """Answer each number on standard input with a line of JSON on what came of its case."""
-    for room in ("", "checkpoints", "tokenizers", "../experiments"):
+    for room in ("", "formats", "tokenizers", "../experiments"):
         sys.path.append(str(HERE / room))
     import resource
     import warnings

@@ -109,7 +109,7 @@ class Program:
 
     @property
     def platform(self) -> str:
-        """Of the mesh: "cpu", "gpu" or "tpu"; the devices need not be there, see `compilers`."""
+        """Of the mesh: "cpu", "gpu" or "tpu"; the devices need not be there, see `aot_compile`."""
         return self.mesh.devices.flat[0].platform
 
     def lower(self) -> jax.stages.Lowered:

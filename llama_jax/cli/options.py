@@ -122,7 +122,7 @@ class LoadOptions(CompileOptions):
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
 
         Args:
-          adapter, adapters: for all rows, or a table of them, see `checkpoints.load`.
+          adapter, adapters: for all rows, or a table of them, see `formats.load`.
           progress: wraps the layers as they are read; by default in a bar.
         """
         import jax.numpy as jnp

@@ -117,7 +117,7 @@ def load(
 
     Args:
       path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
-        stories model that comes with the package (`checkpoints.bundled`).
+        stories model that comes with the package (`bundled`).
       dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
         of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
         the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;

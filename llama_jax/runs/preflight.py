@@ -19,7 +19,7 @@ import numpy as np
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import Data, FoundData
-from llama_jax.data.documents import DocumentFormat, read_documents
+from llama_jax.data.documents import TOKENS, DocumentFormat, kind_of, read_documents
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
@@ -325,7 +325,7 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
 
 def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
     for path in data:
-        if path.suffix.lower() in (".bin", ".array_record"):
+        if kind_of(path) in TOKENS:
             raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
         for document in read_documents(path, reading):
             yield document.text

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
@@ -17,6 +17,7 @@ from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights import Kept
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.overrides import dataclass_of
 from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
@@ -266,13 +267,30 @@ def name_of(function: Callable[..., Any] | None) -> str | None:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
-    old, new = _flat(before), _flat(after)
+    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
+
+    A field that a stored recipe lacks has its default: a new field needs a default that computes what was computed without it.
+    """
+    old, new = _flat(_completed(before, Recipe)), _flat(after)
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())
         if name not in BOOKKEEPING and old.get(name) != new.get(name)
     ]
+
+
+def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """A recipe, or a part of one, with defaults for the fields of its dataclass that it lacks."""
+    found, types_ = dict(written), get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        inner = dataclass_of(types_[f.name])
+        if f.name not in found:
+            default: Any = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            if default is not dataclasses.MISSING:
+                found[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
+        elif inner is not None and isinstance(found[f.name], dict):
+            found[f.name] = _completed(found[f.name], inner)
+    return found
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

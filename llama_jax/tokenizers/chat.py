@@ -244,18 +244,13 @@ class Renderer:
         except (TypeError, ValueError, RecursionError) as error:
             reason = reason_of(error)
             raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason})") from None
-        while True:
-            is_new = self._child.process is None
-            answer = self._child.ask(request) or b"e"
-            if answer[:1] == b"t":
-                return answer[1:].decode("utf-8", "surrogatepass")
-            if answer == b"e":  # it was ended, or its memory is full, perhaps with chats before: then a new one is tried
-                self._child.close()
-                if not is_new:
-                    continue
+        answer = self._child.ask(request, again=True)  # the memory may have been full with chats before
+        if answer is None:
             limits = f"{RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB"
-            reason = answer[1:].decode() or f"it takes over {limits}, or {sys.executable} fails"
-            raise GenerationError(f"the checkpoint's chat template cannot be used here: {reason}")
+            answer = f"eit takes over {limits}, or {sys.executable} fails".encode()
+        if answer[:1] != b"t":
+            raise GenerationError(f"the checkpoint's chat template cannot be used here: {answer[1:].decode()}")
+        return answer[1:].decode("utf-8", "surrogatepass")
 
     def close(self) -> None:
         """End the process; a further rendering begins another."""

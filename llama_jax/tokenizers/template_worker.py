@@ -30,7 +30,7 @@ def main(seconds: float, memory: int) -> None:
 
     Args:
       seconds: for each request; then the process ends.
-      memory: bytes, and MEMORY_PER_BYTE more for each byte of a request.
+      memory: bytes, and MEMORY_PER_BYTE more for each byte of a request; when they are full the process ends.
     """
     source, out = sys.stdin.buffer, sys.stdout.buffer
     out.write(b"r")
@@ -54,7 +54,7 @@ def _answer(asked: bytes) -> bytes:
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
     except MemoryError:
-        return b"e"
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return b"e" + reason.encode("utf-8", "replace")

@@ -138,7 +138,7 @@ def rounding_of(kind: str, columns: int) -> float:
     if kind == "keep":
         return ROUNDING["Q8_0"]
     form = with_fallback(base_kind(kind), columns)
-    assert form.encode is not None  # `checkpoints.quantising.check_quantize` refuses the others
+    assert form.encode is not None  # `formats.quantize_on_load.check_quantize` refuses the others
     weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
     error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights
     return max(float(np.sqrt(np.mean(error**2) / np.mean(weights**2))), ROUNDING["Q8_0"])
@@ -171,7 +171,7 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
     Args:
       params: adapted matrices are compared without their adapters.
       reference: the same in floats; or, so that it need not be in memory, the plan of a checkpoint's parameters from
-        `checkpoints.assemble.plan`, which is then read in runs of rows.
+        `formats.build_params.plan`, which is then read in runs of rows.
     """
     found = []
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, AdaptedWeight)

@@ -108,9 +108,9 @@ def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
 
 
 TWICE = INTERRUPT.format("SIGINT") + (
-    "from llama_jax import writing; remove = writing.remove\n"
+    "from llama_jax.storage import atomic_write; remove = atomic_write.remove\n"
     "def again(path): os.kill(os.getpid(), signal.SIGINT); remove(path)\n"
-    "writing.remove = again\n"
+    "atomic_write.remove = again\n"
 )
 
 

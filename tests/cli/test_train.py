@@ -64,6 +64,7 @@ def files(tmp_path_factory):
     (folder / "two.txt").write_text("one two three<|endoftext|>four five")
     (folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": "half\n')
     np.array([5, 6, 7, 999, 8], "<u2").tofile(folder / "ids.bin")
+    (folder / "ids.corpus").write_bytes(b"llamajx2")
     return folder
 
 
@@ -250,6 +251,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
+        ("tiny --data ids.corpus", "ids.corpus holds tokens and no text to learn a vocabulary from"),
         ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; give other files with"),
         ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),

@@ -256,7 +256,7 @@ def test_a_text_of_ones_own(run, stories_folder, tmp_path):
         (["MODEL", "--per-layer"], "--per-layer compares with a reference"),
         (["MODEL", "--quantize", "int8", "--write-oracle", "y"], "--write-oracle stores what a model gives as it is"),
         (["MODEL", "--quantize", "int4"], "int4 needs multiples of 32"),
-        (["MODEL", "--quantize", "keep"], " tensor of those that are kept"),
+        (["MODEL", "--quantize", "keep"], "has no quantized tensor of those that are kept"),
         (["MODEL", "--tokens", "1"], "tokens=1 must be at least 2"),
         (["MODEL", "--tokens", "65"], "tokens=65 exceed the model's context of 64"),
         (["MODEL", "--text", "MODEL/config.json"], "--text needs a vocabulary"),

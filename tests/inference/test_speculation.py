@@ -138,7 +138,6 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
     @pytest.mark.nightly
     def test_while_the_cache_grows(self, model, force, monkeypatch):
-        monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
         monkeypatch.setattr("llama_jax.inference.generate.SMALLEST_CACHE", 16)
         force(DRAFTED, DRAFTED, 0)
         run = partial(llama_jax.generate, *model, PROMPTS, max_new_tokens=40, sampling=SAMPLING)

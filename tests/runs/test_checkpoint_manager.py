@@ -479,12 +479,12 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
 
 
-@pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
-def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
+@pytest.mark.parametrize("name", ["describe", "read_config", "find_tokenizer", "read_arrays"])
+def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
     from llama_jax.formats import orbax_format
 
-    name, removed, endless = where.partition(".")[2], [], False
+    removed, endless = [], False
     real = getattr(orbax_format, name)
 
     def remove_first(*arguments):

@@ -11,7 +11,7 @@ from llama_jax.errors import ConfigError, TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import check_task
-from llama_jax.runs.recipe import differences, to_dict
+from llama_jax.runs.recipe import Recipe, differences, to_dict
 from llama_jax.runs.recipes import BUILT_IN, check_weights, find, tiny
 from llama_jax.training.preferences import PreferenceOptions
 
@@ -141,6 +141,25 @@ def test_differences_are_of_what_is_computed():
         "optimizer.b2: 0.95 in the folder, 0.9 now",
         "steps: 300 in the folder, 400 now",
     ]
+
+
+def test_an_older_recipe_has_fewer_fields():
+    """What a version did not write is as its default says, wherever in the recipe it is."""
+    recipe = Recipe(model=tiny().model, steps=5, batch=2, length=8)
+    stored = json.loads(json.dumps(to_dict(recipe)))
+    shape = {f.name for f in dataclasses.fields(recipe.model) if f.default is dataclasses.MISSING} | {"head_dim"}
+    older = {name: stored[name] for name in ("model", "steps", "batch", "length")}
+    older["model"] = {name: value for name, value in stored["model"].items() if name in shape}
+    assert len(older["model"]) < len(stored["model"])
+    assert differences(older, stored) == []
+    assert differences(older | {"optimizer": {"name": "adamw"}, "reading": {}}, stored) == []
+    changed = json.loads(json.dumps(to_dict(override(recipe, ["optimizer.b2=0.5", "lora.rank=2", "seed=1"]))))
+    found = differences(older, changed)
+    assert "optimizer.b2: 0.95 in the folder, 0.5 now" in found
+    assert "lora.rank: None in the folder, 2 now" in found
+    assert {line.split(":")[0].split(".")[0] for line in found} == {"optimizer", "lora", "seed"}
+    with_lora = changed | {"lora": {"rank": 2}}
+    assert differences(with_lora, changed) == []
 
 
 def test_another_rope_scaling_is_a_difference():

@@ -4,12 +4,15 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
 from test_chat_formats import TEMPLATES
 
+from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import template_worker
 from llama_jax.tokenizers.chat import Renderer, shared_renderer
@@ -158,6 +161,30 @@ def test_no_process_to_be_had(monkeypatch):
 def test_messages_that_no_process_can_be_told():
     with pytest.raises(GenerationError, match="made of texts"):
         text("x", [{"role": "user", "content": object()}])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")
+def test_a_chat_that_fills_the_memory_leaves_those_of_other_threads_alone(monkeypatch):
+    """Each such chat is tried twice at most; no other one loses the process that renders it, or is tried in a full one."""
+    started, start = [], ChildProcess._start
+    monkeypatch.setattr(ChildProcess, "_start", lambda child: (started.append(None), start(child))[1])
+    renderer, together = Renderer(), threading.Barrier(6)
+
+    def render(number):
+        together.wait()
+        if number % 2:
+            return [text("{{ messages | length }}", renderer=renderer) for _ in range(20)]
+        for _ in range(4):
+            with pytest.raises(GenerationError, match="takes over 5 s or 100 MB"):
+                text(LARGE["product"], renderer=renderer)
+        return ["2"] * 20
+
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(render, range(6))) == [["2"] * 20] * 6
+    finally:
+        renderer.close()
+    assert len(started) <= 2 * 12 + 1
 
 
 @pytest.mark.slow
