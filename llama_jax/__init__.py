@@ -33,8 +33,8 @@ and their arguments:
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
 To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
-`generate`: `llama_jax.inference.requests.prepare`, then `read`, `start`, `advance` and `decode` of `llama_jax.inference.state`:
-pure functions from one `State` to the next.
+`generate`: `llama_jax.inference.requests.prepare`, then `read`, `start`, `advance` and `decode` of
+`llama_jax.inference.state`: pure functions from one `State` to the next.
 """
 
 from __future__ import annotations
