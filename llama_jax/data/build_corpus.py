@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.corpus import fingerprints
-from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_corpus, read_info, write_corpus
+from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_corpus, write_corpus
 from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, spans_of
@@ -224,11 +224,11 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
     """Note the plan of a build in a folder, where it can begin or go on; the description of one that is finished.
 
     Raises:
-      DataError: the folder holds something else, or a build of another plan.
+      DataError: the folder holds something else, a damaged corpus, or a build of another plan.
     """
     noted = folder / UNFINISHED
     if (folder / CORPUS_NAME).is_file():
-        info = read_info(folder / CORPUS_NAME)
+        info = read_corpus(folder / CORPUS_NAME)[1]
         _check_plan(folder, info.origin, plan)
         return info
     plan = plan | {"unit": size}

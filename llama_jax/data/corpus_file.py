@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.corpus import Corpus
-from llama_jax.errors import DataError, UserError
+from llama_jax.errors import DataError, UserError, shown
 from llama_jax.storage.atomic_write import write_atomically
 
 CORPUS_SUFFIX = ".corpus"
 CORPUS_MAGIC = b"llamajx2"
 CORPUS_HEADER = struct.Struct("<8sQ32s")
+REMEDY = "remove it, and build again"
 
 
 class TokenBlock(NamedTuple):
@@ -127,30 +128,60 @@ def read_info(path: Path) -> CorpusInfo:
             file.seek(-length, 2)
             text = file.read()
             if hashlib.sha256(text).digest() == checksum:
-                return CorpusInfo(**json.loads(text))
-    raise DataError(f"{path} is not a whole corpus of tokens")
+                return _checked(path, text)
+    raise DataError(f"{path} is not a whole corpus of tokens; {REMEDY}")
+
+
+def _checked(path: Path, text: bytes) -> CorpusInfo:
+    """The description in a text, which may be anybody's; raises DataError."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict) or fields.keys() != set(CorpusInfo._fields):
+        raise DataError(f"{path} has no description of a corpus; {REMEDY}")
+    info = CorpusInfo(**fields)
+    for name in ("documents", "tokens", "text_bytes", "vocab_size"):
+        if type(fields[name]) is not int or fields[name] < 0:
+            raise DataError(f"{path} has {name}={shown(fields[name], 40)}, which must be a number of at least 0; {REMEDY}")
+    if info.token_type not in ("uint16", "uint32"):
+        raise DataError(f"{path} has token_type={shown(info.token_type, 40)}, which must be uint16 or uint32; {REMEDY}")
+    if not isinstance(info.sha256, str) or not isinstance(info.origin, dict):
+        raise DataError(f"{path} has no description of a corpus; {REMEDY}")
+    return info
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     """The corpus in a file, its tokens mapped, and its description. All of it is read once to check it.
 
     Raises:
-      DataError: a file that is not what was written.
+      DataError: a file that is not what was written, or whose numbers are not those of a corpus.
     """
-    info = read_info(path)  # authentic; its sizes are those of the file if the data has the check sum
+    info = read_info(path)
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     length = CORPUS_HEADER.unpack(mapped[: CORPUS_HEADER.size].tobytes())[1]
     data = mapped[CORPUS_HEADER.size : len(mapped) - length]
     if hashlib.sha256(data.data).hexdigest() != info.sha256:
-        raise DataError(f"{path} is not a whole corpus of tokens")
+        raise DataError(f"{path} is not a whole corpus of tokens; {REMEDY}")
     dtype = np.dtype(info.token_type).newbyteorder("<")
     size = info.tokens * dtype.itemsize
-    numbers = np.array(data[-(-size // 8) * 8 :].view("<i8"))
+    padded = -(-size // 8) * 8
+    if len(data) != padded + 8 * (2 * info.documents + 1):
+        raise DataError(f"{path} has other sizes than its description says; {REMEDY}")
+    numbers = np.frombuffer(data[padded:].tobytes(), "<i8")
+    starts, byte_counts = numbers[: info.documents + 1], numbers[info.documents + 1 :]
+    if starts[0] != 0 or starts[-1] != info.tokens or (starts[1:] < starts[:-1]).any():
+        raise DataError(f"{path} has documents that do not follow one another in its {info.tokens} tokens; {REMEDY}")
+    if (byte_counts < 0).any() or byte_counts.sum() != info.text_bytes:
+        raise DataError(f"{path} has documents of other bytes than its description says; {REMEDY}")
+    largest = int(data[:size].view(dtype).max(initial=0))
+    if info.tokens and largest >= info.vocab_size:
+        raise DataError(f"{path} has the token {largest}, outside its vocabulary of {info.vocab_size}; {REMEDY}")
     corpus = Corpus(
         tokens=data[:size].view(dtype),
-        starts=numbers[: info.documents],
-        stops=numbers[1 : info.documents + 1],
-        byte_counts=numbers[info.documents + 1 :],
+        starts=starts[:-1],
+        stops=starts[1:],
+        byte_counts=byte_counts,
         vocab_size=info.vocab_size,
         digest=info.sha256,
     )

@@ -17,7 +17,7 @@ from llama_jax.data.data_cache import CORPORA, cache_folder, cannot_cache, make_
 from llama_jax.data.data_cache import cache_limit as limit_of_environment
 from llama_jax.data.data_files import Paths, Source, describe, find_files, unchanged, untouched
 from llama_jax.data.documents import DocumentFormat, kind_of
-from llama_jax.data.token_stream import Vocabulary, check_vocabulary, examine, read_tokens
+from llama_jax.data.token_stream import Vocabulary, check_corpus, examine, read_tokens
 from llama_jax.errors import DataError
 from llama_jax.tokenizers import Tokenizer
 
@@ -56,7 +56,7 @@ def open_corpus(
     vocabulary = examine(tokenizer)
     if len(files) == 1 and kind_of(files[0]) == CORPUS_SUFFIX:
         corpus, info = read_corpus(files[0])
-        check_vocabulary(files[0], info, vocabulary)
+        check_corpus(files[0], info, vocabulary, reading)
         return corpus
     recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "fingerprint": vocabulary.fingerprint}
     folder = cache_folder() / CORPORA if cache is None else Path(cache)
@@ -78,8 +78,8 @@ def _cached(path: Path, files: list[Path], recipe: dict[str, Any]) -> Corpus | N
         corpus, info = read_corpus(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except DataError as error:
-        warnings.warn(f"{error}; tokenizing again", stacklevel=3)
+    except DataError:
+        warnings.warn(f"{path} is not a whole corpus of tokens; tokenizing again", stacklevel=3)
         return None
     sources = [Source(*source) for source in info.origin["sources"]]
     if info.origin | recipe != info.origin or not all(map(unchanged, files, sources)):

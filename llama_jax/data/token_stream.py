@@ -93,16 +93,22 @@ def read_tokens(
             return _from_records(path, vocabulary, reading)
         case ".corpus":
             corpus, info = read_corpus(path)
-            check_vocabulary(path, info, vocabulary)
+            check_corpus(path, info, vocabulary, reading)
             size = path.stat().st_size
             return (block._replace(read=size) for block in blocks_of(corpus))
         case _:
             return _from_text(path, tokenizer, vocabulary, reading, span)
 
 
-def check_vocabulary(path: Path, info: CorpusInfo, vocabulary: Vocabulary) -> None:
-    """Raise DataError for a corpus of another vocabulary."""
-    made, name = info.origin.get("fingerprint", ""), info.origin.get("tokenizer", "that made it")
+def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: DocumentFormat) -> None:
+    """Raise DataError for a corpus of another vocabulary, or of another type than is said."""
+    made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
+    if reading.token_type not in (None, info.token_type):
+        raise DataError(f"{path} has ids of {info.token_type}, and not of token_type='{reading.token_type}'; leave that out")
+    if made == vocabulary.fingerprint and info.vocab_size > vocabulary.size:
+        raise DataError(
+            f"{path} says that its vocabulary has {info.vocab_size} tokens, and it has {vocabulary.size}; build again"
+        )
     if made != vocabulary.fingerprint:
         raise DataError(
             f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), and is read with another one"

@@ -18,7 +18,7 @@ import pytest
 
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
 from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
-from llama_jax.data.corpus_file import read_info
+from llama_jax.data.corpus_file import CORPUS_HEADER, CORPUS_MAGIC, read_corpus, read_info
 from llama_jax.data.data_cache import UNFINISHED
 from llama_jax.data.data_files import describe
 from llama_jax.errors import UserError
@@ -331,8 +331,67 @@ def test_a_damaged_corpus_is_named(built, tokenizer, tmp_path):
     path = tmp_path / CORPUS_NAME
     for damaged in (content[:-1], content[:1000] + b"?" + content[1001:]):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens"):
+        with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens; remove it, and build again"):
             open_corpus(path, tokenizer, cache=tmp_path / "cache")
+
+
+def test_a_build_over_a_damaged_corpus_notices_it(files, tmp_path):
+    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    path = tmp_path / "out" / CORPUS_NAME
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens; remove it, and build again"):
+        build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    path.unlink()
+    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    assert path.read_bytes() == content
+
+
+def forged(path, ids=(1, 2, 3, 4), starts=(0, 2, 4), byte_counts=(3, 4), **fields):
+    """A corpus whose check sums are right, whatever it says."""
+    data = np.array(ids, "<u2").tobytes()
+    data += bytes(-len(data) % 8) + np.array([*starts, *byte_counts], "<i8").tobytes()
+    info = {"token_type": "uint16", "documents": 2, "tokens": 4, "text_bytes": 7, "vocab_size": 5, "origin": {}}
+    text = json.dumps(info | {"sha256": hashlib.sha256(data).hexdigest()} | fields).encode()
+    path.write_bytes(CORPUS_HEADER.pack(CORPUS_MAGIC, len(text), hashlib.sha256(text).digest()) + data + text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"token_type": "object"}, "token_type='object', which must be uint16 or uint32"),
+        ({"token_type": [1]}, "token_type=.*, which must be uint16 or uint32"),
+        ({"token_type": "uint32"}, "other sizes than its description says"),
+        ({"documents": -1}, "documents=-1, which must be a number of at least 0"),
+        ({"tokens": 4.0}, "tokens=4.0, which must be"),
+        ({"tokens": 10**30}, "other sizes"),
+        ({"documents": 1}, "other sizes"),
+        ({"more": 1}, "no description of a corpus"),
+        ({"origin": []}, "no description of a corpus"),
+        ({"starts": (0, 5, 4)}, "do not follow one another"),
+        ({"starts": (1, 2, 4)}, "do not follow one another"),
+        ({"starts": (0, 2, 9)}, "do not follow one another"),
+        ({"byte_counts": (-3, 10)}, "other bytes than its description says"),
+        ({"text_bytes": 8}, "other bytes than its description says"),
+        ({"vocab_size": 4}, "the token 4, outside its vocabulary of 4"),
+    ],
+)
+def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
+    assert read_corpus(forged(tmp_path / "good.corpus"))[0].document(1).tolist() == [3, 4]
+    with pytest.raises(DataError, match=f"bad.corpus has .*{message}.*; remove it, and build again"):
+        read_corpus(forged(tmp_path / "bad.corpus", **said))
+
+
+def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
+    path, own = built[0] / CORPUS_NAME, built[1].origin
+    for given in (path, [path, files[0] / "a.txt"]):
+        with pytest.raises(DataError, match="has ids of uint16, and not of token_type='uint32'; leave that out"):
+            open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
+    assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
+    larger = forged(tmp_path / "larger.corpus", vocab_size=60000, origin=own)
+    with pytest.raises(DataError, match="says that its vocabulary has 60000 tokens, and it has 4096"):
+        open_corpus(larger, tokenizer)
 
 
 def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
