@@ -44,18 +44,28 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
-        """The answer; None if the process has not given one, and was killed.
+        """The answer; None if the process has not given one, and was killed. One that ended before, or whose pipe is broken
+        before it has the whole request, is first replaced, once.
 
         Args:
-          again: whether a new process is asked, too, where one that was asked before gives no answer.
+          again: whether one that was asked before is replaced, once, also where it gives no answer.
         """
         with self._lock:
-            used = self.process is not None
-            answer = self._ask(request)
-            return self._ask(request) if answer is None and used and again else answer
+            if self.process is not None and self.process.poll() is not None:
+                self.close()
+            for is_new in (self.process is None, True):
+                answer, is_sent = self._try(request)
+                if answer is not None:
+                    return answer
+                was_closed = self.process is None  # by another thread, which wants it to end
+                self.close()
+                if is_new or was_closed or (is_sent and not again):
+                    break
+            return None
 
-    def _ask(self, request: bytes) -> bytes | None:
-        size, answer = -1, b""
+    def _try(self, request: bytes) -> tuple[bytes | None, bool]:
+        """The answer if there is one, and whether the request was sent."""
+        size, answer, is_sent = -1, b"", False
         try:
             process = self.process or self._start()
             assert process.stdin is not None
@@ -66,16 +76,14 @@ class ChildProcess:
             try:
                 process.stdin.write(len(request).to_bytes(8, "big") + request)
                 process.stdin.flush()
+                is_sent = True
                 size = int.from_bytes(process.stdout.read(8), "big")
                 answer = process.stdout.read(size)
             finally:
                 timer.cancel()
         except (OSError, ValueError):  # ValueError: `close` has closed its pipes
             pass
-        if answer and len(answer) == size:
-            return answer
-        self.close()
-        return None
+        return (answer if answer and len(answer) == size else None), is_sent
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self.process = subprocess.Popen(

@@ -72,7 +72,6 @@ MOST_ARGUMENTS = 7
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
     "inference/generate.py stream": 10,  # those of generate, and turns
-    "model/cache.py init_cache": 8,  # its sizes, dtype, window and sinks, and how rows read and lie over devices
     "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
 }
 

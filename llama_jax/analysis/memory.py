@@ -298,7 +298,7 @@ def decode_programs(
 
     def cache_of() -> KVCache:
         kept = jnp.dtype(jnp.int8 if quantized else dtype)
-        made = lambda: init_cache(config, batch, capacity, kept, parts=layout.shares)
+        made = lambda: init_cache(config, batch, capacity, kept)
         return _placed(jax.eval_shape(made), placement)
 
     def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:

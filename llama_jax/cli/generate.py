@@ -239,10 +239,10 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.generate import SMALLEST_CACHE, prefill_piece
-    from llama_jax.model.cache import bucket, cache_bytes
+    from llama_jax.inference.generate import prefill_piece, whole_capacity
+    from llama_jax.model.cache import cache_bytes
 
-    capacity = bucket(prompt + new + 1, SMALLEST_CACHE)
+    capacity = whole_capacity(prompt, new)
     return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_piece(options, prompt))
 
 

@@ -319,7 +319,14 @@ _ask = compiled.jit(ask, static_argnums=2)
 
 def capacity_for(lengths: np.ndarray, request: Request) -> int:
     """Tokens that a row of the cache has room for: the longest prompt with the most new tokens."""
-    return bucket(int(lengths.max()) + int(request.limit.max()) + 1, SMALLEST_CACHE)
+    return whole_capacity(int(lengths.max()), int(request.limit.max()))
+
+
+def whole_capacity(longest: int, new: int) -> int:
+    """Tokens of a row with room for a prompt and its continuation: few sizes, for programs; more of long ones."""
+    wanted = bucket(longest + new, SMALLEST_CACHE)
+    step = max(wanted // 8, LARGEST_PREFILL)
+    return wanted if wanted <= 8 * SMALLEST_CACHE else -(-(longest + new) // step) * step
 
 
 def prefill_piece(options: CacheOptions, longest: int) -> int:

@@ -87,9 +87,8 @@ def layout_of(params: Llama) -> Layout:
     gate, experts = params.blocks.feed_forward.gate, None
     if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
         experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
-    shares = math.prod(sharding.mesh.shape[axis] for axis in rows)
     division = Division(rows, heads)
-    return Layout(placement, division=division, experts=experts, shares=shares, mesh=_abstract(sharding.mesh))
+    return Layout(placement, division=division, experts=experts, mesh=_abstract(sharding.mesh))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:

@@ -135,7 +135,7 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
-    cache = init_cache(config, batch, width, dtype, parts=layout.shares)
+    cache = init_cache(config, batch, width, dtype)
     reading = Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]

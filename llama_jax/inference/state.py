@@ -98,7 +98,6 @@ def empty_reading(
         window=options.window,
         sinks=options.sinks,
         at_once=at_once,
-        parts=layout.shares,
     )
     return Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import turning_point
-from llama_jax.inference.generate import LARGEST_PREFILL, SMALLEST_CACHE
+from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.state import CHUNK, Piece, Request, decode, empty_reading, read, start
-from llama_jax.model.cache import bucket
 from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
 
@@ -21,7 +20,7 @@ def complete(
     """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
 
     Args:
-      capacity: tokens that a row has room for, from `whole_capacity`.
+      capacity: tokens that a row has room for, from `generate.whole_capacity` with CHUNK more than the new ones.
       tokens, lengths, request: as `prepare` gives them.
 
     Returns:
@@ -45,8 +44,3 @@ def complete(
     state, first = start(config, params, reading, tokens, lengths, request)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // CHUNK, capacity // CHUNK)
     return Piece(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))
-
-
-def whole_capacity(longest: int, max_new_tokens: int) -> int:
-    """Tokens of a row for a whole generation: prompts of up to `longest` tokens, and the rest of the last chunk."""
-    return bucket(longest + max_new_tokens + CHUNK, SMALLEST_CACHE)

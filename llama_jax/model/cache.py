@@ -24,6 +24,7 @@ from llama_jax.ops.platform import mesh_in_force
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows
 
 PAGE = 16  # tokens of a page
+LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class CacheOptions:
     Attributes:
       dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
         parameters.
-      window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
+      window: tokens see only so many positions back, and keys and values need no more room however long the text becomes.
       sinks: first tokens that stay visible, without which the loss of a model that was trained to see all tokens rises
         sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
 
@@ -64,8 +65,8 @@ class KVCache(struct.PyTreeNode):
     Attributes:
       pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side; `Quantized` for int8.
       table: int32[R, n], the pages of each row in order. With a window those that have left it are used again, so that an
-        entry may name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and
-        pages are counted within the part of a row's device.
+        entry may name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and a
+        row's pages are on its device.
       length: int32[R], tokens that each row has read.
       window: how many positions back a token sees, or None for all.
       sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
@@ -103,7 +104,6 @@ def init_cache(
     window: int | None = None,
     sinks: int = 0,
     at_once: int = 1,
-    parts: int = 1,
 ) -> KVCache:
     """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own.
 
@@ -112,7 +112,6 @@ def init_cache(
       window: positions that a token sees back. A row then takes pages for the window only, however large the capacity.
       sinks: first tokens of each row that are seen from everywhere.
       at_once: with a window, the most tokens of a row that are read at once.
-      parts: in how many the mesh divides the rows.
 
     Raises:
       GenerationError: an invalid value.
@@ -121,13 +120,15 @@ def init_cache(
     for name, value in (("batch", batch), ("capacity", capacity), ("at_once", at_once)):
         if not isinstance(value, int) or value < 1:
             raise GenerationError(f"{name}={value!r} must be a positive integer")
+    if capacity > LARGEST_CAPACITY:
+        raise GenerationError(f"capacity={capacity}: a row of a cache has at most {LARGEST_CAPACITY:,} tokens")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     first, ring = pages_of(capacity, window, sinks, at_once)
     entry = np.arange(-(-capacity // PAGE))
     entry = np.where(entry < first, entry, first + (entry - first) % max(ring, 1))
     pages = init_pages(config, batch * (first + ring), dtype)
-    return KVCache(pages, _own_pages(batch, parts, first + ring, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
+    return KVCache(pages, _own_pages(batch, first + ring, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
 
 
 def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page: int = PAGE) -> Any:
@@ -138,10 +139,9 @@ def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jn
     return jnp.zeros(shape, dtype)
 
 
-def _own_pages(batch: int, parts: int, count: int, entry: np.ndarray) -> jax.Array:
+def _own_pages(batch: int, count: int, entry: np.ndarray) -> jax.Array:
     """The table of rows with `count` pages each: int32[B, n], from the number of an entry's page among its row's, int[n]."""
-    row = np.arange(batch) % max(batch // parts, 1)
-    return jnp.asarray(row[:, None] * count + entry, jnp.int32)
+    return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
 
 
 def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page: int = PAGE) -> tuple[int, int]:
@@ -173,14 +173,14 @@ def cache_bytes(
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
 
 
-def cache_of(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int, parts: int = 1) -> KVCache:
+def cache_of(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int) -> KVCache:
     """The cache of rows whose keys and values [L, B, K, T, H] are known, with room for `capacity` tokens, T or more."""
     layers, batch, heads, new, width = keys.shape
     both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
     entries = -(-capacity // PAGE)
     both = jnp.pad(both, [(0, 0), (0, 0), (0, entries * PAGE - new)] + [(0, 0)] * 3)
     pages = both.reshape(layers, batch * entries, PAGE, 2 * heads, width)
-    return KVCache(pages, _own_pages(batch, parts, entries, np.arange(entries)), length)
+    return KVCache(pages, _own_pages(batch, entries, np.arange(entries)), length)
 
 
 def is_quantized(cache: KVCache) -> bool:
@@ -198,10 +198,12 @@ def branch(cache: KVCache, group: int, room: int, division: Division | None = No
       division: over which axes of the mesh rows and heads are divided.
     """
 
-    def of_part(pages: Any, table: jax.Array, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    def of_part(
+        pages: Any, table: jax.Array, length: jax.Array, part: jax.Array | int = 0
+    ) -> tuple[Any, jax.Array, jax.Array]:
         count, page = pages.shape[1:3]
         each = -(-room // page) + 1
-        table, length = (jnp.repeat(x, group, axis=0) for x in (table, length))
+        table, length = (jnp.repeat(x, group, axis=0) for x in (table - part * count, length))
         own = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
         table = jnp.pad(table, ((0, 0), (0, each)))
         whole, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
@@ -213,13 +215,17 @@ def branch(cache: KVCache, group: int, room: int, division: Division | None = No
             pages = jnp.pad(pages, [(0, 0), (0, own.size)] + [(0, 0)] * (pages.ndim - 2))
             return pages.at[:, own[:, 0]].set(pages[:, last])
 
-        return jax.tree.map(longer, pages), table, length
+        return jax.tree.map(longer, pages), table + part * (count + own.size), length
 
     run: Callable[..., Any] = of_part
     if division is not None and math.prod(mesh_in_force().values()) > 1:
         rows, heads = division.mesh_axes_of_rows or None, division.mesh_axes_of_heads or None
         specs = P(None, rows, None, heads), P(rows), P(rows)
-        run = jax.shard_map(of_part, in_specs=specs, out_specs=specs, check_vma=False)
+
+        def of_own(pages: Any, table: jax.Array, length: jax.Array) -> Any:
+            return of_part(pages, table, length, lax.axis_index(rows) if rows else 0)
+
+        run = jax.shard_map(of_own, in_specs=specs, out_specs=specs, check_vma=False)
     pages, table, length = run(cache.pages, cache.table, cache.length)
     return cache.replace(pages=pages, table=table, length=length)
 

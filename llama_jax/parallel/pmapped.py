@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import Generation, continuations, piece_of
+from llama_jax.inference.generate import Generation, continuations, piece_of, whole_capacity
 from llama_jax.inference.requests import prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.whole import complete, whole_capacity
+from llama_jax.inference.state import CHUNK
+from llama_jax.inference.whole import complete
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch
@@ -124,7 +125,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     ) -> list[Generation]:
         _check_replicated("parameters", params, everywhere)
         tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
-        capacity = whole_capacity(int(lengths.max()), int(request.limit.max()))
+        capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
         found = mapped(config, capacity, params, *jax.device_put(rows, shares))
         piece = piece_of(*(np.asarray(part).reshape(len(prompts), -1) for part in found))

@@ -56,7 +56,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> Read:
             return gather(layer.keys), gather(layer.values)
 
         hidden, (keys, values) = observe(config, params, rows.tokens, keep, places=places, layout=layout)
-        cache = cache_of(keys, values, lengths, capacity, sizes.rows)
+        cache = cache_of(keys, values, lengths, capacity)
         cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
         return cache, _last_of_rows(mesh, hidden, lengths)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -72,6 +71,5 @@ def layout_to_generate(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, La
         division=Division(BATCH, ("tensor",)),
         experts=EXPERTS._replace(batch=BATCH),
         fit=training.fit,
-        shares=math.prod(mesh.shape[axis] for axis in BATCH),
         mesh=mesh.abstract_mesh,
     )

@@ -269,8 +269,7 @@ def name_of(function: Callable[..., Any] | None) -> str | None:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
 
-    A field that a stored recipe lacks has its default: a new field needs a default that computes what was computed
-    without it.
+    A field that a stored recipe lacks has its default, which therefore computes what was computed without the field.
     """
     old, new = _flat(_completed(before, Recipe)), _flat(after)
     return [

@@ -194,12 +194,13 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
         ({"window": 4, "sinks": -1}, r"sinks=-1 must be an integer of at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
         ({"window": 4, "at_once": 0}, r"at_once=0 must be a positive integer"),
+        ({"window": 4, "capacity": 2**30}, r"capacity=1073741824: a row of a cache has at most"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),
     ],
 )
 def test_invalid_arguments(model, arguments, message):
     with pytest.raises(GenerationError, match=message):
-        init_cache(model[0], 1, 8, **arguments)
+        init_cache(model[0], 1, **({"capacity": 8} | arguments))
 
 
 def test_a_ring_takes_only_so_much_at_once(model, tokens):

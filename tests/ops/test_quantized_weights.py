@@ -456,7 +456,7 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
         pytest.skip("this processor has no AVX-512")
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
     monkeypatch.setattr(native, "PREFIX", f"llama_jax_{level}_")
-    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    monkeypatch.setattr(native, "_futures", {})
     native.prepare(native.LIBRARIES)
     assert all(map(native.usable, native.LIBRARIES))
     for kind, columns in WIDTHS:
@@ -505,7 +505,7 @@ def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    monkeypatch.setattr(native, "_futures", {})
     monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -518,7 +518,7 @@ def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, t
 
 
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_registered", cache(native._registered.__wrapped__))
+    monkeypatch.setattr(native, "_futures", {})
     monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
     monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
-from llama_jax import LlamaConfig, Sampling
+from llama_jax import LlamaConfig, Sampling, ops
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.build_params import build_params, pad_to_mesh
@@ -29,6 +29,7 @@ from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
 from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
 from llama_jax.model.cache import CacheOptions
+from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, unconstrained
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
@@ -124,6 +125,25 @@ def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
     config, params = load(text)
     assert params.embedding.sharding.num_devices == 8
     same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
+
+
+def own_attention(queries, view, seen, **options):
+    return ops.attend(queries, view, seen, **options)
+
+
+@pytest.mark.parametrize("compute", [Compute(attention="rows"), Compute(attend=own_attention)], ids=["rows", "own"])
+def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alone, compute):
+    config, params = load("data=2,fsdp=2,tensor=2")
+    same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING, compute=compute), alone)
+
+
+def test_a_cache_needs_not_know_of_the_mesh(load, params):
+    config, spread = load("data=2,fsdp=2,tensor=2")
+    tokens = np.arange(8 * 20, dtype=np.int32).reshape(8, 20) % CONFIG.vocab_size
+    read = jax.jit(forward, static_argnums=0, static_argnames="layout")
+    alone, _ = read(CONFIG, params, tokens, llama_jax.init_cache(CONFIG, 8, 40))
+    found, _ = read(config, spread, tokens, llama_jax.init_cache(config, 8, 40), layout=layout_of(spread))
+    np.testing.assert_allclose(found, alone, atol=1e-4)
 
 
 # Rows, heads, and both: over the whole of the mesh each.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
@@ -79,7 +80,7 @@ def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView,
         return _write(pages, keys, values, view)
     of_pages, of_tokens, of_view = cut.specs(pages, view)
     run = jax.shard_map(
-        lambda pages, keys, values, view: _write(pages, keys, values, _own(view)),
+        lambda pages, keys, values, view: _write(pages, keys, values, _own(view, pages.shape[1], cut.rows)),
         in_specs=(of_pages, of_tokens, of_tokens, of_view),
         out_specs=of_pages,
         check_vma=False,
@@ -128,7 +129,7 @@ def attend_paged(
       sink_queries: [T, K, G, H], the queries as the sinks are to see them, `queries` by default.
       division: the axes of the current mesh over which rows and heads are cut, each device computing its own part. With the
         rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the axis P of
-        the pages: the numbers in a table are those of a device's own. Without a division XLA divides the program, and no
+        the pages: those of a row are on its device. Without a division XLA divides the program, and no
         kernel is used on a mesh.
 
     Returns:
@@ -143,7 +144,9 @@ def attend_paged(
         return attend(queries, view, sink_queries=sink_queries)
     of_pages, of_tokens, of_view = cut.specs(view.pages, view)
     run = jax.shard_map(
-        lambda queries, sink_queries, view: attend(queries, _own(view), sink_queries=sink_queries),
+        lambda queries, sink_queries, view: attend(
+            queries, _own(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
+        ),
         in_specs=(of_tokens, None if sink_queries is None else of_tokens, of_view.replace(pages=of_pages)),
         out_specs=of_tokens,
         check_vma=False,  # a kernel does not say over which axes its results differ
@@ -186,11 +189,13 @@ class _Cut(NamedTuple):
         return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), of_view
 
 
-def _own(view: PagedView) -> PagedView:
-    """A device's part of the view, whose rows begin with the first of its tokens."""
+def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
+    """A device's part of the view: its rows begin with the first of its tokens, and its `count` pages with the first."""
     if view.each is None:
         return view
-    return view.replace(starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.each)
+    first = lax.axis_index(rows) * count if rows else 0
+    table = jnp.clip(view.table - first, 0, count - 1)  # entries beyond a row's length may be any
+    return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.each)
 
 
 @for_cpu(cpu.attend_paged)

@@ -11,6 +11,7 @@ from jax import lax
 from llama_jax.ops.quantized import Quantized, dequantize, over_rows
 
 MOST_QUERIES, KEYS_AT_ONCE = 64, 512  # of a block
+FEW_QUERIES = 16  # of a row, so many at most, of which all rows are computed at once
 
 
 class QueryBlocks(NamedTuple):
@@ -60,20 +61,14 @@ def attend_by_blocks(
     tokens, heads, groups, width = queries.shape
     rows, entries = view.table.shape
     page = view.pages.shape[2]
-    blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
     pages_at_once = min(max(1, KEYS_AT_ONCE // page), entries)
     table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
-    padded, padded_for_sinks = (
-        jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0)))
-        for x in (queries, queries if sink_queries is None else sink_queries)
-    )
+    sink_queries = queries if sink_queries is None else sink_queries
 
-    def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
-        row, start = blocks.rows[i], blocks.starts[i]
-        own = lambda queries: lax.dynamic_slice_in_dim(queries, start, blocks.size)
-        # Of the row's last block, tokens of the next row are computed too and then written over.
-        position = (blocks.positions[i] + jnp.arange(blocks.size, dtype=jnp.int32))[:, None]
+    def of_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
+        """Of some queries [q, K, G, H] of a row, from a position on."""
+        position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
         held = jnp.minimum(view.lengths[row], entries * page)
 
         def of_keys(
@@ -88,13 +83,14 @@ def attend_by_blocks(
             key = entry * page + jnp.arange(len(both), dtype=jnp.int32)
             both = jnp.where((key < held)[:, None, None, None], both, 0)
             scores = jnp.einsum("qkgh,skh->kqgs", queries.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
-            scores = jnp.where((seen(key) & (key < held))[:, None], scores * scale, -jnp.inf)
+            allowed = seen(key[None]) & (key < held)[None]
+            scores = jnp.where(allowed[None, :, None], scores * scale, -jnp.inf)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
             new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
             return larger, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new
 
-        shape = heads, blocks.size, groups
+        shape = heads, len(queries), groups
         carry: tuple[jax.Array, ...] = (
             jnp.full(shape, -1e30, precise),
             jnp.zeros(shape, precise),
@@ -102,19 +98,31 @@ def attend_by_blocks(
         )
         if sinks:
             of_sinks = min(-(-sinks // page), entries)
-            carry = of_keys(
-                carry, own(padded_for_sinks), jnp.int32(0), of_sinks, lambda key: (key <= position) & (key < sinks)
-            )
+            carry = of_keys(carry, sink_queries, jnp.int32(0), of_sinks, lambda key: (key <= position) & (key < sinks))
         others = lambda key: seen_by(position, key, window, chunk) & (key >= sinks)
-        keys, queries = pages_at_once * page, own(padded)
-        last = jnp.minimum(blocks.positions[i] + blocks.size, held)
-        first = first_seen(blocks.positions[i], window, chunk) // keys
+        keys = pages_at_once * page
+        last = jnp.minimum(begin + len(queries), held)
+        first = first_seen(begin, window, chunk) // keys
         step = lambda j, carry: of_keys(carry, queries, j * pages_at_once, pages_at_once, others)
         _, total, mixed = lax.fori_loop(first, -(-last // keys), step, carry)
-        mixed = (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype)
-        return lax.dynamic_update_slice_in_dim(found, mixed.swapaxes(0, 1), start, 0)
+        return (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
 
-    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded))[:tokens]
+    if view.each is not None and view.each <= FEW_QUERIES and tokens == rows * view.each:
+        # All rows at once, as they are decoded: a matmul for all of them instead of one for each.
+        by_row = (x.reshape(rows, view.each, *x.shape[1:]) for x in (queries, sink_queries))
+        found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
+        return found.reshape(queries.shape)
+
+    blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
+    padded = [jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0))) for x in (queries, sink_queries)]
+
+    def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
+        # Of the row's last block, tokens of the next row are computed too and then written over.
+        own = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
+        mixed = of_row(blocks.rows[i], blocks.positions[i], *own)
+        return lax.dynamic_update_slice_in_dim(found, mixed, blocks.starts[i], 0)
+
+    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded[0]))[:tokens]
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
 
 

@@ -7,16 +7,20 @@ type of numbers, see `LIBRARIES`: a model needs few of them, and they are compil
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +151,66 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
 
 
-_threads = ThreadPoolExecutor(os.cpu_count())
+_lock = threading.Lock()  # of what follows
+_slots = threading.Semaphore(os.cpu_count() or 1)  # for as many compilers at a time
+_futures: dict[str, Future[bool]] = {}
+_results: dict[str, bool] = {}  # of the futures that have one
+_running: set[subprocess.Popen[str]] = set()
+_ended = False  # whether this process ends
 
 
-@cache
 def _registered(library: str) -> Future[bool]:
-    """Whether XLA can call it, in the end."""
-    return _threads.submit(_register, library)
+    """Whether XLA can call it, in the end. Its thread is a daemon, so that nothing waits for it at exit."""
+    with _lock:
+        if library not in _futures:
+            future: Future[bool] = Future()
+            threading.Thread(target=_fulfill, args=(future, library), name=library, daemon=True).start()
+            _futures[library] = future
+        return _futures[library]
+
+
+def _fulfill(future: Future[bool], library: str) -> None:
+    try:
+        with _slots:
+            result = _results[library] = _register(library)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+@atexit.register
+def _end() -> None:
+    """Stop the compilers, and let their threads remove the files that these have begun."""
+    global _ended
+    with _lock:
+        _ended = True
+        for process in _running:
+            _stop(process, kill=False)
+    wait(_futures.values(), timeout=1)
+
+
+def _forget_unfinished() -> None:
+    """In a forked process, which has no thread that would finish it; and another may have held any lock."""
+    global _lock, _slots, _futures
+    _lock, _slots = threading.Lock(), threading.Semaphore(os.cpu_count() or 1)
+    _running.clear()
+    _futures = {library: Future() for library in _results}
+    for library, future in _futures.items():
+        future.set_result(_results[library])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_unfinished)
 
 
 def _register(library: str) -> bool:
     try:
         loaded = ctypes.CDLL(str(_compiled(library)))
         jax.ffi.register_ffi_target(f"{PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
-    except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
+    except (OSError, subprocess.SubprocessError, UserError, AttributeError, RuntimeError) as error:  # the last is XLA's
+        if _ended:  # by which its compiler was stopped
+            return False
         _say_missing(library.startswith("quantized"), reason_of(error, 300))
         return False
     return True
@@ -203,12 +253,42 @@ def _compiled(library: str) -> Path:
     return path
 
 
-_run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """What a compiler has written, in a group of processes of its own, so that those which it starts end with it."""
+    with _lock:
+        if _ended:
+            raise OSError("this process ends")
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0)
+        _running.add(process)
+    try:
+        with process:
+            try:
+                out, said = process.communicate(timeout=SECONDS)
+            except BaseException:
+                _stop(process, kill=True)
+                raise
+    finally:
+        with _lock:
+            _running.discard(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, said)
+
+
+def _stop(process: subprocess.Popen[str], kill: bool) -> None:
+    """End a compiler and what it has started; unless it is killed, it removes its temporary files."""
+    if process.poll() is None:
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):  # it has ended since
+                os.killpg(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+        else:
+            process.kill()
 
 
 @cache
 def _version(found: str) -> str:
-    return _run([found, "--version"], check=True).stdout
+    done = _run([found, "--version"])
+    done.check_returncode()
+    return done.stdout
 
 
 @cache

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <exception>
+#include <new>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -23,6 +26,21 @@ static inline int64_t bytes(const XLA_FFI_Buffer& buffer) {
   }
 }
 
+static inline XLA_FFI_DataType dtype_of(int64_t) { return XLA_FFI_DataType_S64; }
+static inline XLA_FFI_DataType dtype_of(float) { return XLA_FFI_DataType_F32; }
+
+// Those of <stdexcept> take 0.1 s more to compile.
+class BadAttribute : public std::exception {
+ public:
+  explicit BadAttribute(const char* name) {
+    std::snprintf(message_, sizeof message_, "the attribute %s is missing or of another type", name);
+  }
+  const char* what() const noexcept override { return message_; }
+
+ private:
+  char message_[100];
+};
+
 // Buffers and attributes of a call, of the types that `native` in Python gives them.
 class Call {
  public:
@@ -40,14 +58,17 @@ class Call {
   template <typename T>
   T* out() const { return static_cast<T*>(result().data); }
 
+  // Throws if there is none of that name and type.
   template <typename T>
   T attribute(const char* name) const {
     for (int64_t i = 0; i < frame->attrs.size; ++i) {
       const XLA_FFI_ByteSpan& own = *frame->attrs.names[i];
-      if (own.len == std::strlen(name) && std::memcmp(own.ptr, name, own.len) == 0)
-        return *static_cast<const T*>(static_cast<const XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value);
+      if (own.len != std::strlen(name) || std::memcmp(own.ptr, name, own.len) != 0) continue;
+      const auto* const scalar = static_cast<const XLA_FFI_Scalar*>(frame->attrs.attrs[i]);
+      if (frame->attrs.types[i] != XLA_FFI_AttrType_SCALAR || scalar->dtype != dtype_of(T{})) break;
+      return *static_cast<const T*>(scalar->value);
     }
-    return T{};
+    throw BadAttribute(name);
   }
 
   // 1 where an int32[] comes first, which says with which one of a group of operands, or of layers, to compute; else 0.
@@ -58,10 +79,21 @@ class Call {
 // What each source file defines.
 static void run(const Call& call);
 
+static inline XLA_FFI_Error* failure(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
+  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, code};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
 extern "C" XLA_FFI_Error* llama_jax_run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Extension_Base* asked = frame->extension_start;
   if (asked == nullptr || asked->type != XLA_FFI_Extension_Metadata) {
-    run(Call(frame));
+    try {
+      run(Call(frame));
+    } catch (const std::bad_alloc&) {
+      return failure(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "no memory is left");
+    } catch (const std::exception& error) {
+      return failure(frame, XLA_FFI_Error_Code_INTERNAL, error.what());
+    }
   } else {  // XLA asks what the kernel was compiled for
     XLA_FFI_Metadata& about = *reinterpret_cast<const XLA_FFI_Metadata_Extension*>(asked)->metadata;
     about.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};

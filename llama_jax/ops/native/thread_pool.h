@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -44,7 +46,8 @@ class ThreadPool {
 };
 
 // Parts of the work, for the caller and threads of XLA's: each has a stretch of them, one after the other in memory, and
-// then takes what others have left. Nobody waits for a thread that has not begun; it finds no part, and calls no work.
+// then takes what others have left. Nobody waits for a thread that has not begun; it finds no part, and calls no work. What
+// work throws is thrown by `wait`, when no other thread uses its operands any more.
 class Parts {
  public:
   typedef void Work(const void* self, int64_t part);
@@ -62,16 +65,25 @@ class Parts {
     for (int64_t i = 0; i < takers; ++i) {
       Stretch& stretch = stretches_[(who + i) % takers];
       int64_t done = 0;
-      for (int64_t part; (part = stretch.next.fetch_add(1)) < stretch.end; ++done) work_(self_, part);
+      for (int64_t part; (part = stretch.next.fetch_add(1)) < stretch.end; ++done) try_work(part);
       if (done) done_.fetch_add(done, std::memory_order_release);
     }
   }
 
   void wait() {
     while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
+    if (error_) std::rethrow_exception(error_);
   }
 
  private:
+  void try_work(int64_t part) {
+    try {
+      work_(self_, part);
+    } catch (...) {
+      if (!failed_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+
   struct alignas(64) Stretch {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
@@ -81,6 +93,8 @@ class Parts {
   Work* const work_;
   const void* const self_;
   std::atomic<int64_t> done_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;  // the first
 };
 
 struct Taker {
@@ -95,7 +109,11 @@ static void share_parts(const ThreadPool& threads, int64_t count, Parts::Work* w
     const std::unique_ptr<Taker> taker(static_cast<Taker*>(data));
     taker->parts->take(taker->who);
   };
-  for (int64_t i = 1; i < takers; ++i) threads.schedule(task, new Taker{parts, i});
+  for (int64_t i = 1; i < takers; ++i) {
+    Taker* const taker = new (std::nothrow) Taker{parts, i};
+    if (taker == nullptr) break;  // those that are scheduled, and this one, do its parts
+    threads.schedule(task, taker);
+  }
   parts->take(0);
   parts->wait();
 }

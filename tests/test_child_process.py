@@ -1,0 +1,66 @@
+"""Programs in processes of their own: what is asked of one that has ended is asked of the next."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from llama_jax.child_process import ChildProcess, isolated
+from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
+
+# Answers with what it is asked; `end` is what it does before that, and `then` after it.
+ECHO = """
+import os, signal, sys
+source, out = sys.stdin.buffer, sys.stdout.buffer
+out.write(b"r"), out.flush()
+while size := source.read(8):
+    content = source.read(int.from_bytes(size, "big"))
+    {end}
+    out.write(size + content), out.flush()
+    {then}
+"""
+
+
+def child(folder: Path, end: str = "pass", then: str = "pass") -> ChildProcess:
+    script = folder / "echo.py"
+    script.write_text(ECHO.format(end=end, then=then))
+    return ChildProcess(*isolated(script, ()), 60)
+
+
+def test_an_idle_process_that_was_killed_is_replaced(tmp_path):
+    with closing(child(tmp_path)) as asked:
+        assert asked.ask(b"one") == b"one"
+        first = asked.process
+        first.kill()
+        first.wait()
+        assert asked.ask(b"two") == b"two"
+        assert asked.process.pid != first.pid
+        assert asked.ask(b"three") == b"three"
+
+
+def test_a_large_body_after_the_parser_was_killed_is_parsed():
+    body = bytearray(b'"' + b"a" * SMALL_BODY + b'"')
+    with closing(JsonParser()) as parser:
+        assert len(parser.parse(body)) == SMALL_BODY
+        process = parser._child.process
+        process.kill()
+        process.wait()
+        assert len(parser.parse(body)) == SMALL_BODY
+
+
+def test_what_a_process_has_not_read_is_asked_of_another(tmp_path):
+    with closing(child(tmp_path, end="os.close(0)", then="signal.pause()")) as asked:
+        assert asked.ask(b"one") == b"one"  # and lives on, but reads no more
+        assert asked.process.poll() is None
+        assert asked.ask(b"two") == b"two"
+
+
+@pytest.mark.parametrize("request_of", [b"x", b"x" * (1 << 20)])
+def test_what_ends_each_process_is_asked_once(tmp_path, request_of):
+    ended = tmp_path / "ended"
+    end = f"content.startswith(b'x') and (open({str(ended)!r}, 'a').write('.'), sys.exit())"
+    with closing(child(tmp_path, end=end)) as asked:
+        assert asked.ask(b"one") == b"one"
+        assert asked.ask(request_of) is None
+        assert ended.read_text() == "."
+        assert asked.ask(b"two") == b"two"
