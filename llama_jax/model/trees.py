@@ -91,7 +91,7 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
     With less than 6 bits the embedding and the output projection get a wider kind, and "q4_k" and "q5_k" give some layers 6
     bits, see `mixtures`; "q4_0-pure" is one kind for all.
 
-    A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. A tree of
+    A file is better quantised while it is read (`formats.load`), without ever holding the dense model. A tree of
     `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters, of any kind.
 
     Raises:
