@@ -197,7 +197,7 @@ struct PagedScratch {
   void fit(int64_t queries, int64_t width) {
     row = (width + LANES - 1) / LANES * LANES;
     const int64_t sizes[] = {queries * BLOCK, width * BLOCK, BLOCK * row, queries * row, queries, queries};
-    int64_t needed = LANES;
+    int64_t needed = 64 / 4;  // to begin at a multiple of 64 bytes, whatever the processor's vectors are
     for (const int64_t size : sizes) needed += size;
     if (static_cast<int64_t>(numbers.size()) < needed) numbers.resize(needed);
     if (static_cast<int64_t>(rows.size()) < 2 * queries) rows.resize(2 * queries);
