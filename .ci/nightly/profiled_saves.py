@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the run of this number")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    for room in ("runs", "../experiments"):
+    for room in ("", "runs", "../experiments"):
         sys.path.append(str(HERE / room))
     sys.path.insert(0, str(HERE.parent))
     with tempfile.TemporaryDirectory() as programs:  # each run compiles the same
