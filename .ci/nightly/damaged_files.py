@@ -197,7 +197,9 @@ _events: list[str] = []
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     # A template is rendered by a process that this library starts; that and no other.
-    if event in FORBIDDEN and not (event == "subprocess.Popen" and any("template_worker.py" in str(each) for each in arguments[1])):
+    if event in FORBIDDEN and not (
+        event == "subprocess.Popen" and any("template_worker.py" in str(each) for each in arguments[1])
+    ):
         _events.append(event)
 
 

@@ -110,10 +110,9 @@ def run(
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunks(config, tokens, cache, places)
-    # Rows that read different numbers of tokens are not divided: their pages are one pool.
-    division = layout.division
-    if division is not None and places.starts is not None:
-        division = Division((), division.mesh_axes_of_heads)
+    # Rows that read different numbers of tokens are not divided, their pages are one pool, and XLA divides the heads: with a
+    # kernel on each device a step of 8B over eight v5e reads 1.24 times the least, and so less than 1.05.
+    division = layout.division if places.starts is None else None
     mix = _mixing_of(config, compute, layout, cache, chunks, division)
     step = _step_of(config, tokens, cache, places, chunks)
     embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))

@@ -89,7 +89,7 @@ one, eight = mesh_for(hardware, MeshSizes()), mesh_for(hardware, MeshSizes(fsdp=
 programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
 host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
 programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256, dtype="bfloat16")
-programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[2:]
+programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[1:]
 out["programs"] = [examine(program).as_dict() for program in programs]
 out["by XLA's defaults"] = examine(programs[0], flags=False).as_dict()["overlapped_share"]
 large = replace(llama_jax.preset("llama-3.1-8b"), n_layers=2, vocab_size=1024)
@@ -161,10 +161,11 @@ print(json.dumps(examine(program).as_dict()))
 
 @pytest.mark.accelerators
 @pytest.mark.parametrize(
-    ("hardware", "mesh", "most"), [("tpu-v5e", "tensor=8", 32), ("tpu-v5p", "data=1", 30), ("h100", "data=1", 17)]
+    ("hardware", "mesh", "most"), [("tpu-v5e", "tensor=8", 42), ("tpu-v5p", "data=1", 30), ("h100", "data=1", 17)]
 )
 def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
-    """Of 8 layers, whose few kernels of other shapes at the ends count as well: 31.1 and 29.0 on TPUs.
+    """Of 8 layers, whose few kernels of other shapes at the ends count as well: 39.5 and less on TPUs, where
+    over devices each prepares the arguments of its own kernel of attention, some KB of tables and lengths.
 
     In a loop over layers, with which a program does not grow, XLA makes for each layer what it made once for all when they
     were written out: masks, places of the new tokens and angles, about nine kernels of at most some KB.
@@ -284,7 +285,7 @@ config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
 mesh = mesh_for(sys.argv[1], MeshSizes())
 out = {}
 for kind in sys.argv[2:]:
-    prefill, _, decode = decode_programs(config, mesh, 1, 2048, dtype="bfloat16", weights=kind)
+    prefill, decode = decode_programs(config, mesh, 1, 2048, dtype="bfloat16", weights=kind)
     out[kind] = [examine(program).as_dict() for program in (prefill, decode)]
 print(json.dumps(out))
 """
