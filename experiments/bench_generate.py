@@ -1,4 +1,4 @@
-"""Decode and prefill speed on this machine's CPU, compared with llama.cpp and transformers, in float32 or quantised.
+"""Decode and prefill speed on this machine's CPU, compared with llama.cpp and transformers, in float32 or quantized.
 
 Each peer is a process of its own, loaded once with random weights of the same shape and then asked in turn for one
 repetition of each measurement, so that a change of the machine's speed affects all of them. Medians, their spread, and the

@@ -5,7 +5,7 @@
 attention: every backend that runs here, forward and forward with gradients, 8 heads of 64 features in float32: seconds, and
   the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times
   and is left out where they alone are above 4 GB.
-step: one training step of the 15M shape with one row and full rematerialisation.
+step: one training step of the 15M shape with one row and full rematerialization.
 prompt: reading a prompt in pieces of 512 into a cache with room for all of it, as `generate` does.
 decode: tokens/s after so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
 

@@ -8,7 +8,7 @@ For each program: the memory of a device as its compiler plans it and whether th
 kernels that the program calls; the communication of devices, and its share by collectives with separate start and end
 (asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read for a token over
 the least, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters, with
-AdamW and full rematerialisation unless said otherwise. With "largest" the batch is doubled while it fits.
+AdamW and full rematerialization unless said otherwise. With "largest" the batch is doubled while it fits.
 Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
 table beside it in ``.md``.
 """

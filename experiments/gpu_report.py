@@ -4,7 +4,7 @@
     python experiments/gpu_report.py --sections yardsticks decode
 
 Sections, in the order of their worth, because the time limit cuts from the end:
-  training          the library's train step in bfloat16 with AdamW, by ways to rematerialise and batches; one process per
+  training          the library's train step in bfloat16 with AdamW, by ways to rematerialize and batches; one process per
                     shape, and first, for it needs nearly all of the device's memory
   yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
   correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`

@@ -5,7 +5,7 @@
 
 Weights and adapters are drawn from NumPy's generator and are not stored, only results in float64: logits, every gradient of
 a loss, and the losses and the adapters of twenty steps of AdamW. Three things of transformers are not computed in float64
-whatever the model is, and are so here: normalisation is replaced by its definition, and all tokens stand at position 0,
+whatever the model is, and are so here: normalization is replaced by its definition, and all tokens stand at position 0,
 where the rotary embedding turns nothing.
 """
 
@@ -92,11 +92,11 @@ def peft_model(config: LlamaConfig, lora: Lora, tensors: dict[str, np.ndarray], 
         model = model.double()
         for module in model.modules():
             if type(module).__name__ == "LlamaRMSNorm":
-                module.forward = _normalise(module)
+                module.forward = _normalize(module)
     return model.train()
 
 
-def _normalise(module: Any) -> Any:
+def _normalize(module: Any) -> Any:
     import torch
 
     def forward(x: Any) -> Any:

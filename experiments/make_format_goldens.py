@@ -4,7 +4,7 @@
     python experiments/make_format_goldens.py
 
 torch writes Meta's ``.pth`` in 1, 2, 4 and 8 ranks, ``pytorch_model.bin``, single and sharded, and llama2.c's ``ckpt.pt``;
-llama.cpp's quantiser writes a Q4_K_M. Those go to ``tests/goldens/formats``; what NumPy and the gguf package write (llama2.c
+llama.cpp's quantizer writes a Q4_K_M. Those go to ``tests/goldens/formats``; what NumPy and the gguf package write (llama2.c
 versions 0 to 2, GGUF) the tests write themselves with the functions below.
 """
 
@@ -34,7 +34,7 @@ SMALL = LlamaConfig(
     rope_theta=10_000.0,
     tie_embeddings=False,
 )
-# Blocks of 256 numbers, as the K quantisations have.
+# Blocks of 256 numbers, as the K quantizations have.
 WIDE = LlamaConfig(
     vocab_size=64,
     dim=256,
@@ -206,11 +206,11 @@ def write_llama2c(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray
         for a in norms if version == 2 else [*norms, *matrices]:
             file.write(a.tobytes())
         for a in matrices if version == 2 else []:
-            numbers, scales = quantise_int8(a, group)
+            numbers, scales = quantize_int8(a, group)
             file.write(numbers.tobytes() + scales.tobytes())
 
 
-def quantise_int8(a: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize_int8(a: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers int8[groups, group] and scales float32[groups] of llama2.c's version 2."""
     rows = a.reshape(-1, group)
     scales = (np.abs(rows).max(1) / 127).astype(np.float32)
@@ -229,13 +229,13 @@ def main() -> None:
     write_pytorch_bin(FORMATS / "pytorch", SMALL, tensors)
     write_pytorch_bin(FORMATS / "pytorch-sharded", SMALL, tensors, files=2)
     write_training(FORMATS / "ckpt.pt", SMALL, tensors)
-    quantise_with_llama_cpp(FORMATS / "q4_k_m.gguf")
+    quantize_with_llama_cpp(FORMATS / "q4_k_m.gguf")
     for path in sorted(FORMATS.rglob("*")):
         if path.is_file():
             print(f"{path.relative_to(FORMATS)}: {path.stat().st_size / 1000:.1f} kB")
 
 
-def quantise_with_llama_cpp(path: Path) -> None:
+def quantize_with_llama_cpp(path: Path) -> None:
     """WIDE in Q4_K_M by llama.cpp itself, and its logits of the tokens 0 to 15 beside it."""
     import llama_cpp
 

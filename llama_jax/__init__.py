@@ -8,20 +8,20 @@ The public face, loaded on first use so that importing the package costs nothing
   logits(config, params, tokens)      the plain case of both
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
-  next_token_loss(config, params, batch)       the loss that it minimises, of a Batch of rows
+  next_token_loss(config, params, batch)       the loss that it minimizes, of a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
                                       them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
   adapter_table(config, params, [(adapters, lora), ...])  the model with several; choose_adapters(params, rows) says which
                                       of them each row of a batch uses, for `generate` and all else
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
-  divergence(config, params, reference, corpus)  how far a quantised model's predictions are from the dense model's
+  divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
   evaluate_lengths(...)               how far a model uses its context: loss by length and position
   register_for_export()               programs of these as bytes, by `jax.export`
 
 and their arguments:
 
   LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what its siblings add
-  Compute, Places, Layout             how a pass computes (dtype, rematerialisation, an attention of your own), where its
+  Compute, Places, Layout             how a pass computes (dtype, rematerialization, an attention of your own), where its
                                       tokens stand, and over which devices
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
                                       OptimizerSettings: by what rule parameters change

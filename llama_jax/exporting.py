@@ -1,4 +1,4 @@
-"""Programs as bytes: the library's trees can be arguments and results of what `jax.export` serialises.
+"""Programs as bytes: the library's trees can be arguments and results of what `jax.export` serializes.
 
 A program is exported with parameters and cache as arguments, so that one of a few megabytes serves every checkpoint of a
 configuration, and runs where the library is not installed as source but its trees are:

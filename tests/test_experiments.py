@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import measuring
 import numpy as np
 import pytest
-import quantisation
+import quantization
 import real_context_extension
 import real_finetuning
 import scaling
@@ -350,12 +350,12 @@ def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
 
 
 def test_kinds_that_are_compared():
-    every = quantisation.kinds_of(quantisation.Arguments())
+    every = quantization.kinds_of(quantization.Arguments())
     assert every[:2] == ("float32", "bfloat16")
     assert set(MADE) <= set(every[2:]) == {kind for kind, form in KINDS.items() if form.of_gguf or kind in MADE}
-    assert quantisation.kinds_of(quantisation.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
+    assert quantization.kinds_of(quantization.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
     with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
-        quantisation.kinds_of(quantisation.Arguments(kinds=("q3",)))
+        quantization.kinds_of(quantization.Arguments(kinds=("q3",)))
 
 
 def test_answers_to_problems_are_judged_by_the_number_at_their_end():
@@ -366,11 +366,11 @@ def test_answers_to_problems_are_judged_by_the_number_at_their_end():
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("data", [pytest.param("beside", marks=pytest.mark.nightly), "absent"])
-def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
+def test_quantization(data, stories_folder, tmp_path, monkeypatch, capsys):
     """By both stages, one after the other; without the shared data with the bundled model and its own stories."""
-    monkeypatch.setattr(quantisation, "DATA", stories_folder.parent if data == "beside" else tmp_path)
-    monkeypatch.setattr(quantisation, "WRITTEN", 2)
-    base = quantisation.Arguments(
+    monkeypatch.setattr(quantization, "DATA", stories_folder.parent if data == "beside" else tmp_path)
+    monkeypatch.setattr(quantization, "WRITTEN", 2)
+    base = quantization.Arguments(
         kinds=("float32", "int8", "q4_0"),
         tokens=300,
         shapes=("stories-260k",),
@@ -378,11 +378,11 @@ def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
         new_tokens=4,
         output=tmp_path / "found.json",
     )
-    quantisation.main(replace(base, stages=("quality",)))
-    quantisation.main(replace(base, stages=("speed",)))
+    quantization.main(replace(base, stages=("quality",)))
+    quantization.main(replace(base, stages=("speed",)))
     added = replace(base, stages=("quality",), model=bundled(), llama_cpp=())
-    quantisation.main(replace(added, kinds=("int8",)))
-    quantisation.main(replace(added, kinds=("q8_0",)))
+    quantization.main(replace(added, kinds=("int8",)))
+    quantization.main(replace(added, kinds=("q8_0",)))
     found = json.loads(base.output.read_text())
     real = bundled().stem  # first, with what either run measured
     assert list(found["quality"]) == [real, "bundled", "stories-260k"][: 3 if data == "beside" else 2]

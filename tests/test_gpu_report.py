@@ -345,7 +345,7 @@ def test_bytes_and_operations_counted_by_hand():
         rope_theta=1e4,
         tie_embeddings=False,
     )
-    layer = 4 * (2 + 2 * 1) * 2 + 4 * 4 + 3 * 4 * 6 + 2 * 4  # qkv, output, feed-forward, two normalisations
+    layer = 4 * (2 + 2 * 1) * 2 + 4 * 4 + 3 * 4 * 6 + 2 * 4  # qkv, output, feed-forward, two normalizations
     cache = 2 * 2 * 3 * 1 * 5 * 2  # keys and values, layers, rows, heads, slots, features
     assert decode.step_bytes(config, 3, 5) == 2 * (2 * layer + 4 + 10 * 4) + 2 * cache
     attention = 2 * 2 * (2 * 3 * 2 * 2) * 5 * 5 // 2  # two products, a multiply and an add each, halved by causality

@@ -85,7 +85,7 @@ SMALLER = {
         "log_every=70": "log_every=4",
     },
     "05_long_context": {"range(24)": "range(8)", "]] * 24": "]] * 8", "T = 2048": "T = 1024", "=800": "=520"},
-    "06_quantisation": {"range(16)": "range(4)", "]] * 16": "]] * 4", "=127": "=63"},
+    "06_quantization": {"range(16)": "range(4)", "]] * 16": "]] * 4", "=127": "=63"},
     "07_finetuning": {
         "ROWS, ANSWER = 256, 32": "ROWS, ANSWER = 32, 20",
         "range(0, 3072, ROWS)": "range(0, 128, ROWS)",

@@ -16,7 +16,7 @@ class Training:
     shape: str
     length: int
     candidates: tuple[tuple[str, int], ...]
-    """(what is rematerialised, rows), the least memory first: after one that does not fit none is tried."""
+    """(what is rematerialized, rows), the least memory first: after one that does not fit none is tried."""
     parameters: str = "float32"
     """The dtype of parameters, gradients and moments: 16 bytes for each parameter in float32, 8 in bfloat16."""
 

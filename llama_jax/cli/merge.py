@@ -32,7 +32,7 @@ class Merge(CompileOptions):
     format: FORMATS = "auto"
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto is that of BASE, or float32 if that is quantised. The sum is computed in float32 and
+    """Type of what is written; auto is that of BASE, or float32 if that is quantized. The sum is computed in float32 and
     rounded once. q8_0 and q4_0 are for gguf alone."""
     overwrite: bool = False
     """Replace what is at OUT: a file, or a folder that holds nothing but a model."""

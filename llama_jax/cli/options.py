@@ -63,7 +63,7 @@ class RememberOptions:
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(CompileOptions):
     model: ModelPath | None = None
-    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
+    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognized by content.
     By default the small stories model that comes with the package."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""

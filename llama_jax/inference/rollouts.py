@@ -89,7 +89,7 @@ def roll_out(
     `jax.jit` with `config`, `options`, `compute` and `layout` bound: one program for all prompts of at most W tokens.
 
     Args:
-      params: in any form, also with adapters or quantised, on any devices.
+      params: in any form, also with adapters or quantized, on any devices.
       layout: see `parallel.serving.layout_to_generate`; P must be divisible by the ways in which it divides rows.
     """
     reading = _read(config, params, prompts, compute, layout)

@@ -42,7 +42,7 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
     base is not copied.
 
     Args:
-      params: dense or quantised, on one device (`load(adapters=...)` reads a table over a mesh).
+      params: dense or quantized, on one device (`load(adapters=...)` reads a table over a mesh).
       adapters: each with its settings, as `load_adapter` gives them.
 
     Raises:

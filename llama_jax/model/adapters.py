@@ -194,7 +194,7 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     """The model with its adapters: parameters for every function of a model. Nothing is copied or added up.
 
     Args:
-      params: the base, dense or quantised, on any devices.
+      params: the base, dense or quantized, on any devices.
       adapters: as `init_adapters` and `load_adapter` give them.
 
     Raises:
@@ -277,7 +277,7 @@ def with_base(layout: Layout, base: Llama, lora: Lora) -> Layout:
 
     Args:
       layout: of the model.
-      base: parameters as in a state of full training, in any dtype or quantised.
+      base: parameters as in a state of full training, in any dtype or quantized.
     """
     return replace(layout, fit=lambda adapters: layout.fit(adapted(base, adapters, lora)))
 
@@ -286,7 +286,7 @@ def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     """The model as plain weights, W + s B A, which needs no adapters any more.
 
     A change is added in float32 and the sum rounded once to the dtype of the weight, so that 16-bit weights lose what they
-    cannot represent. A quantised matrix becomes a dense one, in the dtype of its computation.
+    cannot represent. A quantized matrix becomes a dense one, in the dtype of its computation.
 
     Raises:
       ConfigError: as `adapted`.

@@ -17,7 +17,7 @@ from llama_jax.model.cache import KVCache, gathered, is_quantized
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
-from llama_jax.model.remat import rematerialise
+from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import Division, PagedView, Seen, View
 from llama_jax.ops.platform import lowering_platform
@@ -34,7 +34,7 @@ def forward(
     compute: Compute = Compute(),
     layout: Layout = Layout(),
 ) -> tuple[jax.Array, Any]:
-    """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalised residual stream.
+    """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
 
     Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a padded token
     comes after all that a real one may see, so it needs no mask, only a length.
@@ -46,7 +46,7 @@ def forward(
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Leave it out to
         differentiate: with one there is no derivative.
       places: the positions of the tokens, if they do not just follow those in the cache.
-      compute: dtype, rematerialisation, attention.
+      compute: dtype, rematerialization, attention.
       layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
         [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "normed", the input of the first
         matmuls of attention and feed-forward, and "added", the output of their last ones.
@@ -145,7 +145,7 @@ def run(
 
     def step_of(layer: int | None) -> Callable[..., Any]:
         one = partial(run_layer, layer=layer)
-        return one if compute.remat == "none" else rematerialise(compute.remat, one)
+        return one if compute.remat == "none" else rematerialize(compute.remat, one)
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"

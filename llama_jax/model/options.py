@@ -61,7 +61,7 @@ class Compute:
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an
-        unknown backend or rematerialisation.
+        unknown backend or rematerialization.
     """
 
     dtype: Any = None

@@ -127,7 +127,7 @@ class Row:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be quantised: what is multiplied or looked up, but for the router of experts, which is small."""
+        """Whether it may be quantized: what is multiplied or looked up, but for the router of experts, which is small."""
         return self.decays and not self.path.endswith(".router")
 
     @property

@@ -1,4 +1,4 @@
-"""Rematerialisation: which values of a layer are saved for the backward pass (Chen et al. 2016)."""
+"""Rematerialization: which values of a layer are saved for the backward pass (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_jax.ops.platform import recomputing
 LAYER_INPUT = "layer_input"
 
 
-def rematerialise(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]:
+def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]:
     """The function of one layer, whose first two arguments are its parameters and the residual stream."""
     policies = jax.checkpoint_policies
     policy = {

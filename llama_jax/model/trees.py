@@ -91,8 +91,8 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
     With less than 6 bits the embedding and the output projection get a wider kind, and "q4_k" and "q5_k" give some layers 6
     bits, see `mixtures`; "q4_0-pure" is one kind for all.
 
-    A file is better quantised while it is read (`formats.load`), without ever holding the dense model. A tree of
-    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters, of any kind.
+    A file is better quantized while it is read (`formats.load`), without ever holding the dense model. A tree of
+    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantized parameters, of any kind.
 
     Raises:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
@@ -193,7 +193,7 @@ def is_weight(leaf: Any) -> bool:
 
 
 def dequantize(params: Llama) -> Llama:
-    """The parameters with the numbers that quantised matrices stand for."""
+    """The parameters with the numbers that quantized matrices stand for."""
     return jax.tree.map(lambda leaf: leaf.decoded() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
 
 

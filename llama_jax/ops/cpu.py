@@ -237,7 +237,7 @@ def is_native(kind: str) -> bool:
 
 
 def native_beside(params: Any) -> AbstractContextManager[Any]:
-    """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
+    """The context to trace a model in, see `platform.native_code`; quantized weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.KINDS}
     if lowering_platform() == "cpu" and not is_divided():

@@ -21,7 +21,7 @@ class LossSums(NamedTuple):
     """Sums over the weighted tokens, float32[] or float64[].
 
     Attributes:
-      loss: the quantity to minimise: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
+      loss: the quantity to minimize: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
       nll: negative log-likelihood in nats; without a gradient, see `loss`.
     """
 
@@ -61,7 +61,7 @@ def cross_entropy(
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
       head: [V, D], an array, whose gradient is summed over the chunks in its dtype, and only where one is asked for; or what
-        else `project` takes, such as a quantised one or one with an adapter, through whose own derivative the logits are
+        else `project` takes, such as a quantized one or one with an adapter, through whose own derivative the logits are
         then computed a second time.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.

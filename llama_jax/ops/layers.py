@@ -1,4 +1,4 @@
-"""What a layer computes of each token by itself: projections, normalisation and the gated feed-forward."""
+"""What a layer computes of each token by itself: projections, normalization and the gated feed-forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRODUCT = "product"  # the name of every result of `project`, so that training c
 
 
 class Weight(Protocol):
-    """What may stand in the place of a weight's array: a quantised one, or one with an adapter.
+    """What may stand in the place of a weight's array: a quantized one, or one with an adapter.
 
     It must also be a pytree, have the `shape` and `dtype` of the weight, and be told apart from an array by its type alone.
     In the place of the embedding it must have a `look_up` too.
@@ -116,7 +116,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *
     """
 
     @recomputed
-    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
         scale = lax.rsqrt(mean_square + eps)
@@ -127,7 +127,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *
         factor = weight.astype(wide.dtype)
         return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
-    return normalise(x, weight)
+    return normalize(x, weight)
 
 
 def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activation = "silu") -> jax.Array:

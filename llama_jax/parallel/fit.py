@@ -121,7 +121,7 @@ def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of an array, or of all planes of a quantised weight, of one kind or several: it moves whole rows."""
+    """`change` of an array, or of all planes of a quantized weight, of one kind or several: it moves whole rows."""
     return jax.tree.map(change, leaf)
 
 

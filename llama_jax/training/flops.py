@@ -23,7 +23,7 @@ FORMULA = (
 def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
     """P, the number of weights that every token is multiplied with.
 
-    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count.
+    The embedding is a lookup and counts only where it is the output projection as well; normalizations do not count.
 
     Args:
       all_experts: count all experts, as devices hold and send them, instead of only those that a token is routed to.
@@ -75,7 +75,7 @@ def mean_document_length(lengths: Iterable[int]) -> float:
 
 
 def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """MFU (model FLOPs utilisation), the share of the devices' peak that a step with these FLOPs and seconds reaches.
+    """MFU (model FLOPs utilization), the share of the devices' peak that a step with these FLOPs and seconds reaches.
 
     Args:
       peak: FLOP/s of one device, see `analysis.hardware`; None, which gives no MFU, where none is published, as for a

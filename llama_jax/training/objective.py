@@ -27,7 +27,7 @@ class LossOptions:
     """How the loss is computed.
 
     Attributes:
-      compute: of the forward pass: dtype, rematerialisation, attention.
+      compute: of the forward pass: dtype, rematerialization, attention.
       chunk: positions of each row whose logits are held at a time.
       z_loss: see `ops.LogitOptions`; 1e-4 is usual.
       neftune: alpha of the noise that is added to what the embedding gives of a document of L tokens: uniform within
@@ -55,7 +55,7 @@ class TaskSums(NamedTuple):
     """The result that a loss other than `total_loss` may return: sums over the rows of a batch.
 
     Attributes:
-      loss: float[], to be minimised.
+      loss: float[], to be minimized.
       nll: float[], reported as the loss; it gets no gradient.
       more: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", if given, is the
         number of tokens that is reported, instead of the loss's divisor.

@@ -32,7 +32,7 @@ class OptimizerSettings:
         (Hayou et al. 2024), and 1 is the same rate for all.
       momentum: momentum of Muon.
       weight_decay: decoupled weight decay, times the learning rate, for matrices, the embedding among them, and not for
-        normalisations.
+        normalizations.
       clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
 
     Raises:
@@ -119,7 +119,7 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
-    Weight decay applies to matrices, including the embedding, and not to the weights of normalisations: other weights would
+    Weight decay applies to matrices, including the embedding, and not to the weights of normalizations: other weights would
     only compensate for a norm's weight that shrinks.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_is_matrix)

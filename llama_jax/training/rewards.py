@@ -92,7 +92,7 @@ class PolicyLoss(NamedTuple):
     """Sums over the tokens of the answers, to be divided by `divisor` over all parts of a batch: float[].
 
     Attributes:
-      loss: to be minimised.
+      loss: to be minimized.
       divisor: answers for "grpo", tokens for "dapo", answers times `length` for "dr_grpo".
       clipped: tokens whose ratio is beyond the clip in the direction that the advantage asks for.
       divergence: sum of k3 over the tokens, 0 without a reference.

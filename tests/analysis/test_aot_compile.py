@@ -296,7 +296,7 @@ print(json.dumps(out))
     ("hardware", "kinds"),
     [("tpu-v5e", ["int8", "int4", "q4_1"]), ("h100", ["int8", "int4", "q4_1", "mxfp4", "q3_k", "q4_k"])],
 )
-def test_quantised_layers_of_8b_are_never_dense(hardware, kinds):
+def test_quantized_layers_of_8b_are_never_dense(hardware, kinds):
     """Beside weights and cache, decoding and reading plan less than a layer in int8."""
     layer = 218_112_000
     found = look(hardware, QUANTISED, *kinds)

@@ -77,7 +77,7 @@ def test_for_an_accelerator_16_bit_numbers_stay_so():
 
 
 @pytest.mark.slow
-def test_rematerialisation_saves_memory(train):
+def test_rematerialization_saves_memory(train):
     (program,) = train_programs(CONFIG, make_mesh(parse_mesh("data=1")), 8, 64, remat="none")
     assert program.memory().total > 1.2 * train["data=1"].total
 
@@ -99,7 +99,7 @@ def test_generating_by_its_parts(decoding):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MADE)
-def test_quantised_weights_count_as_they_lie_in_memory(kind):
+def test_quantized_weights_count_as_they_lie_in_memory(kind):
     """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
     config = replace(
         CONFIG, dim=256, n_heads=2, n_kv_heads=2, head_dim=128, hidden_dim=512, n_layers=2, tie_embeddings=False

@@ -72,7 +72,7 @@ def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quantised_base_is_verified_beside_itself(calling, stories_folder, adapter, capsys):
+def test_a_quantized_base_is_verified_beside_itself(calling, stories_folder, adapter, capsys):
     with pytest.raises(SystemExit) as ended:
         calling(Verify, stories_folder, "--adapter", adapter, "--quantize", "int8", "--tokens", 16, "--json")
     found = json.loads(capsys.readouterr().out)

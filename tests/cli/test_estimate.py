@@ -63,7 +63,7 @@ def test_training_as_a_table(process):
 
 
 @pytest.mark.slow
-def test_quantised_weights_are_named(run):
+def test_quantized_weights_are_named(run):
     out = run("stories-260k", "--batch", 1, "--length", 64, "--quantize", "int8").stdout
     assert out.startswith("stories-260k · decode · batch 1 x 64 · float32 · weights int8 · data=1")
 

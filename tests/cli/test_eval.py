@@ -236,7 +236,7 @@ def test_attention_is_chosen_and_said(run, model, text):
 # -- against a reference -------------------------------------------------------------------------------------------------
 
 
-def test_what_quantising_costs(run, model, text):
+def test_what_quantizing_costs(run, model, text):
     out, err = run(model, "--data", text, "--length", 32, "--quantize", "int8", "--against", model)
     lines = out.splitlines()
     assert lines[0] == f"{model} (int8) against {model} (float32)"

@@ -347,7 +347,7 @@ def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_p
 
 
 @pytest.mark.slow
-def test_a_quantised_orbax_folder_says_its_kinds(run, tmp_path):
+def test_a_quantized_orbax_folder_says_its_kinds(run, tmp_path):
     params = llama_jax.init(CONFIG, jax.random.key(0))
     llama_jax.save(tmp_path / "a", CONFIG, quantize(params, "int8"), format="orbax")
     code, out, _ = run(tmp_path / "a")

@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite(run, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quantised_model_beside_itself(run):
+def test_a_quantized_model_beside_itself(run):
     code, out, _ = run(bundled(), "--quantize", "int8", "--per-layer", "--tokens", 32)
     assert code == 0
     lines = out.splitlines()
@@ -123,7 +123,7 @@ def test_a_quantised_model_beside_itself(run):
 
 
 @pytest.mark.slow
-def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
+def test_a_quantized_model_beside_itself_as_json(run, tmp_path, stories):
     store_path = tmp_path / "orbax"
     store_path.mkdir()
     orbax_format.save(store_path, stories.config, stories.params)  # of which whole models alone are read
@@ -137,7 +137,7 @@ def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
 
 
 @pytest.mark.slow
-def test_a_quantised_model_beside_an_oracle(run, oracle, folder):
+def test_a_quantized_model_beside_an_oracle(run, oracle, folder):
     """Float32 would be told apart; a rounding of int8 explains it, but no exchanged rows."""
     code, out, _ = run(folder, "--quantize", "int8", "--oracle", oracle)
     assert code == 0

@@ -90,7 +90,7 @@ def test_another_vocabulary_is_refused(pair):
 
 
 @pytest.mark.slow
-def test_what_quantising_the_bundled_model_costs():
+def test_what_quantizing_the_bundled_model_costs():
     """As the issue asks it: nats of divergence, products with tokens included, on a story that the model writes itself."""
     config, params, tokenizer = llama_jax.load(dtype="float32")
     prompt = [tokenizer.encode("Once upon a time")]

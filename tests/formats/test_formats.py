@@ -89,7 +89,7 @@ def test_llama2c_int8(group, tmp_path, logits):
     def rounded(part_name, a):
         if a.ndim == 1:
             return a
-        numbers, scales = formats.quantise_int8(a, min(group, 32))
+        numbers, scales = formats.quantize_int8(a, min(group, 32))
         return (numbers * scales[:, None]).reshape(a.shape)
 
     # Rows of q and k are reordered before they are quantized, so it is the file's tensors that are rounded.

@@ -144,7 +144,7 @@ def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, d
     ("kind", "bits", "more"),
     [("int8", 8, 0.05), pytest.param("q8_0", 8.5, 0.05, marks=pytest.mark.nightly), ("int4-pure", 4.25, 0.05)],
 )
-def test_quantising_while_reading_peaks_little_above_the_result(folder, kind, bits, more):
+def test_quantizing_while_reading_peaks_little_above_the_result(folder, kind, bits, more):
     """Resident memory, by its high-water mark; files are read and not mapped, so that nothing of it is theirs."""
     found = load_alone(folder, 1, "bfloat16", kind)
     (held,) = found["held"]

@@ -243,7 +243,7 @@ def test_other_schemes_are_refused_by_name(setting, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_setting_without_quantised_weights_is_an_error(hf_folder):
+def test_a_setting_without_quantized_weights_is_an_error(hf_folder):
     config = json.loads((hf_folder / "config.json").read_text())
     (hf_folder / "config.json").write_text(json.dumps(config | {"quantization_config": writers.FOLDERS["gptq"][0]}))
     with pytest.raises(CheckpointError, match=r"has a quantization_config, but no weight is quantized so \(\.qweight\)"):

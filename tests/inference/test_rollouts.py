@@ -101,7 +101,7 @@ def test_with_adapters_over_stacked_blocks_they_are_the_trainers_too(models, tem
     params = params if kind is None else quantize(params, kind)
     joined = adapted(params, random_adapters(config), LORA)
     prompts, _, answers = sampled(config, joined, temperature)
-    # A CPU rounds activations of a quantised model too.
+    # A CPU rounds activations of a quantized model too.
     check_by_trainer(config, joined, prompts, answers, temperature, 2e-5 if kind is None else 2e-2)
 
 

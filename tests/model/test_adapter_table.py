@@ -65,7 +65,7 @@ def test_of_more_adapters_than_rows(table, alone):
 
 
 @pytest.mark.slow
-def test_a_quantised_base_in_16_bits():
+def test_a_quantized_base_in_16_bits():
     config = llama_jax.LlamaConfig(
         vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,

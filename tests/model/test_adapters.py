@@ -118,7 +118,7 @@ def test_a_change_too_small_for_16_bits_counts_all_the_same(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4", "q4_0"])
-def test_the_base_may_be_quantised(kind):
+def test_the_base_may_be_quantized(kind):
     config = llama_jax.LlamaConfig(
         vocab_size=40, dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,
@@ -133,7 +133,7 @@ def test_the_base_may_be_quantised(kind):
     merged = merge(base, adapters, LORA)
     wanted = jit_logits(config, merged, TOKENS)
     assert llama_jax.layers_of(merged)[0].attention.qkv.dtype == jnp.float32
-    # A CPU rounds activations for quantised weights, without adapters too, and not for what is merged.
+    # A CPU rounds activations for quantized weights, without adapters too, and not for what is merged.
     rounding = jnp.abs(jit_logits(config, base, TOKENS) - jit_logits(config, jit_dequantize(base), TOKENS)).max()
     largest = float(jnp.abs(wanted).max())
     assert float(rounding) < 0.02 * largest
@@ -257,7 +257,7 @@ class TestMagnitudes:
         assert adapter_count(config, DORA) == adapter_count(config, plain) + config.n_layers * rows
 
     @pytest.mark.slow
-    def test_of_a_quantised_base(self):
+    def test_of_a_quantized_base(self):
         config = llama_jax.LlamaConfig(
             vocab_size=40, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=32, norm_eps=1e-5,
             rope_theta=10_000.0, tie_embeddings=True,

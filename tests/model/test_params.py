@@ -12,7 +12,7 @@ from llama_jax.model.trees import count, layers_apart, layers_together, quantize
 from llama_jax.ops.platform import planned_for
 
 
-def test_initialisation():
+def test_initialization():
     config = preset("stories-260k")
     params = jit_init(config, jax.random.key(0))
     blocks = params.blocks

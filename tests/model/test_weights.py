@@ -127,7 +127,7 @@ def test_the_head_of_a_loss_may_have_an_adapter(models):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
-def test_the_gradient_goes_through_a_frozen_quantised_model(kind):
+def test_the_gradient_goes_through_a_frozen_quantized_model(kind):
     config = llama_jax.LlamaConfig(
         vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,

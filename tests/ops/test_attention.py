@@ -279,7 +279,7 @@ class TestMemory:
         assert longer - shorter < 1.3 * kept
 
     @pytest.mark.slow
-    def test_training_without_rematerialisation_keeps_what_is_mixed_and_no_block(self):
+    def test_training_without_rematerialization_keeps_what_is_mixed_and_no_block(self):
         """Under `jax.checkpoint` with everything kept: linear memory, and no block of the forward pass is made again."""
         policy = jax.checkpoint_policies.save_anything_except_these_names("weight")
 

@@ -99,7 +99,7 @@ FURTHEST = {"int8": 0.6 / 127, "q8_0": 0.6 / 127, "q4_0": 1.01 / 8, "fp8": 1 / 1
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_quantised_by_the_nearest_numbers(kind):
+def test_quantized_by_the_nearest_numbers(kind):
     matrix = np.random.default_rng(0).normal(0, 1, (8, 256)).astype(np.float32)
     form = KINDS[kind]
     found = form.decode(*form.encode(matrix))
@@ -110,7 +110,7 @@ def test_quantised_by_the_nearest_numbers(kind):
 
 
 def test_nf4_is_bit_for_bit_that_of_bitsandbytes():
-    """Of its version 0.50.2, which quantised the matrix with blocks of 64 and their factors twice."""
+    """Of its version 0.50.2, which quantized the matrix with blocks of 64 and their factors twice."""
     with np.load(GOLDENS / "nf4.npz") as golden:
         values, absmax = nf4._encode_values(golden["matrix"])
         np.testing.assert_array_equal(values.reshape(-1), golden["weight"])
@@ -569,7 +569,7 @@ def made(model):
 
 
 def model_in(kind: str, params):
-    """The model with its matrices in a kind; of a kind that nothing is quantised into, blocks of random bytes."""
+    """The model with its matrices in a kind; of a kind that nothing is quantized into, blocks of random bytes."""
     if kind in MIXTURES:
         return quantize(params, kind)
 

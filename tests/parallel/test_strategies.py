@@ -249,7 +249,7 @@ def test_what_context_sends_is_the_least(exchanged):
     assert sent(exchanged(sizes)) == sent(least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32"))
     compiled = sum(c.count * c.sent_if_scattered for c in exchanged(sizes) if c.kind == "all-reduce")
     (scatter,) = (c for c in least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32") if c.kind == "reduce-scatter")
-    assert scatter.sent <= compiled < 1.1 * scatter.sent  # and the gradients of normalisations
+    assert scatter.sent <= compiled < 1.1 * scatter.sent  # and the gradients of normalizations
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_other_devices_go_on_with_the_same_run(whole, base, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_base_may_be_quantised(base, text, tmp_path):
+def test_the_base_may_be_quantized(base, text, tmp_path):
     short = replace(RECIPE, steps=3, quantize="int8", ema_decay=0.0)
     log = StopAt()
     result = train(short, tmp_path, [text], weights=base, log=log)

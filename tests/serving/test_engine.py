@@ -140,7 +140,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         come_and_go(Engine(*model, SMALL), wanted, rng, partial(alone, model))
 
     @pytest.mark.slow
-    def test_with_a_cache_of_int8_and_quantised_weights(self, model, bursts):
+    def test_with_a_cache_of_int8_and_quantized_weights(self, model, bursts):
         config, params = model
         params = quantize(params, "int8")
         engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype="int8")))

@@ -143,7 +143,7 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
 
 
 @pytest.mark.slow
-def test_over_a_mesh_and_quantised(model, alone, tmp_path):
+def test_over_a_mesh_and_quantized(model, alone, tmp_path):
     config, params, adapters = model
     llama_jax.save(tmp_path / "model", config, params)
     for i, one in enumerate(adapters):

@@ -122,7 +122,7 @@ def test_the_step_is_that_of_the_merged_model(base):
 
 
 @pytest.mark.slow
-def test_a_quantised_base_learns():
+def test_a_quantized_base_learns():
     config = llama_jax.LlamaConfig(
         vocab_size=64, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,

@@ -57,7 +57,7 @@ def test_packed_rows_count_the_documents_only():
 def test_the_compiled_step_does_what_is_counted(tie_embeddings):
     """XLA counts a loop's body once, so the model has one layer; and all scores, for this step computes the masked ones too.
 
-    What it does beyond is element by element: softmax, normalisations, rotary embedding, AdamW. Its share falls with the
+    What it does beyond is element by element: softmax, normalizations, rotary embedding, AdamW. Its share falls with the
     width of the model.
     """
     config = tiny(

@@ -101,7 +101,7 @@ def test_the_logits_never_exist_at_once(models):
     assert not any(size in program for size in (*sizes, f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x"))
 
 
-def test_another_rematerialisation_is_an_error():
+def test_another_rematerialization_is_an_error():
     with pytest.raises(llama_jax.ConfigError, match="remat='some' must be one of none, dots, full, offload"):
         loss_options(remat="some")
 

@@ -80,7 +80,7 @@ def test_a_warmup_longer_than_the_run():
 
 
 def test_weight_decay_is_for_matrices_only(params):
-    """Without a gradient a matrix shrinks by learning rate times decay, and the weight of a normalisation stays."""
+    """Without a gradient a matrix shrinks by learning rate times decay, and the weight of a normalization stays."""
     optimizer = adamw(0.5, weight_decay=0.1)
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     after = optax.apply_updates(params, updates)

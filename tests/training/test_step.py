@@ -56,7 +56,7 @@ def test_the_state_is_updated_in_place():
 
 
 def test_a_step_is_the_optimizers_update_of_the_gradient(step):
-    """The definition, without rematerialisation and chunks."""
+    """The definition, without rematerialization and chunks."""
     state = start(ema=True)
 
     def loss_of(params):
@@ -218,7 +218,7 @@ def test_the_average_follows_the_parameters(step):
 
 
 @pytest.mark.slow
-def test_rematerialisation_trades_memory():
+def test_rematerialization_trades_memory():
     """By the compiled program's plan: less and less is kept for the backward pass, and every policy gives one loss."""
     config = llama_jax.LlamaConfig(
         vocab_size=64, dim=64, n_layers=8, n_heads=4, n_kv_heads=4, hidden_dim=192, max_seq_len=512,

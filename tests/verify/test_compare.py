@@ -112,7 +112,7 @@ def test_sixteen_bits_are_the_same_within_their_rounding(against, tensors, dtype
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, "Q8_0"), (4, "Q4_0")])
-def test_quantised_weights_are_the_same_within_their_rounding(against, tensors, bits, kind):
+def test_quantized_weights_are_the_same_within_their_rounding(against, tensors, bits, kind):
     found = against(quantized(tensors, bits), kinds=("F32", kind))
     assert found.same
     assert found.why.startswith(f"the same model within the rounding of {kind}: ")

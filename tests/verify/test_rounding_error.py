@@ -37,7 +37,7 @@ def origin(kinds=("F32",), dtype="float32"):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
-def test_the_rounding_of_a_kind_is_what_its_quantiser_does(kind):
+def test_the_rounding_of_a_kind_is_what_its_quantizer_does(kind):
     from gguf import GGMLQuantizationType, quants
 
     weights = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_the_rounding_of_every_kind_that_is_read_is_known():
 
 
 @pytest.mark.parametrize("kind", ["gptq, reordered", "fp8", "nf4 twice"])
-def test_the_kinds_of_a_quantised_folder_are_named(kind, tmp_path):
+def test_the_kinds_of_a_quantized_folder_are_named(kind, tmp_path):
     quantized_folders.write_folder(tmp_path, kind)
     opened = open_checkpoint(tmp_path)
     found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
@@ -165,7 +165,7 @@ def test_layers_of_several_kinds(stories_model):
 
 
 @pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
-def test_what_quantising_explains_falls_with_the_bits(kind):
+def test_what_quantizing_explains_falls_with_the_bits(kind):
     found = rounding_of(kind, 1024)
     assert ROUNDING["Q8_0"] <= found < 0.2
     if kind.upper() in ROUNDING:

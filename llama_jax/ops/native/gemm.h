@@ -13,7 +13,7 @@ struct Panel {
   ints* total;
 };
 
-// This many of them in one block of memory, which is not initialised.
+// This many of them in one block of memory, which is not initialized.
 class Panels {
  public:
   Panels(int64_t count, int64_t vectors, int64_t groups)

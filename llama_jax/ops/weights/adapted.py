@@ -72,7 +72,7 @@ class ChangedWeight(struct.PyTreeNode):
     """A frozen matrix and its low-rank changes: base of `AdaptedWeight` and `TabledWeight`.
 
     Attributes:
-      base: the matrix [*out, D], an array or a quantised weight.
+      base: the matrix [*out, D], an array or a quantized weight.
       low_rank: the two thin matrices of the change, or of several changes.
       factor: [*out], or [*out, n] of n changes: what a magnitude makes of each row, where it was computed once (`settled`).
         Nothing then changes it, and `low_rank` has no magnitude any more. None without magnitudes.
@@ -157,6 +157,6 @@ class AdaptedWeight(ChangedWeight, kw_only=True):
 
 
 def row_lengths(matrix: Any) -> jax.Array:
-    """The Euclidean length of each row of a matrix [*out, D], an array or a quantised weight: [*out] in float32 at least."""
+    """The Euclidean length of each row of a matrix [*out, D], an array or a quantized weight: [*out] in float32 at least."""
     dense = matrix.decoded() if hasattr(matrix, "decoded") else jnp.asarray(matrix)
     return jnp.linalg.norm(dense.astype(jnp.promote_types(dense.dtype, jnp.float32)), axis=-1)

@@ -1,6 +1,6 @@
 """The kinds of GGUF: the bytes of its blocks, sorted by what they mean (ggml-org/ggml, `ggml-common.h`).
 
-They are dequantised as `gguf-py` does: nothing is lost between file and memory, in either direction.
+They are dequantized as `gguf-py` does: nothing is lost between file and memory, in either direction.
 """
 
 from __future__ import annotations

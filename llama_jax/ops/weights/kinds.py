@@ -1,4 +1,4 @@
-"""The kinds of quantised weights by name, see `planes` for what a kind is."""
+"""The kinds of quantized weights by name, see `planes` for what a kind is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The kinds of bitsandbytes in 4 bits: a number is one of sixteen, times a factor for each 64 (Dettmers et al. 2023, QLoRA).
 
-With double quantisation the factors are in 8 bits themselves: one of 256 numbers, times a factor of many of them, plus an
+With double quantization the factors are in 8 bits themselves: one of 256 numbers, times a factor of many of them, plus an
 offset. bitsandbytes shares those factors between 256 blocks of the whole tensor, whatever its rows; here they lie where the
 blocks do, so that rows and columns can be moved and divided. The numbers are the same.
 """

@@ -1,4 +1,4 @@
-"""What a kind of quantised weights is: which arrays a matrix is kept as, and how its numbers come back from them.
+"""What a kind of quantized weights is: which arrays a matrix is kept as, and how its numbers come back from them.
 
 A matrix [*out, D] is kept as planes: arrays whose axes are those of the matrix but for the last, along which a plane has an
 entry for each number, for each group of them, or for two numbers in a byte. All functions here are of NumPy's arrays as well

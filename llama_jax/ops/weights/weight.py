@@ -1,4 +1,4 @@
-"""Leaves that stand in the place of a matrix of weights: quantised ones, and several side by side."""
+"""Leaves that stand in the place of a matrix of weights: quantized ones, and several side by side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class QuantizedWeight(struct.PyTreeNode):
     Attributes:
       planes: the arrays, in the order of the kind.
       kind: its name.
-      dtype_name: of the computation: what a matrix of this model would have if it were not quantised.
+      dtype_name: of the computation: what a matrix of this model would have if it were not quantized.
     """
 
     planes: tuple[Any, ...]
@@ -92,7 +92,7 @@ class QuantizedWeight(struct.PyTreeNode):
 class JoinedWeight(struct.PyTreeNode):
     """Matrices side by side along the axis after the first of one layer, each of its own kind or an array: [K, sum, H, D].
 
-    Files quantise values in more bits than queries and keys, which here are one weight.
+    Files quantize values in more bits than queries and keys, which here are one weight.
     """
 
     parts: tuple[Any, ...]

@@ -15,7 +15,7 @@ class ApiError(Exception):
       status: the HTTP status.
       message: names the thing, its value, the need and the remedy.
       param: the field of the body that is meant.
-      code: a word by which programs can recognise it.
+      code: a word by which programs can recognize it.
       headers: to send with it.
     """
 

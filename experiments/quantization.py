@@ -1,10 +1,10 @@
-"""The cost of quantisation: kinds of weights by size, speed and divergence from float32, on this machine's CPU.
+"""The cost of quantization: kinds of weights by size, speed and divergence from float32, on this machine's CPU.
 
-    python experiments/quantisation.py                      about ten minutes on two cores
-    python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter
-    python experiments/quantisation.py --stages speed       speed alone; of the other stage, and of other shapes and
+    python experiments/quantization.py                      about ten minutes on two cores
+    python experiments/quantization.py --stages quality     divergence alone: a busy machine does not matter
+    python experiments/quantization.py --stages speed       speed alone; of the other stage, and of other shapes and
                                                             kinds, the report keeps what it has
-    python experiments/quantisation.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
+    python experiments/quantization.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
                                                             a real model, beside llama.cpp's quantizers; the report keeps
                                                             the other models
 
@@ -19,7 +19,7 @@ speed    On random weights of larger shapes: decoding one row after a prompt, an
 
 Kinds are those that the library makes (`ops.weights.kinds.MADE`), float32 and bfloat16; in the speed stage also
 those that only files have, from blocks of random bytes, and `--gguf` adds files to the quality stage, kept as they are, of
-the first model. The computation is in float32 but for bfloat16. Writes ``experiments/results/quantisation_cpu.json``, the
+the first model. The computation is in float32 but for bfloat16. Writes ``experiments/results/quantization_cpu.json``, the
 tables in ``.md`` and a picture in ``.png``.
 """
 
@@ -81,12 +81,12 @@ class Arguments:
     """Interleaved, of each measurement of speed; one more is a warm-up and not counted."""
     new_tokens: int = 32
     """That are decoded in each."""
-    output: Path = ROOT / "experiments" / "results" / "quantisation_cpu.json"
+    output: Path = ROOT / "experiments" / "results" / "quantization_cpu.json"
     """The report; tables and picture lie beside it."""
 
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
-    """Floats, what the library quantises into, and what only files have."""
+    """Floats, what the library quantizes into, and what only files have."""
     from llama_jax.ops.weights import KINDS, Pure
     from llama_jax.ops.weights.kinds import MADE
 
@@ -110,7 +110,7 @@ def in_kind(params: Llama, kind: str) -> Llama:
 
 
 def in_random_blocks(params: Llama, kind: str) -> Llama:
-    """Likewise of kinds into which nothing is quantised here: random bytes, and factors that keep numbers small."""
+    """Likewise of kinds into which nothing is quantized here: random bytes, and factors that keep numbers small."""
     import jax
     import jax.numpy as jnp
 
