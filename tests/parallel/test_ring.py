@@ -233,11 +233,9 @@ def on_mesh(config, sizes, params):
     return fitted(config, sizes), jax.device_put(fit(config, sizes, params), placement)
 
 
-def kept_by(cache, length, parts=1):
-    """Keys and values [L, B, T, K, H] of the first tokens of rows, of whose pages each of `parts` devices has its own."""
-    rows, own = len(cache.table), cache.pages.shape[1] // parts
-    table = np.asarray(cache.table) + np.arange(rows)[:, None] // (rows // parts) * own
-    found = np.asarray(cache.pages)[:, table]  # [L, B, n, page, 2K, H]
+def kept_by(cache, length):
+    """Keys and values [L, B, T, K, H] of the first tokens of rows."""
+    found = np.asarray(cache.pages)[:, np.asarray(cache.table)]  # [L, B, n, page, 2K, H]
     found = found.reshape(*found.shape[:2], -1, *found.shape[4:])[:, :, :length]
     return found[..., ::2, :], found[..., 1::2, :]
 
@@ -268,8 +266,8 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     np.testing.assert_allclose(last, hidden, atol=1e-5)
     np.testing.assert_array_equal(found.length, lengths)
     assert found.capacity >= LENGTH + 5
-    parts, times = sizes.rows, held.n_kv_heads // config.n_kv_heads
-    for mine, theirs in zip(kept_by(found, LENGTH, parts), kept_by(cache, LENGTH), strict=True):
+    times = held.n_kv_heads // config.n_kv_heads
+    for mine, theirs in zip(kept_by(found, LENGTH), kept_by(cache, LENGTH), strict=True):
         np.testing.assert_allclose(mine[:, :, :, ::times], theirs, atol=1e-5)
     specs = cache_specs(held, sizes, 2)
     for mine, spec in ((found.pages, specs.pages), (found.table, specs.table), (found.length, specs.length)):
