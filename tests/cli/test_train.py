@@ -255,7 +255,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; give other files with"),
         ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
-        ("SMALL --data text.txt optimizer.b2=1", "did you mean 'optimizer"),
+        ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
         ("SMALL --data text.txt optimizer.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
         ("SMALL --data text.txt model.n_layer=1", "did you mean 'model.n_layers'?"),
         ("SMALL --data text.txt steps=many", "steps='many' must be an integer"),

@@ -174,7 +174,8 @@ def test_what_compiles_for_minutes_is_ended(monkeypatch):
 
 def test_a_process_that_was_ended_is_replaced(grammars):
     grammars.regex("a")
-    grammars._child.process.kill()
-    with pytest.raises(UserError, match="to compile"):
-        grammars.regex("a")
+    before = grammars._child.process
+    before.kill()
+    before.wait()  # one that ends while it compiles is an error, which no test can time
     assert allowed(grammars.regex("a")) == {*ids("a")}
+    assert grammars._child.process is not before
