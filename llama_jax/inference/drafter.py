@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import room_before_turning
+from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeState, Request, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
@@ -128,34 +127,6 @@ def counts_of(piece: TokenChunk) -> Counts:
     if isinstance(piece, DraftedChunk):
         return piece.counts
     return Counts(*np.zeros((3, len(piece.valid)), np.int64))
-
-
-def stream_drafted(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[TokenChunk]:
-    """The pieces of `stream` with a draft.
-
-    Raises:
-      GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
-      MeshError: a draft on other devices.
-    """
-    if not isinstance(drafter, Drafter):
-        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
-    if jax.process_count() > 1:
-        raise GenerationError(
-            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
-            " leave it out"
-        )
-    _, lengths, request = prompts
-    room = room_before_turning(run.config, lengths)
-    if (request.limit > room).any():
-        row = int(np.argmax(request.limit > room))
-        raise GenerationError(
-            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
-            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
-        )
-    drafter.check(run.config, run.params, lengths, request, options)
-    from llama_jax.inference.speculation.speculative_decode import drafted_chunks  # imported only where something is drafted
-
-    return drafted_chunks(run, drafter, prompts, options, turns)
 
 
 def check_number(name: str, value: Any, most: int) -> None:

@@ -11,6 +11,7 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
@@ -21,7 +22,6 @@ from llama_jax.inference.decode import (
     prefill,
     shard_cache,
 )
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import branch, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Sharding

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import turning_point
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
 

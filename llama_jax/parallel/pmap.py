@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.inference.compiled_decode import checked_chunk, whole_capacity
 from llama_jax.inference.decode import STEPS_PER_CHUNK
-from llama_jax.inference.generate import Generation, checked_chunk, continuations, whole_capacity
+from llama_jax.inference.generate import Generation, continuations
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete

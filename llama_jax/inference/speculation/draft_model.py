@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
+from llama_jax.inference.compiled_decode import Run
 from llama_jax.inference.decode import DecodeState, Request, shard_cache
 from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
-from llama_jax.inference.generate import Run
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax import ops
+from llama_jax.errors import GenerationError, shown
 from llama_jax.flags import decoding_on_tpu
+from llama_jax.inference.checks import room_before_turning
+from llama_jax.inference.compiled_decode import LONGEST_CHUNK, Run, capacity_for, checked_chunk, pack, transferring, unpack
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
 from llama_jax.inference.drafter import MOST_DRAFTED, Counts, DraftedChunk, Drafter, Prompts
-from llama_jax.inference.generate import LONGEST_CHUNK, Run, capacity_for, checked_chunk, pack, transferring, unpack
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
@@ -24,6 +26,32 @@ from llama_jax.model.cache import CacheOptions
 MOST_PASSES, MOST_TURNS = 16, 64  # of a piece; after it the number of drafts may change
 HOST = 0.0005  # fixed seconds per piece, at most half of its time
 COMPILING = 0.1  # least seconds of a program's first piece if the program is compiled in it
+
+
+def stream_drafted(run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[TokenChunk]:
+    """The pieces of `stream` with a draft.
+
+    Raises:
+      GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
+      MeshError: a draft on other devices.
+    """
+    if not isinstance(drafter, Drafter):
+        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
+    if jax.process_count() > 1:
+        raise GenerationError(
+            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
+            " leave it out"
+        )
+    _, lengths, request = prompts
+    room = room_before_turning(run.config, lengths)
+    if (request.limit > room).any():
+        row = int(np.argmax(request.limit > room))
+        raise GenerationError(
+            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
+            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
+        )
+    drafter.check(run.config, run.params, lengths, request, options)
+    return drafted_chunks(run, drafter, prompts, options, turns)
 
 
 def drafted_chunks(
