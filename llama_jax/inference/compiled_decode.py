@@ -65,10 +65,10 @@ class Run:
         again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
         capacity, most = capacity_for(lengths, request), min(turns, LONGEST_CHUNK)
         self.prepare(tokens, lengths, first, capacity, options, most)
-        state, packed = self.start(self.read_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
-        piece, done, _ = unpack(packed)
-        given = [piece]
-        yield piece
+        state, packed = self.start(self.prefill_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
+        chunk, done, _ = unpack(packed)
+        given = [chunk]
+        yield chunk
 
         while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
@@ -77,14 +77,14 @@ class Run:
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
-                    state = state.replace(cache=self.read_again(tokens, lengths, given, again, capacity, options))
+                    state = state.replace(cache=self.prefill_again(tokens, lengths, given, again, capacity, options))
                 given, again = [], 0
                 continue
             state, packed = self.decode(state, most, most)
-            piece, done, _ = unpack(packed)
+            chunk, done, _ = unpack(packed)
             if again:
-                given.append(piece)
-            yield piece
+                given.append(chunk)
+            yield chunk
 
     def prepare(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, capacity: int, options: CacheOptions, most: int
@@ -93,11 +93,11 @@ class Run:
 
         Over a mesh only a compiled program knows the sharding of its results, and they are made one after another.
         """
-        piece = prefill_chunk(options, tokens.shape[1])
-        empty = self.config, self.params, len(tokens), capacity, options, self.sharding, piece
+        size = prefill_chunk(options, tokens.shape[1])
+        empty = self.config, self.params, len(tokens), capacity, options, self.sharding, size
         if self.sharding.mesh is not None or not _init_prefill.wants(*empty):
             return
-        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, piece), rope_lengths=lengths)
+        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, size), rope_lengths=lengths)
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
@@ -106,18 +106,18 @@ class Run:
                 threads.submit(contextvars.copy_context().run, compile_or_load)  # what it announces is observed
                 return result
 
-            reading = make(_init_prefill, *empty)
+            prefilled = make(_init_prefill, *empty)
             with ops.native_anyway(self.natively):
-                make(_prefill, *model, reading, tokens[:, :piece], positions, self.compute, self.sharding)
-            state, _ = make(_begin_decode, *model, *reading, tokens, lengths, request, self.sharding)
+                make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
+            state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
             with ops.native_anyway(self.natively):
                 make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
     def start(
-        self, reading: PrefillState, tokens: np.ndarray, lengths: np.ndarray, request: Request
+        self, prefilled: PrefillState, tokens: np.ndarray, lengths: np.ndarray, request: Request
     ) -> tuple[DecodeState, jax.Array]:
         with transferring():
-            return _begin_decode(self.config, self.params, *reading, tokens, lengths, request, self.sharding)
+            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
 
     def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, jax.Array]:
         (device, *_) = state.token.devices()
@@ -125,7 +125,7 @@ class Run:
         with ops.native_anyway(self.natively), transferring():
             return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.sharding)
 
-    def read_again(
+    def prefill_again(
         self,
         tokens: np.ndarray,
         lengths: np.ndarray,
@@ -136,41 +136,41 @@ class Run:
     ) -> KVCache:
         """The cache of the first `count` tokens of prompts and what they were given, as they are in a longer row."""
         history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
-        new, valid = (np.concatenate([getattr(piece, name) for piece in given], axis=1) for name in ("tokens", "valid"))
+        new, valid = (np.concatenate([getattr(chunk, name) for chunk in given], axis=1) for name in ("tokens", "valid"))
         for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
             history[row, :count] = np.resize(np.append(prompt[:length], new[row][valid[row]]), count)
-        return self.read_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
+        return self.prefill_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
 
-    def read_prompts(
+    def prefill_prompts(
         self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions, longer: int = 0
     ) -> PrefillState:
-        """Prefill in pieces, of rows that are to become `longer` than these tokens."""
+        """Prefill in chunks; the rows are to become `longer` than these tokens."""
         batch, width = tokens.shape
-        piece = prefill_chunk(options, width)
-        reading = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, piece)
-        for begin in range(0, int(lengths.max()), piece):
-            positions = Positions(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
-            part = tokens[:, begin : begin + piece]
+        size = prefill_chunk(options, width)
+        prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, size)
+        for begin in range(0, int(lengths.max()), size):
+            positions = Positions(np.clip(lengths - begin, 0, size), rope_lengths=lengths + longer)
+            part = tokens[:, begin : begin + size]
             with ops.native_anyway(self.natively), transferring():
-                reading = _prefill(self.config, self.params, reading, part, positions, self.compute, self.sharding)
-        return reading
+                prefilled = _prefill(self.config, self.params, prefilled, part, positions, self.compute, self.sharding)
+        return prefilled
 
 
 def checked_chunk(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> TokenChunk:
-    """The piece of these tokens; GenerationError where the model's logits were NaN."""
+    """The chunk of these tokens; GenerationError where the model's logits were NaN."""
     check_logprobs(logprobs, valid)
     return TokenChunk(tokens, logprobs, valid)
 
 
 def pack(produced: TokenChunk, done: jax.Array, taken: jax.Array) -> jax.Array:
-    """Everything that the host needs after a piece as one array, int32[B, 3 n + 2], for a single transfer."""
+    """Everything that the host needs after a chunk as one array, int32[B, 3 n + 2], for a single transfer."""
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
     last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
     return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
 
 
 def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
-    """The piece, which rows are done, and the turns taken: undo `pack`, and wait for the device.
+    """The chunk, which rows are done, and the turns taken: undo `pack`, and wait for the device.
 
     Raises:
       GenerationError: the model's logits were not numbers.
@@ -178,7 +178,7 @@ def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
     array = jax.device_get(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
     done, taken = array[:, -2].astype(bool), int(array[0, -1])
-    columns = taken * STEPS_PER_CHUNK or 1  # the first piece has no turn
+    columns = taken * STEPS_PER_CHUNK or 1  # the first chunk has no turn
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
     return checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
 

@@ -105,7 +105,7 @@ def init_prefill(
 def prefill(
     config: LlamaConfig,
     params: Llama,
-    reading: PrefillState,
+    prefilled: PrefillState,
     tokens: jax.Array,
     positions: Positions,
     compute: Compute = Compute(),
@@ -117,21 +117,21 @@ def prefill(
       tokens: int32[B, T], padded on the right.
       positions: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
         `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
-        the first piece on.
+        the first chunk on.
     """
     new_hidden, cache = forward(
-        config, params, tokens, reading.cache, positions=positions, compute=compute, sharding=sharding
+        config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
     )
     lengths = positions.lengths
     last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    hidden = jnp.where((lengths > 0)[:, None], last, reading.hidden)
+    hidden = jnp.where((lengths > 0)[:, None], last, prefilled.hidden)
     return PrefillState(shard_cache(cache, sharding), sharding.constrain(hidden, "row"))
 
 
 def begin_decode(
     config: LlamaConfig,
     params: Llama,
-    reading: PrefillState,
+    prefilled: PrefillState,
     tokens: jax.Array,
     lengths: jax.Array,
     request: Request,
@@ -146,7 +146,7 @@ def begin_decode(
     columns = jnp.where(real, tokens, vocab)
     seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
     state = DecodeState(
-        cache=shard_cache(reading.cache, sharding),
+        cache=shard_cache(prefilled.cache, sharding),
         request=request,
         token=jnp.zeros(batch, jnp.int32),
         seen=sharding.constrain(seen, "logits"),
@@ -154,7 +154,7 @@ def begin_decode(
         done=jnp.zeros(batch, bool),
     )
     with sharding.context():
-        state, logprobs = sample_next(state, logits_of(config, params, reading.hidden, sharding), sharding)
+        state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
     token, done, logprobs = (sharding.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
     produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), produced

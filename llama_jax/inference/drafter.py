@@ -52,7 +52,7 @@ class Drafter(ABC):
         return self, ()
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[TokenChunk], tuple[int, int]] | None:
-        """A function that counts the drafts of a piece that were or would have been right, and all; None if drafts cost."""
+        """A function that counts the drafts of a chunk that were or would have been right, and all; None if drafts cost."""
         return None
 
     def follow(self, memory: Any, history: np.ndarray, known: np.ndarray) -> Any:
@@ -97,7 +97,7 @@ class Counts(NamedTuple):
 
 
 class DraftedChunk(TokenChunk):
-    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the piece.
+    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the chunk.
 
     Attributes:
       counts: what it took, int[B].
@@ -106,27 +106,27 @@ class DraftedChunk(TokenChunk):
     counts: Counts
 
     @classmethod
-    def of(cls, piece: TokenChunk, counts: Counts) -> DraftedChunk:
-        """The piece without gaps between the tokens of a row."""
-        found = cls(*piece)
-        if not piece.valid.all():
-            order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
-            found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
+    def of(cls, chunk: TokenChunk, counts: Counts) -> DraftedChunk:
+        """The chunk without gaps between the tokens of a row."""
+        found = cls(*chunk)
+        if not chunk.valid.all():
+            order = np.argsort(~chunk.valid, axis=1, kind="stable")[:, : max(int(chunk.valid.sum(axis=1).max()), 1)]
+            found = cls(*(np.take_along_axis(part, order, axis=1) for part in chunk))
         found.counts = counts
         return found
 
 
-def with_counts(results: Sequence[Any], pieces: Sequence[TokenChunk]) -> list[Any]:
+def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:
     """The results of a generation that drafted, with what each row took."""
-    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(piece) for piece in pieces), strict=True)]
+    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(chunk) for chunk in chunks), strict=True)]
     return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
 
 
-def counts_of(piece: TokenChunk) -> Counts:
-    """The counts of a piece; zeros where nothing was drafted."""
-    if isinstance(piece, DraftedChunk):
-        return piece.counts
-    return Counts(*np.zeros((3, len(piece.valid)), np.int64))
+def counts_of(chunk: TokenChunk) -> Counts:
+    """The counts of a chunk; zeros where nothing was drafted."""
+    if isinstance(chunk, DraftedChunk):
+        return chunk.counts
+    return Counts(*np.zeros((3, len(chunk.valid)), np.int64))
 
 
 def check_number(name: str, value: Any, most: int) -> None:

@@ -82,7 +82,7 @@ def generate(
         impossible sampling value.
       MeshError: prompts that cannot be divided over the mesh of the parameters.
     """
-    pieces = list(
+    chunks = list(
         stream(
             config,
             params,
@@ -96,8 +96,8 @@ def generate(
             turns=LONGEST_CHUNK,
         )
     )
-    results = continuations(pieces, stop_tokens)
-    return results if draft is None else with_counts(results, pieces)
+    results = continuations(chunks, stop_tokens)
+    return results if draft is None else with_counts(results, chunks)
 
 
 def stream(
@@ -130,10 +130,10 @@ def stream(
     return run.stream(tokens, lengths, request, cache, int(turns))
 
 
-def continuations(pieces: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> list[Generation]:
-    """The generations of all rows, from all pieces."""
+def continuations(chunks: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> list[Generation]:
+    """The generations of all rows, from all chunks."""
     tokens, logprobs, valid = (
-        np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
+        np.concatenate([getattr(chunk, name) for chunk in chunks], axis=1) for name in ("tokens", "logprobs", "valid")
     )
     stop = set(token_ids("stop_tokens", stop_tokens).tolist())
     results = []

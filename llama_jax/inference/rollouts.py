@@ -101,9 +101,9 @@ def roll_out(
       params: in any form, also with adapters or quantized, on any devices.
       sharding: see `generation_sharding`; P must be divisible by the ways in which it divides rows.
     """
-    reading = _prefill(config, params, prompts, compute, sharding)
+    prefilled = _prefill(config, params, prompts, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group
-    state = _started(reading, prompts, options, sharding)
+    state = _started(prefilled, prompts, options, sharding)
     turns = -(-options.most // STEPS_PER_CHUNK)
 
     def choose(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
@@ -131,7 +131,7 @@ def roll_out(
 
     with sharding.context():
         state, logprobs = choose(
-            state, logits_of(config, params, _repeated(reading.hidden, options, sharding), sharding), sharding
+            state, logits_of(config, params, _repeated(prefilled.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
     out = tuple(jnp.zeros((batch, 1 + turns * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
@@ -142,24 +142,24 @@ def roll_out(
 
 
 def _prefill(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, sharding: Sharding) -> PrefillState:
-    """All prompts, in pieces; the cache has the dtype of the computation."""
+    """All prompts, in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
     cache = init_cache(config, batch, width, dtype)
-    reading = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+    prefilled = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]
         positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
-        reading = prefill(config, params, reading, part, positions, compute, sharding)
-    return reading
+        prefilled = prefill(config, params, prefilled, part, positions, compute, sharding)
+    return prefilled
 
 
-def _started(reading: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
+def _started(prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
     """A state with `group` rows for each prompt, before the first token of any."""
-    batch = reading.hidden.shape[0] * options.group
+    batch = prefilled.hidden.shape[0] * options.group
     with sharding.context():
-        cache = branch(reading.cache, options.group, options.most, sharding.head_sharding)
+        cache = branch(prefilled.cache, options.group, options.most, sharding.head_sharding)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return DecodeState(

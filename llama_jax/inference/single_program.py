@@ -36,11 +36,11 @@ def complete(
             f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"
             " change, which one program cannot; use `generate`, or a capacity of at most that"
         )
-    piece = min(width, LARGEST_PREFILL)
-    reading = init_prefill(config, params, batch, capacity)
-    for begin in range(0, width, piece):
-        positions = Positions(jnp.clip(lengths - begin, 0, piece), rope_lengths=lengths)
-        reading = prefill(config, params, reading, tokens[:, begin : begin + piece], positions)
-    state, first = begin_decode(config, params, reading, tokens, lengths, request)
+    size = min(width, LARGEST_PREFILL)
+    prefilled = init_prefill(config, params, batch, capacity)
+    for begin in range(0, width, size):
+        positions = Positions(jnp.clip(lengths - begin, 0, size), rope_lengths=lengths)
+        prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + size], positions)
+    state, first = begin_decode(config, params, prefilled, tokens, lengths, request)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)
     return TokenChunk(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))

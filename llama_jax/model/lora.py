@@ -105,15 +105,15 @@ def init_adapters(
     if lora.dora and base is None:
         raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
 
-    def magnitude_of(row: ParamSpec) -> jax.Array:
-        lengths = row_lengths(attrgetter(row.path)(base)).astype(dtype)
-        own = [name in lora.targets for name in _names_at(row.path)]
+    def magnitude_of(spec: ParamSpec) -> jax.Array:
+        lengths = row_lengths(attrgetter(spec.path)(base)).astype(dtype)
+        own = [name in lora.targets for name in _names_at(spec.path)]
         if len(own) == 1:
             return lengths
         groups = config.queries_per_kv_head
         return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
 
-    def start(row: ParamSpec, shape: LowRank) -> LowRank:
+    def start(spec: ParamSpec, shape: LowRank) -> LowRank:
         layers, *_, rank, columns = shape.a.shape
         bound = 1 / math.sqrt(columns)
 
@@ -123,8 +123,8 @@ def init_adapters(
             its_key = jax.random.fold_in(key, list(TARGETS).index(name))
             return jax.random.uniform(its_key, (layers, rank, columns), jnp.float32, -bound, bound).astype(dtype)
 
-        parts = jnp.stack([draw(name) for name in _names_at(row.path)], axis=1)
-        magnitude = magnitude_of(row) if lora.dora else None
+        parts = jnp.stack([draw(name) for name in _names_at(spec.path)], axis=1)
+        magnitude = magnitude_of(spec) if lora.dora else None
         return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype), magnitude)
 
     return build_adapters(config, lora, start)
@@ -136,7 +136,7 @@ def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike 
     Raises:
       ConfigError: as `init_adapters`.
     """
-    return build_adapters(config, lora, lambda row, shape: shape, dtype)
+    return build_adapters(config, lora, lambda spec, shape: shape, dtype)
 
 
 def build_adapters(
@@ -161,13 +161,13 @@ def build_adapters(
         )
     paths = {TARGETS[name].path for name in lora.targets}
 
-    def leaf(row: ParamSpec) -> Any:
-        if row.path not in paths:
+    def leaf(spec: ParamSpec) -> Any:
+        if spec.path not in paths:
             return None
-        shape = row.shape_of_all(config)
-        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank))
+        shape = spec.shape_of_all(config)
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(spec.path, shape, lora.rank))
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
-        return pair_of(row, LowRank(a, b, magnitude))
+        return pair_of(spec, LowRank(a, b, magnitude))
 
     return build(config, leaf)
 
@@ -177,10 +177,10 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
     widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
     numbers = 0
 
-    def count(row: ParamSpec, shape: LowRank) -> None:
+    def count(spec: ParamSpec, shape: LowRank) -> None:
         nonlocal numbers
         layers, *_, columns = shape.a.shape
-        for name in set(_names_at(row.path)) & set(lora.targets):
+        for name in set(_names_at(spec.path)) & set(lora.targets):
             outputs = math.prod(shape.b.shape[1:-1])
             if name in widths:
                 outputs = outputs // sum(widths.values()) * widths[name]

@@ -196,7 +196,7 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec("final_norm", "D", P(), "ones"),
     ParamSpec("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
 )
-_BY_PATH = {row.path: row for row in reversed(PARAM_SPECS)}
+_BY_PATH = {spec.path: spec for spec in reversed(PARAM_SPECS)}
 
 
 @cache
@@ -226,14 +226,14 @@ def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
 @cache
 def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
     """The parameters that a model of this configuration has."""
-    return tuple(row for row in PARAM_SPECS if row.when(config))
+    return tuple(spec for spec in PARAM_SPECS if spec.when(config))
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
-    row = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
-    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][row.path.count(".") :]
-    return row.is_matrix and all(name in ("base", "parts") for name in inside)
+    spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
+    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
+    return spec.is_matrix and all(name in ("base", "parts") for name in inside)
 
 
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:

@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary, without ever holding all logits."""
+"""Cross-entropy over the vocabulary and log-probabilities of tokens, without ever holding all logits."""
 
 from __future__ import annotations
 
@@ -71,9 +71,46 @@ def cross_entropy(
     return LossSums(found.loss, lax.stop_gradient(found.nll))
 
 
+def token_logprobs(
+    hidden: jax.Array,
+    head: jax.Array | Weight,
+    targets: jax.Array,
+    options: LogitOptions,
+    temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+    """The logarithm of the probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
+
+    The logits are made chunk by chunk, and a second time in the backward pass, so that those of one chunk exist at a time.
+
+    Args:
+      hidden: [B, T, D], in the dtype of the products.
+      head: [V, D], or what else `project` takes.
+      targets: int[B, T]; one below 0 gives 0, without a gradient.
+      options: `z_loss` has no meaning here.
+      temperature: above 0; of the distribution that the tokens were sampled from.
+
+    Returns:
+      float32[B, T], float64 for `hidden` in float64.
+    """
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weight: Any = gathered_head(head, hidden.dtype, options.constrain)
+    columns = jnp.arange(weight.shape[0], dtype=targets.dtype)
+
+    @jax.checkpoint
+    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = options.constrain(project(hidden, weight, out_dtype=wide), "logits") / temperature
+        if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
+            logits = jnp.where(columns < options.vocab_size, logits, -jnp.inf)
+        target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
+
+    chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
+    return join_chunks(lax.map(lambda chunk: of_chunk(*chunk), chunks), targets.shape[1])
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
-    cast = _gathered(head, hidden.dtype, options.constrain)
+    cast = gathered_head(head, hidden.dtype, options.constrain)
 
     def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         sums, _ = _chunk_sums(options, cast, *part)
@@ -122,7 +159,7 @@ def _sums_and_gradients(
 ) -> tuple[LossSums, list[Any]]:
     """The sums, and their gradients for `hidden` and, `with_head`, for `head`."""
     shares, constrain = options.shares, options.constrain
-    cast = _gathered(head, hidden.dtype, constrain)
+    cast = gathered_head(head, hidden.dtype, constrain)
 
     def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         total, of_head = carry
@@ -142,7 +179,10 @@ def _sums_and_gradients(
     return LossSums(*map(jnp.sum, total)), [of_hidden, None if of_head is None else jnp.sum(of_head, axis=0).T]
 
 
-def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Constrain) -> jax.Array:
+def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
+    """The head [V, D] cast where it lies and then gathered for all chunks; a quantized or adapted one as it is."""
+    if hasattr(head, "project"):
+        return head
     return constrain(constrain(head.astype(dtype), "head_shares"), "head")
 
 
@@ -174,13 +214,17 @@ def _zeros(hidden: jax.Array) -> LossSums:
     return LossSums(zeros, zeros)
 
 
+def split_chunks(x: jax.Array, chunk: int, fill: int = 0) -> jax.Array:
+    """[B, T, ...] as [chunks, B, chunk, ...], padded with `fill`; devices may share B, so it stays an axis."""
+    chunk = min(chunk, x.shape[1])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+
+def join_chunks(chunks: jax.Array, length: int) -> jax.Array:
+    """Undo `split_chunks` of numbers [B, T]: [chunks, B, chunk] as [B, T]."""
+    return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)[:, :length]
+
+
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] as [chunks, B, chunk, ...] each, padded with zeros; devices may share B, so it stays an axis."""
-    length = arrays[0].shape[1]
-    chunk = min(chunk, length)
-
-    def cut(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)])
-        return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    return tuple(map(cut, arrays))
+    return tuple(split_chunks(x, chunk) for x in arrays)

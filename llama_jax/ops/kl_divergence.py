@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.cross_entropy import Constrain, LogitOptions
+from llama_jax.ops.cross_entropy import LogitOptions, gathered_head, join_chunks, split_chunks
 from llama_jax.ops.layers import Weight, project
 
 
@@ -65,7 +65,11 @@ def token_divergence(
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
     own, other = made
-    heads = _head(student, own.constrain), lax.stop_gradient(_head(teacher, other.constrain))
+    heads = tuple(
+        gathered_head(model.head, model.hidden.dtype, options.constrain)
+        for model, options in ((student, own), (teacher, other))
+    )
+    heads = heads[0], lax.stop_gradient(heads[1])
 
     def logits_of(hidden: jax.Array, head: Any, options: LogitOptions) -> jax.Array:
         found = options.constrain(project(hidden, head, out_dtype=wide), "logits")
@@ -81,23 +85,12 @@ def token_divergence(
         found = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
         return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (found, nll)))
 
-    batch, length = targets.shape
-    chunk = min(own.chunk, length)
-    padding = -length % chunk
-
-    def parts(x: jax.Array, fill: int) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
-        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    given = parts(student.hidden, 0), parts(lax.stop_gradient(teacher.hidden), 0), parts(targets, -1)
-    found = lax.map(lambda part: of_chunk(*part), given)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
-
-
-def _head(model: Logits, constrain: Constrain) -> Any:
-    if hasattr(model.head, "project"):
-        return model.head
-    return constrain(constrain(model.head.astype(model.hidden.dtype), "head_shares"), "head")
+    chunks = (
+        split_chunks(student.hidden, own.chunk),
+        split_chunks(lax.stop_gradient(teacher.hidden), own.chunk),
+        split_chunks(targets, own.chunk, fill=-1),
+    )
+    return jax.tree.map(lambda x: join_chunks(x, targets.shape[1]), lax.map(lambda chunk: of_chunk(*chunk), chunks))
 
 
 def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:

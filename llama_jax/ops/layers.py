@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import jax
@@ -12,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.mixed_precision import multiply_cast
 from llama_jax.ops.platform import recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +66,37 @@ def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
 
 def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training: [..., D] by [*out, D].
+
+    It has a derivative of its own so that the weight's gradient, a sum over all tokens and devices, is computed in the
+    weight's dtype. JAX's own would be rounded to that of `x` before it is summed.
+
+    Args:
+      settings: whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype.
+    """
+    return _multiply_cast_forward(settings, x, weight)[0]
+
+
+def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    matrix = weight.astype(x.dtype)
+    product = jnp.tensordot(x, matrix, axes=((-1,), (-1,)), preferred_element_type=x.dtype)
+    return product, (x, matrix if settings[0] else weight)
+
+
+def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
+    outputs = tuple(range(matrix.ndim - 1))
+    x_grad = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
+    rows = tuple(range(x.ndim - 1))
+    weight_grad = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
+    return x_grad, weight_grad
+
+
+multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 @for_cpu(cpu.weight_gradient)

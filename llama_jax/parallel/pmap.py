@@ -129,8 +129,8 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
         found = mapped(config, capacity, params, *jax.device_put(rows, shares))
-        piece = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
-        return continuations([piece], stop_tokens)
+        chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
+        return continuations([chunk], stop_tokens)
 
     return run
 

@@ -56,16 +56,16 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
       MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
     """
     check_model(config, sizes)
-    changed = () if padded else _fitted_arrays(config, sizes)
+    padded_paths = () if padded else _padded_paths(config, sizes)
 
-    def spec(row: ParamSpec) -> P:
-        found = row.mesh
-        if row.path in changed:
-            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
-        found = _with_context(found, sizes)
-        return P(None, *found) if row.in_blocks else found
+    def partition(spec: ParamSpec) -> P:
+        axes = spec.mesh
+        if spec.path in padded_paths:
+            axes = P(*(None,) * (len(axes) - 1), ("fsdp", "tensor")) if spec.axes.endswith("D") else P()
+        axes = _with_context(axes, sizes)
+        return P(None, *axes) if spec.in_blocks else axes
 
-    return build(config, spec)
+    return build(config, partition)
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
@@ -91,10 +91,7 @@ def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: 
     """
     specs = param_specs(config, sizes, padded=padded)
 
-    def spec(row: ParamSpec, shape: LowRank) -> LowRank:
-        return _specs_of_pair(attrgetter(row.path)(specs), shape)
-
-    return build_adapters(config, lora, spec)
+    return build_adapters(config, lora, lambda spec, shape: _specs_of_pair(attrgetter(spec.path)(specs), shape))
 
 
 def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
@@ -170,12 +167,12 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
     """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
     padding.padded_config(config, sizes)
-    if _fitted_arrays(config, sizes):
+    if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
         _check("dim", config.dim, axes, sizes.columns * sizes.tensor, config.dim)
 
 
-def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
+def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
     """Paths of the parameters that `pad_params` changes."""
     padded = padding.padded_vocab(config, sizes) != config.vocab_size
     copied = config.n_kv_heads % sizes.tensor != 0
@@ -238,21 +235,21 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
     if sizes.devices == 1:
         return config, Sharding(mesh=mesh.abstract_mesh)
     specs = shardings(mesh, param_specs(config, sizes, padded=True))
-    changed = _fitted_arrays(config, sizes)
+    is_padded = bool(_padded_paths(config, sizes))
 
-    def gather_heads(row: ParamSpec, leaf: Any) -> Any:
-        if not padding.has_groups(row):
+    def gather_heads(spec: ParamSpec, leaf: Any) -> Any:
+        if not padding.has_groups(spec):
             return leaf
 
         def gather(array: jax.Array) -> jax.Array:
-            has_columns = len(row.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
-            columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if has_columns else None)
+            has_columns = len(spec.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            columns = P(*[None] * (array.ndim - 1), spec.mesh[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
         return padding.over_rows_of(leaf, gather)
 
     def fit_params(params: Llama) -> Llama:
-        if not changed:
+        if not is_padded:
             return params
         if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
             params = padding.map_params(params, gather_heads)

@@ -78,7 +78,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
-        return placed, placed._run().read_prompts(tokens, lengths, capacity, options).cache
+        return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
 
     def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray) -> KVCache:
         """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""

@@ -53,12 +53,12 @@ class AttentionMask(struct.PyTreeNode):
         )
 
 
-def visible(seen: AttentionMask, window: int | None = None) -> jax.Array:
+def visible(mask: AttentionMask, window: int | None = None) -> jax.Array:
     """bool[B|1, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
-    queries, keys = seen.query_positions[..., :, None], seen.key_positions[..., None, :]
+    queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
     found = keys <= queries
     if window is not None:
         found &= queries - keys < window
-    if seen.query_segments is not None and seen.key_segments is not None:
-        found &= seen.query_segments[..., :, None] == seen.key_segments[..., None, :]
+    if mask.query_segments is not None and mask.key_segments is not None:
+        found &= mask.query_segments[..., :, None] == mask.key_segments[..., None, :]
     return found
