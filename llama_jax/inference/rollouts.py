@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
@@ -17,6 +16,7 @@ from llama_jax.inference.decode import (
     DecodeState,
     PrefillState,
     Request,
+    decode_chunks,
     decode_step,
     logits_of,
     prefill,
@@ -70,7 +70,7 @@ class RolloutOptions:
       stop: tokens that end an answer.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     group: int
@@ -104,7 +104,7 @@ def roll_out(
     prefilled = _prefill(config, params, prompts, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group
     state = _started(prefilled, prompts, options, sharding)
-    turns = -(-options.most // STEPS_PER_CHUNK)
+    chunks = -(-options.most // STEPS_PER_CHUNK)
 
     def choose(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
         """`decode.sample_next`, with log-probabilities at the temperature."""
@@ -116,26 +116,14 @@ def roll_out(
         done = state.done | jnp.any(token[:, None] == state.request.stop, axis=-1) | (count >= state.request.limit)
         return state.replace(token=token, count=count, done=done), logprobs
 
-    def turn(carry: Any) -> Any:
-        state, taken, out = carry
-        state, new = lax.scan(
-            lambda state, _: decode_step(config, params, state, compute, sharding, choose), state, length=STEPS_PER_CHUNK
-        )
-        at = (jnp.zeros_like(taken), 1 + taken * STEPS_PER_CHUNK)
-        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
-        return state, taken + 1, out
-
-    def unfinished(carry: Any) -> jax.Array:
-        state, taken, _ = carry
-        return (taken < turns) & ~jnp.all(state.done)
-
     with sharding.context():
         state, logprobs = choose(
             state, logits_of(config, params, _repeated(prefilled.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
-    out = tuple(jnp.zeros((batch, 1 + turns * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
-    _, _, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    out = tuple(jnp.zeros((batch, 1 + chunks * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
+    step = lambda state: decode_step(config, params, state, compute, sharding, choose)
+    _, _, out = decode_chunks(step, state, out, chunks, offset=1)
     tokens, logprobs, valid = (sharding.constrain(part[:, : options.most], "everywhere") for part in out)
     ends = jnp.any(tokens[..., None] == jnp.asarray(options.stop, jnp.int32), axis=-1)
     return Answers(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))

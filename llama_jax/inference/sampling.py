@@ -82,7 +82,7 @@ class LogitMask(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, restriction: LogitMask | None = None
+    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, logit_mask: LogitMask | None = None
 ) -> jax.Array:
     """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
 
@@ -98,14 +98,14 @@ def sample(
     drawn, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
     def among_scores(logits: jax.Array) -> jax.Array:
-        if restriction is not None:
-            logits = lax.cond(restriction.needed, restriction.apply, lambda logits: logits, logits)
+        if logit_mask is not None:
+            logits = lax.cond(logit_mask.needed, logit_mask.apply, lambda logits: logits, logits)
         scores = penalize(logits, penalty, seen)
         return jnp.where(drawn, _draw(scores, sampling, step), _argmax(scores))
 
     changed = jnp.any(drawn | (penalty != 1))
-    if restriction is not None:
-        changed |= restriction.needed
+    if logit_mask is not None:
+        changed |= logit_mask.needed
     return lax.cond(changed, among_scores, _argmax, logits)
 
 
