@@ -1,4 +1,4 @@
-"""Checks that refuse impossible requests, with the reason, before anything is computed."""
+"""Checks of the arguments of a generation, before anything is computed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ STEPS_PER_CHUNK = 4  # of the decode loop, which can only exit between chunks, s
 
 
 class Request(struct.PyTreeNode):
-    """What is asked for, row by row.
+    """The settings of every row of a batch.
 
     Attributes:
       sampling: arrays [B].
@@ -44,7 +44,7 @@ class DecodeState(struct.PyTreeNode):
 
     Attributes:
       cache: what the model has read.
-      request: what is asked for.
+      request: the settings of the rows.
       token: int32[B], chosen but not yet read.
       seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.

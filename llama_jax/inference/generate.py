@@ -79,7 +79,7 @@ def generate(
 
     Raises:
       GenerationError: an empty prompt, an id outside the vocabulary, a length beyond the model's context, or an
-        impossible sampling value.
+        invalid sampling value.
       MeshError: prompts that cannot be divided over the mesh of the parameters.
     """
     chunks = list(

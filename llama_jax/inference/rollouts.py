@@ -29,7 +29,7 @@ from llama_jax.model.params import Llama
 
 
 class Prompts(NamedTuple):
-    """What is asked.
+    """The prompts of a batch.
 
     Attributes:
       tokens: int32[P, W], padded on the right.

@@ -50,7 +50,7 @@ class Sampling(struct.PyTreeNode):
         """The same settings as arrays of `batch` values.
 
         Raises:
-          GenerationError: an impossible value, or a field with another number of rows; the message names the field.
+          GenerationError: an invalid value, or a field with another number of rows; the message names the field.
         """
 
         def rows(name: str, dtype: type, need: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
@@ -167,7 +167,7 @@ def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
 
 @for_cpu(cpu.argmax)
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first index of the largest score: int32[B]. XLA for CPU vectorises two plain reductions, but not argmax."""
+    """The first index of the largest score: int32[B]. XLA for CPU vectorizes two plain reductions, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)

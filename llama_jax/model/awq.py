@@ -65,7 +65,7 @@ def scale_channels(
       progress: wraps the sequence of layers.
 
     Raises:
-      ConfigError: a model with experts, or parameters that are quantized; a kind that cannot be made.
+      ConfigError: a model with experts, or parameters that are quantized; a kind that is only read from files.
     """
     if kind not in MIXTURES:
         raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")

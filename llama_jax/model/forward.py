@@ -57,7 +57,7 @@ def forward(
 
     Raises:
       ConfigError: the parameters are not those of the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache; places of another shape, or packed rows
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions of another shape, or packed rows
         together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
@@ -129,7 +129,7 @@ def run_layers(
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
     ) -> Any:
-        # Where layers are scanned and differ, which kind one is is known when the program runs.
+        # Where layers are scanned and differ, the kind of a layer is known only when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
         normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
@@ -154,7 +154,7 @@ def run_layers(
     held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     sliced, layer_of = split(params.blocks, held)
     if unrolled:
-        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at places that it knows it reads in place.
+        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at known indices it reads in place.
         each = []
         for i in range(config.n_layers):
             *carry, tapped = step_of(i)(layer_of([], i), *carry, step, jnp.int32(i))
@@ -332,7 +332,7 @@ def _step_of(
 
 
 class _Heads(NamedTuple):
-    """Of the new tokens: queries [B, K, T, G, H], also as the sinks see them, keys and values [B, K, T, H]."""
+    """Queries [B, K, T, G, H] of the new tokens, the same as the sinks see them, and keys and values [B, K, T, H]."""
 
     queries: jax.Array
     sink_queries: jax.Array | None

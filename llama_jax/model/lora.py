@@ -1,4 +1,4 @@
-"""LoRA: a frozen model with learnt low-rank changes of its matrices (Hu et al. 2021).
+"""LoRA: a frozen model with learned low-rank changes of its matrices (Hu et al. 2021).
 
 Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a separate tree, which
 is trained, kept and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
@@ -57,7 +57,7 @@ class Lora:
       dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
 
     Raises:
-      ConfigError: an impossible value, or a target that is not a matrix of a Llama.
+      ConfigError: an invalid value, or a target that is not a matrix of a Llama.
     """
 
     rank: int = 16
@@ -97,7 +97,7 @@ def init_adapters(
     gradient, and both stay zero. Their magnitudes stay constant likewise.
 
     Args:
-      base: for DoRA: the base model, the norms of whose rows are the initial magnitudes.
+      base: for DoRA, the base model: the norms of its rows are the initial magnitudes.
 
     Raises:
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
@@ -270,7 +270,7 @@ def base_of(params: Llama) -> Llama:
 
 
 def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
-    """A layout for training a `TrainState` whose parameters are adapters: `train_step` joins them with the base.
+    """A `Sharding` to train a `TrainState` of adapters: `train_step` joins them with the base.
 
     Only the parameters in the state are differentiated, so the base gets no gradient. Make the base an argument of the
     compiled function, which would otherwise contain a copy of it.
@@ -309,7 +309,7 @@ def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ..
 
 
 def _path(path: tuple[Any, ...]) -> str:
-    """In the table, of a place in a `Llama`."""
+    """The path of a `ParamSpec` from a path in a `Llama`."""
     return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
 
 

@@ -105,7 +105,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
     `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantized parameters, of any kind.
 
     Raises:
-      ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
+      ConfigError: a kind that is only read from files, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     if kind not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from llama_jax.ops.layers import Weight, project, weight_gradient
 
-Constrain = Callable[[jax.Array, str], jax.Array]  # told what an array is, lays it out over devices
+Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array sharded over devices
 
 
 class LossSums(NamedTuple):
@@ -39,7 +39,7 @@ class LogitOptions:
       vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
       shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
         of them once in the end: else XLA sums it over the devices for every chunk.
-      constrain: told what it is, lays out an array over devices: "head_shares" and "head" [V, D], which are gathered between
+      constrain: given its name, shards an array over devices: "head_shares" and "head" [V, D], which are gathered between
         the two, "logits" [B, chunk, V], "head_gradient" [shares, D, V].
     """
 
@@ -60,9 +60,9 @@ def cross_entropy(
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
-      head: [V, D], an array, whose gradient is summed over the chunks in its dtype, and only where one is asked for; or what
-        else `project` takes, such as a quantized one or one with an adapter, through whose own derivative the logits are
-        then computed a second time.
+      head: [V, D], an array; its gradient is summed over the chunks in its dtype, and only if it is differentiated. Or what
+        else `project` takes, such as a quantized or an adapted one, which has a derivative of its own: the logits are then
+        computed a second time.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
     """

@@ -280,7 +280,7 @@ class RowBlocks(NamedTuple):
 
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
-    """Of even groups a sixteenth is computed in vain."""
+    """Blocks for groups of about the same size: a sixteenth of the rows is then computed in vain."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))

@@ -28,12 +28,12 @@ class Quantized(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers."""
+        """The shape of the numbers."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the numbers as they are kept: int8."""
+        """The dtype in which the numbers are kept: int8."""
         return self.values.dtype
 
 

@@ -21,7 +21,7 @@ class Logits(NamedTuple):
 
 
 class TokenDivergence(NamedTuple):
-    """Of each position, float32[B, T] (float64 for states in float64).
+    """The results for each position, float32[B, T] (float64 for states in float64).
 
     Attributes:
       divergence: KL(teacher || student) at the temperature, in nats.
@@ -110,6 +110,6 @@ def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
 
 
 def _sum_of(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:
-    """Sum of p (log p - log q) over the last axis where that is asked for."""
+    """Sum of p (log p - log q) over the last axis, of the entries that `where` selects."""
     logp, logq = jnp.where(where, logp, 0), jnp.where(where, logq, 0)
     return jnp.sum(jnp.where(where, jnp.exp(logp) * (logp - logq), 0), axis=-1)

@@ -122,7 +122,7 @@ class Processes:
         self._tell_all({"told": base64.b64encode(content).decode()})
 
     def hear(self) -> bytes:
-        """In the others: what process 0 has told next; waits for it."""
+        """In the others: the next message of process 0; waits for it."""
         return self._told.get()
 
     def fail(self, reason: str, code: int) -> None:
@@ -232,7 +232,7 @@ def join_job(
 ) -> Iterator[Processes]:
     """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
 
-    An error inside the block is told to the others, who end with it; this process prints it and ends at once, with 2 for a
+    An error inside the block is sent to the others, which end with it; this process prints it and ends at once, with 2 for a
     `UserError` and 1 for any other, for an orderly end of JAX would wait for them. Where a process is gone without a word
     the others end with 75. Without arguments, and for a job of one process, nothing of all this is done.
 
@@ -245,7 +245,7 @@ def join_job(
       resumes: whether a job that ended can go on from where it was, which the others then say where one dies.
 
     Raises:
-      MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
+      MeshError: missing or invalid values, a cluster that cannot be found, an address that cannot be bound or
         reached, processes that were started otherwise or that did not come: the message names them.
     """
     rank = _find_rank(coordinator, processes, process_id, detect, timeout)

@@ -1,6 +1,6 @@
 """Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
 
-It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices, and the same prefill and
+It runs the same `train_step` that `jax.jit` runs, with an `axis_name` to sum over the devices, and the same prefill and
 decode loop. JAX keeps `pmap` but develops it no further; `parallel.sharding` does the same with data=N, and more.
 
 What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or

@@ -1,4 +1,4 @@
-"""Reading prompts whose tokens are divided over devices: a long one in one pass, by ring attention."""
+"""Prefill of prompts with their tokens divided over devices: a long one in one pass, by ring attention."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
 
 def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Of divided rows [n * B, T / n, D] the state [B, D] of the last real token, which one device of each ring has."""
+    """The state [B, D] of the last real token of divided rows [n * B, T / n, D]; one device of each ring has it."""
     parts = mesh.shape[AXIS]
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:

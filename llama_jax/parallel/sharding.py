@@ -95,7 +95,7 @@ def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: 
 
 
 def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
-    """Of the adapter of a matrix whose spec has an entry for each of its axes."""
+    """The partition specs of the adapter of a matrix; the spec of the matrix has an entry for each of its axes."""
     magnitude = None if pair.magnitude is None else P(*matrix[:-1])
     return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
 
@@ -156,7 +156,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
       length: T, tokens of a row to be predicted, which a step divides over `context`; None where nothing does.
 
     Raises:
-      MeshError: `batch` rows cannot be, or the tokens of a row.
+      MeshError: the rows of the batch, or the tokens of a row, cannot be split so.
     """
     _check("batch", batch, "data*fsdp", sizes.rows, batch)
     if length is not None:
@@ -180,7 +180,7 @@ def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
-    """`pad_params` is the number whose divisors would do: the value itself, or what several values have in common."""
+    """`fit` is the number with the divisors that would do: the value itself, or what several values have in common."""
     if value % size:
         small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
         nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]

@@ -38,7 +38,7 @@ class DistillOptions:
         their files have them, floats in the dtype of the computation.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     teacher: str = ""
@@ -58,7 +58,7 @@ class DistillOptions:
 
 
 class Teacher(NamedTuple):
-    """A frozen teacher: its configuration and layout on the student's devices, and its parameters."""
+    """A frozen teacher: its configuration and sharding on the student's devices, and its parameters."""
 
     config: LlamaConfig
     params: Llama

@@ -33,12 +33,12 @@ class NoisyTable(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the table."""
+        """The shape of the table."""
         return self.table.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the table."""
+        """The dtype of the table."""
         return self.table.dtype
 
     def embed(self, rows: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ class OptimizerSettings:
       clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     name: OptimizerName = "adamw"

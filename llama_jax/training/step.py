@@ -86,7 +86,7 @@ class StepOptions:
       count: of a batch what the sum of its losses is divided by, float32[], as of text the tokens that are predicted.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     loss: LossOptions = LossOptions()
@@ -226,7 +226,7 @@ def microbatches(batch: Any, parts: int) -> Any:
     """[B, ...] as [parts, B / parts, ...]; every part has rows from every device over which B may be sharded.
 
     Raises:
-      ConfigError: rows that cannot be divided so.
+      ConfigError: rows that cannot be divided into `parts`.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % parts:

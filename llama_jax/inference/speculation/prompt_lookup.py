@@ -26,7 +26,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
       shortest: number of last tokens that must match; otherwise nothing is drafted.
 
     Raises:
-      GenerationError: numbers that cannot be.
+      GenerationError: an invalid number.
     """
 
     tokens: int = struct.field(pytree_node=False, default=7)

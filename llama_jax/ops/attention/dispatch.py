@@ -102,7 +102,7 @@ def choose_backend(
     if backend != "auto":
         if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
-        return backend, "as asked for"
+        return backend, "as requested"
     plain, why = _without_kernel(platform, problem)
     kernel = KERNELS.get(platform)
     if kernel is None:

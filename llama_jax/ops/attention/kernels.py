@@ -48,7 +48,7 @@ class HeadSharding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What attention is asked for, as far as the choice depends on it.
+    """The shapes of an attention call, as far as the choice of a backend depends on them.
 
     Attributes:
       queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.

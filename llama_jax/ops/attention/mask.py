@@ -39,7 +39,7 @@ class AttentionMask(struct.PyTreeNode):
 
     @classmethod
     def whole(cls, length: int, segments: jax.Array | None = None) -> AttentionMask:
-        """Of whole rows of T tokens, each of which sees itself and those before it: `segments` int32[B, T] or None."""
+        """The causal mask of whole rows of T tokens, with the document of each: `segments` int32[B, T] or None."""
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         return cls(slots, slots, segments, segments, ordered=True)
 

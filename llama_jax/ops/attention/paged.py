@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages, of which a table says which belong to a row (Kwon et al. 2023, section 4)."""
+"""Attention to keys and values in pages; a table has the pages of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.ops.platform import log_backend, lowering_platform, mesh_in_force
 
 
 class PagedView(struct.PyTreeNode):
-    """Keys and values in pages, of which a table says which belong to a row.
+    """Keys and values in pages, and a table of the pages of each row.
 
     Attributes:
       pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side: the key of head k at 2k, its
@@ -185,7 +185,7 @@ class _Cut(NamedTuple):
         return cls(rows, heads)
 
     def specs(self, pages: Any, view: PagedView) -> tuple[Any, P, PagedView]:
-        """Of pages, of anything [T, K, ...], and of a view without pages."""
+        """Partition specs of pages, of anything [T, K, ...], and of a view without pages."""
         rows, heads = self.rows or None, self.heads or None
         of_view = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
         return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), of_view

@@ -67,7 +67,7 @@ def attend_by_blocks(
     sink_queries = queries if sink_queries is None else sink_queries
 
     def of_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
-        """Of some queries [q, K, G, H] of a row, from a position on."""
+        """Attention of queries [q, K, G, H] of a row, from a position on."""
         position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
         held = jnp.minimum(view.lengths[row], entries * page)
 

@@ -18,7 +18,7 @@ LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
 
 @dataclass(frozen=True)
 class PagedAttentionShape:
-    """What attention over pages is asked for, as far as the choice depends on it.
+    """The shapes of an attention call over pages, as far as the choice of a kernel depends on them.
 
     Attributes:
       queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].

@@ -57,7 +57,7 @@ def arranged(plane: QuantField, array: Any) -> Any:
 
 
 def platform_of(sharding: Any) -> str:
-    """Of the devices that hold what lies so."""
+    """The platform of the devices of a sharding."""
     return next(iter(sharding.device_set)).platform
 
 
@@ -95,7 +95,7 @@ def in_runs(look_up: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.A
 
 
 def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Of numbers of 8 bits, [V, D]; others as JAX takes them."""
+    """Rows of a table of 8-bit numbers, [V, D]; of others as JAX takes them."""
     tile = TILES[8]
     if table.ndim != 2 or table.dtype.itemsize > 1 or len(table) % tile:
         return table[rows]
@@ -103,7 +103,7 @@ def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Of what lies groups first: [V, groups, 128], and [V, groups], which a TPU stores so by itself if they are few."""
+    """Rows of a table stored groups first: [V, groups, 128], or [V, groups], which a TPU stores so by itself if few."""
     groups, rest = table.shape[1], table.shape[2:]
     tile = TILES.get(bits_of(table.dtype)) if rest else TPU_LANES
     if tile is None or len(table) % tile or (not rest and groups >= TPU_LANES) or is_divided():

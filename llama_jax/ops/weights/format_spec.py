@@ -1,4 +1,4 @@
-"""What a kind of quantized weights is: which arrays a matrix is kept as, and how its numbers come back from them.
+"""What a format of quantized weights is: the arrays that a matrix is kept as, and how to decode them.
 
 A matrix [*out, D] is kept as planes: arrays whose axes are those of the matrix but for the last, along which a plane has an
 entry for each number, for each group of them, or for two numbers in a byte. All functions here are of NumPy's arrays as well
@@ -30,10 +30,10 @@ class QuantField:
     """One of the arrays of a kind.
 
     Attributes:
-      name: of what it holds.
-      dtype: of its entries.
-      entries, numbers: so many entries for so many numbers of a row; 0 entries where there is one for a whole row, and the
-        plane lacks the last axis.
+      name: what it holds.
+      dtype: dtype of its entries.
+      entries, numbers: `numbers` numbers of a row share `entries` entries; 0 entries means one entry per row, and the plane
+        lacks the last axis.
       grouped: its last two axes are groups, and the entries of a group.
     """
 
@@ -44,7 +44,7 @@ class QuantField:
     grouped: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the plane of a matrix."""
+        """The shape of the plane of a matrix of a shape."""
         *out, columns = shape
         return (*out, *self.end(columns))
 
@@ -94,7 +94,7 @@ class QuantFormat:
         return len(self.planes) == 2 and not self.planes[1].entries
 
     def bytes_of_row(self, columns: int) -> int:
-        """Of a row in the bytes that `from_rows` reads."""
+        """Bytes of a row as `from_rows` reads them."""
         return sum(math.prod(plane.end(columns)) * bits_of(plane.dtype) // 8 for plane in self.planes)
 
     def to_rows(self, planes: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -141,7 +141,7 @@ def in_bytes(x: Array) -> Array:
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """Of what `packed` gave, uint8[..., n / 2], every other number from the first and the second on: int8[..., n / 2]."""
+    """The numbers at even and at odd indices of what `packed` returned, uint8[..., n / 2]: int8[..., n / 2] each."""
     return (x << 4).view(np.int8) >> 4, x.view(np.int8) >> 4
 
 
@@ -238,7 +238,7 @@ def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Quan
 
 
 def join(planes: tuple[np.ndarray, ...], kind: QuantFormat) -> np.ndarray:
-    """The blocks of a file, uint8[..., blocks, bytes], of which `split` gave the planes."""
+    """Undo `split`: the blocks of a file, uint8[..., blocks, bytes]."""
     parts = []
     for array, plane in zip(planes, kind.planes, strict=True):
         entries = kind.block * plane.entries // plane.numbers

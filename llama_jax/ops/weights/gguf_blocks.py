@@ -106,7 +106,7 @@ def _decode_mxfp4(e: Array, values: Array) -> Array:
 
 
 def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
-    """Of a block in 4 or 5 bits: eight factors and eight minima of 6 bits in 12 bytes, [..., blocks, 2, 4, 1 | 32] each."""
+    """The eight factors and minima of a block in 4 or 5 bits, 6 bits each in 12 bytes: [..., blocks, 2, 4, 1 | 32] each."""
     four = for_each(packed.reshape(*packed.shape[:-1], -1, 3, 4), 32)
     first, second, third = (four[..., i : i + 1, :, :] for i in range(3))
     # The first four have six bits of a byte; the last two of the same byte, and half of another.

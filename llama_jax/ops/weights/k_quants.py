@@ -66,7 +66,7 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _with_minima(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each block of 256 the two factors float16, eight factors and minima of 6 bits in 12 bytes, and the integers
+    """For each block of 256 the two factors float16, eight factors and minima of 6 bits in 12 bytes, and the integers
     uint8[blocks, 8, 32]."""
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, 32).T
     factors, minima, integers = _search(groups, trials)
@@ -172,7 +172,7 @@ def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _at_largest(x: np.ndarray) -> np.ndarray:
-    """Of each column the entry that is largest without its sign, the first of several."""
+    """The entry of each column with the largest absolute value, the first of several."""
     return np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
 
 

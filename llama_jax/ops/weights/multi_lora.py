@@ -1,4 +1,4 @@
-"""A frozen matrix with a table of low-rank changes, of which each row of a batch uses one or none."""
+"""A frozen matrix with several low-rank changes; each row of a batch uses one or none."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class QuantizedWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         plane, array = max(zip(self.form.planes, self.planes, strict=True), key=lambda pair: pair[0].entries)
         if plane.grouped:
             return (*array.shape[:-2], array.shape[-2] * plane.numbers)
@@ -57,17 +57,17 @@ class QuantizedWeight(struct.PyTreeNode):
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """The number of axes of the matrix."""
         return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return jnp.dtype(self.dtype_name)
 
     @property
     def sharding(self) -> Any:
-        """Of the plane that is laid out as the matrix would be."""
+        """The sharding of the plane that is sharded as the matrix would be."""
         return self.planes[0].sharding
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -99,23 +99,23 @@ class JoinedWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all as one."""
+        """The shape of all parts as one matrix."""
         *before, _, features, columns = self.parts[0].shape
         return (*before, sum(part.shape[-3] for part in self.parts), features, columns)
 
     @property
     def ndim(self) -> int:
-        """Of all as one."""
+        """The number of axes of the matrix."""
         return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.parts[0].dtype
 
     @property
     def sharding(self) -> Any:
-        """Of the first, and so of all."""
+        """The sharding of the first part, and so of all."""
         return self.parts[0].sharding
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -161,7 +161,7 @@ def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[An
 
 
 class _Settings(NamedTuple):
-    """What a matmul is told beside arrays: the kind of the weight, and the dtypes of `x` and the result."""
+    """Static arguments of a matmul: the format of the weight, and the dtypes of `x` and the result."""
 
     kind: str
     dtype: str
