@@ -56,6 +56,64 @@ def embed(table: Any, rows: jax.Array) -> jax.Array:
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *, checked: bool = False) -> jax.Array:
+    """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
+
+    Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
+
+    Args:
+      x: [..., D].
+      weight: [D].
+      eps: added to the mean square.
+      offset: added to the weight.
+      checked: give NaN where a square of `x` overflows, in place of zeros; one kernel more on a GPU.
+
+    Returns:
+      [..., D] in the dtype of `x`.
+    """
+
+    @remat
+    def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
+        scale = lax.rsqrt(mean_square + eps)
+        if checked:
+            scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
+        # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
+        rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
+        factor = weight.astype(wide.dtype)
+        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
+
+    return normalize(x, weight)
+
+
+def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activation = "silu") -> jax.Array:
+    """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
+
+    Args:
+      x: [..., D].
+      gate, up: [F, D], arrays or what else `project` takes.
+      down: [D, F].
+      activation: "silu", or "gelu" by the tanh approximation.
+
+    Returns:
+      [..., D].
+    """
+
+    @remat
+    def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
+        """The product is as large as either: its projection is computed with it, so that it need not be saved."""
+        return project(gated_activation(gates, values, activation), down)
+
+    return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
+
+
+@for_cpu(cpu.gated_activation)
+def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
+    """activation(gates) * values."""
+    return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
+
+
 @for_cpu(cpu.multiply, to_plan=True)
 def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
@@ -128,61 +186,3 @@ def remat(function: F) -> F:
 
     # No common subexpressions to be kept apart: layers are scanned where they are trained.
     return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *, checked: bool = False) -> jax.Array:
-    """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
-
-    Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
-
-    Args:
-      x: [..., D].
-      weight: [D].
-      eps: added to the mean square.
-      offset: added to the weight.
-      checked: give NaN where a square of `x` overflows, in place of zeros; one kernel more on a GPU.
-
-    Returns:
-      [..., D] in the dtype of `x`.
-    """
-
-    @remat
-    def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
-        scale = lax.rsqrt(mean_square + eps)
-        if checked:
-            scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
-        # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
-        rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
-        factor = weight.astype(wide.dtype)
-        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
-
-    return normalize(x, weight)
-
-
-def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activation = "silu") -> jax.Array:
-    """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
-
-    Args:
-      x: [..., D].
-      gate, up: [F, D], arrays or what else `project` takes.
-      down: [D, F].
-      activation: "silu", or "gelu" by the tanh approximation.
-
-    Returns:
-      [..., D].
-    """
-
-    @remat
-    def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
-        """The product is as large as either: its projection is computed with it, so that it need not be saved."""
-        return project(gated_activation(gates, values, activation), down)
-
-    return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
-
-
-@for_cpu(cpu.gated_activation)
-def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
-    """activation(gates) * values."""
-    return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values

@@ -31,28 +31,6 @@ Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class QueryGradientInputs(NamedTuple):
-    """What the backward pass reads for each query; it is cut into blocks together.
-
-    Attributes:
-      queries: [B, K, T, G, H].
-      lse: [B, K, T, G, 1], the log-sum-exp of the scores over all keys that a query saw.
-      delta: [B, K, T, G, 1], the inner product of the output and its gradient (Dao et al. 2022, algorithm 4).
-      d_out: [B, K, T, G, H], the gradient of the attention output.
-    """
-
-    queries: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-    d_out: jax.Array
-
-    @classmethod
-    def of(cls, queries: jax.Array, lse: jax.Array, out: jax.Array, d_out: jax.Array) -> QueryGradientInputs:
-        """From the attention output [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
-        delta = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1, keepdims=True)
-        return cls(queries, lse, delta, d_out)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
     queries: jax.Array,
@@ -131,6 +109,28 @@ def forward_part(
 
     out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
     return _loop(query_blocks.count, block_of_queries, (out, lse))
+
+
+class QueryGradientInputs(NamedTuple):
+    """What the backward pass reads for each query; it is cut into blocks together.
+
+    Attributes:
+      queries: [B, K, T, G, H].
+      lse: [B, K, T, G, 1], the log-sum-exp of the scores over all keys that a query saw.
+      delta: [B, K, T, G, 1], the inner product of the output and its gradient (Dao et al. 2022, algorithm 4).
+      d_out: [B, K, T, G, H], the gradient of the attention output.
+    """
+
+    queries: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    d_out: jax.Array
+
+    @classmethod
+    def of(cls, queries: jax.Array, lse: jax.Array, out: jax.Array, d_out: jax.Array) -> QueryGradientInputs:
+        """From the attention output [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+        delta = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1, keepdims=True)
+        return cls(queries, lse, delta, d_out)
 
 
 def backward_part(
