@@ -96,14 +96,14 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     if isinstance(ids, str):
         raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
     try:
-        found = np.asarray(ids)
+        array = np.asarray(ids)
     except ValueError:  # ragged
-        found = np.zeros((), object)
-    if found.size == 0 and found.ndim == 1:
-        return found.astype(np.int64)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        array = np.zeros((), object)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of integers, the token ids")
-    return found
+    return array
 
 
 def checked_numbers(

@@ -108,12 +108,12 @@ class DraftedChunk(TokenChunk):
     @classmethod
     def of(cls, chunk: TokenChunk, counts: Counts) -> DraftedChunk:
         """The chunk without gaps between the tokens of a row."""
-        found = cls(*chunk)
+        drafted = cls(*chunk)
         if not chunk.valid.all():
             order = np.argsort(~chunk.valid, axis=1, kind="stable")[:, : max(int(chunk.valid.sum(axis=1).max()), 1)]
-            found = cls(*(np.take_along_axis(part, order, axis=1) for part in chunk))
-        found.counts = counts
-        return found
+            drafted = cls(*(np.take_along_axis(part, order, axis=1) for part in chunk))
+        drafted.counts = counts
+        return drafted
 
 
 def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:

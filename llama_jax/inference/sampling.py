@@ -195,9 +195,9 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -
       order: uint32[B, V]; weight: float32[B, V]; target: float32[B].
     """
 
-    def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
+    def try_bit(i: jax.Array, bits: jax.Array) -> jax.Array:
+        candidate = bits | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
         total = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
-        return jnp.where(total >= target, candidate, found)
+        return jnp.where(total >= target, candidate, bits)
 
     return lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))

@@ -158,7 +158,7 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
     """The numbers that a matrix is quantized to, its parts [K, width, H, D] side by side in kinds of their own."""
     ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]
-    found = []
+    decoded = []
     for part, kind in zip(parts, kinds, strict=True):
         form = with_fallback(kind, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
@@ -166,5 +166,5 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
         rows = part.reshape(-1, part.shape[-1])
         step = max(1, AT_ONCE // rows.shape[-1])
         runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]
-        found.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
-    return np.concatenate(found, axis=1) if ends else found[0]
+        decoded.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
+    return np.concatenate(decoded, axis=1) if ends else decoded[0]

@@ -238,11 +238,11 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
     def of(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:
             layer = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
-            found = layer[table][..., first::2, :]  # [R, n, page, K, H]
-            return found.reshape(len(table), -1, *found.shape[3:]).swapaxes(1, 2)
+            rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
+            return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        found = over_rows(take, view.pages)
-        return dequantize(found, dtype) if isinstance(found, Quantized) else found
+        numbers = over_rows(take, view.pages)
+        return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
 
     return KVView(of(0), of(1))
 

@@ -247,20 +247,20 @@ def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[
         if pair is None:
             return leaf
         needed = _shapes(_path(path), tuple(leaf.shape), rank)
-        found = tuple(pair.a.shape), tuple(pair.b.shape)
-        if found != needed:
+        shapes = tuple(pair.a.shape), tuple(pair.b.shape)
+        if shapes != needed:
             raise ConfigError(
-                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={rank} of a matrix"
+                f"adapter of {_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}; rank={rank} of a matrix"
                 f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
             )
         return joined(leaf, pair)
 
-    found = jax.tree_util.tree_map_with_path(
+    joined_params = jax.tree_util.tree_map_with_path(
         join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
     )
     if pairs:
         raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
-    return found
+    return joined_params
 
 
 def base_of(params: Llama) -> Llama:

@@ -82,8 +82,8 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
     for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        found = multiply(plain, _flat(x), _flat(weight), out_dtype)
-        return found.reshape(*x.shape[:-1], *weight.shape[:-1])
+        product = multiply(plain, _flat(x), _flat(weight), out_dtype)
+        return product.reshape(*x.shape[:-1], *weight.shape[:-1])
     if _is_read_once(x, weight):
         return _multiply_few(x, weight).astype(out_dtype)
     if not is_short(x):
@@ -205,8 +205,8 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     missing = max(0, LEAST_ROWS - len(both))
     dimensions = (((1,), (1,)), ((), ()))
     padded = jnp.pad(both, ((0, missing), (0, 0)))
-    found = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
-    coarse, fine = jnp.split(found, 2)
+    products = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
+    coarse, fine = jnp.split(products, 2)
     return (coarse + fine / FINER) * factors * scales
 
 
@@ -223,12 +223,12 @@ def multiply_group(
 
 def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
     """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
-    found = plain(weight, rows, groups)
+    blocks = plain(weight, rows, groups)
     is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
     most = min(_most_rows(weight.dtype), max(NATIVE_ROWS.values())) if native_code.value and is_float else 0
     if rows > most * groups:
-        return found
-    return found._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
+        return blocks
+    return blocks._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
 
 
 def is_native(kind: str) -> bool:

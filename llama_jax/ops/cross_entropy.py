@@ -67,8 +67,8 @@ def cross_entropy(
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
     """
     sums = _sums_by_project if hasattr(head, "project") else _sums
-    found = sums(options, hidden, head, targets, weights)
-    return LossSums(found.loss, lax.stop_gradient(found.nll))
+    total = sums(options, hidden, head, targets, weights)
+    return LossSums(total.loss, lax.stop_gradient(total.nll))
 
 
 def token_logprobs(
@@ -116,8 +116,8 @@ def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: ja
         sums, _ = _chunk_sums(options, cast, *part)
         return LossSums(*map(jnp.add, total, sums)), None
 
-    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, found))
+    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, totals))
 
 
 def _sums_by_project(
@@ -130,8 +130,8 @@ def _sums_by_project(
         sums, _ = _chunk_sums(options, head, *part)
         return LossSums(*map(jnp.add, total, sums)), None
 
-    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, found))
+    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, totals))
 
 
 @partial(_sums.defjvp, symbolic_zeros=True)
@@ -144,10 +144,10 @@ def _sums_and_tangents(
     """
     of_hidden, of_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     hidden, head, *rest = primals
-    found, gradients = _sums_and_gradients(options, of_head, hidden, head, *rest)
+    total, gradients = _sums_and_gradients(options, of_head, hidden, head, *rest)
     changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((of_hidden, of_head)) if wanted]
-    zero = jnp.zeros_like(found.loss)  # the likelihood has no gradient, see `cross_entropy`
-    return found, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
+    zero = jnp.zeros_like(total.loss)  # the likelihood has no gradient, see `cross_entropy`
+    return total, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
 
 
 def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:

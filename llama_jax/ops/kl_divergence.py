@@ -72,9 +72,9 @@ def token_divergence(
     heads = heads[0], lax.stop_gradient(heads[1])
 
     def logits_of(hidden: jax.Array, head: Any, options: LogitOptions) -> jax.Array:
-        found = options.constrain(project(hidden, head, out_dtype=wide), "logits")
-        size = options.vocab_size or found.shape[-1]
-        return found if size == found.shape[-1] else jnp.where(jnp.arange(found.shape[-1]) < size, found, -jnp.inf)
+        logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
+        size = options.vocab_size or logits.shape[-1]
+        return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 
     @jax.checkpoint
     def of_chunk(hidden: jax.Array, theirs: jax.Array, targets: jax.Array) -> TokenDivergence:
@@ -82,8 +82,8 @@ def token_divergence(
         wanted = lax.stop_gradient(logits_of(theirs, heads[1], other))
         chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
-        found = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
-        return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (found, nll)))
+        divergence = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
+        return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (divergence, nll)))
 
     chunks = (
         split_chunks(student.hidden, own.chunk),

@@ -48,9 +48,9 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
             place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
         if isinstance(array, JoinedWeight):
             return pad_array(target, spec, array)  # as it is, or refused
-        found = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
+        padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
         jax.tree.map(lambda given: given.delete(), array)
-        return found.arranged() if isinstance(found, QuantizedWeight) else found
+        return padded.arranged() if isinstance(padded, QuantizedWeight) else padded
 
     return map_params(params, move)
 

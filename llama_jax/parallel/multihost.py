@@ -113,9 +113,9 @@ class Processes:
             self._arrived(0, message)
         else:
             self._send(0, message)
-        found = answer.get()
+        reply = answer.get()
         del self._answers[message["at"]]
-        return found
+        return reply
 
     def tell(self, content: bytes) -> None:
         """In process 0: give something to all the others, from any thread."""
@@ -300,14 +300,14 @@ def _find_rank(
         )
     if coordinator is None or processes is None or process_id is None:
         raise MeshError(f"{', '.join(missing)} is missing; give all of --coordinator, --processes and --process-id, or none")
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
-    if not found or not 0 < int(found[2]) < 1 << 16:
+    address = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
+    if not address or not 0 < int(address[2]) < 1 << 16:
         raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
     if processes < 1:
         raise MeshError(f"--processes {processes} must be at least 1")
     if not 0 <= process_id < processes:
         raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
-    return Rank(found[1], int(found[2]), processes, process_id, local_devices)
+    return Rank(address[1], int(address[2]), processes, process_id, local_devices)
 
 
 def _detect(
@@ -323,13 +323,13 @@ def _detect(
             f"how jax {jax.__version__} finds a cluster is not known here; give --coordinator, --processes and --process-id"
         ) from None
     try:
-        found = detect(coordinator, processes, process_id, None, None, int(timeout))
+        detected = detect(coordinator, processes, process_id, None, None, int(timeout))
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
             f"the cluster does not tell this process its number ({reason}); give --coordinator, --processes, --process-id"
         ) from None
-    return found[0], found[1], found[2], None if found[3] is None else list(found[3])
+    return detected[0], detected[1], detected[2], None if detected[3] is None else list(detected[3])
 
 
 def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:

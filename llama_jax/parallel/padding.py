@@ -166,8 +166,8 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     Args:
       leading: how many axes stand before K.
     """
-    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, heads // found
+    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, heads // held_heads
     if copies == 1:
         return qkv
     before = (slice(None),) * (leading + 1)
@@ -178,9 +178,9 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
 
 def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """Undo `copy_heads`: of the copies of a key and value the first."""
-    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, found // heads
-    if found % heads or copies < 2:
+    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, held_heads // heads
+    if held_heads % heads or copies < 2:
         return qkv
     before = (slice(None),) * leading
     asking = qkv[(*before, slice(None), slice(None, queries))].reshape(*layers, heads, queries * copies, *rest)

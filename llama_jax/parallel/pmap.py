@@ -128,8 +128,8 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
         capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
-        found = mapped(config, capacity, params, *jax.device_put(rows, shares))
-        chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
+        parts = mapped(config, capacity, params, *jax.device_put(rows, shares))
+        chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in parts))
         return continuations([chunk], stop_tokens)
 
     return run

@@ -167,8 +167,8 @@ def _attend_bwd(ring: _Ring, residuals: Any, d_out: jax.Array) -> tuple[Any, ...
     arrays, lse, segments = residuals
     queries, keys, values, out = unpack_bits(arrays)
     run = _per_device(_device_backward, ring, results=3)
-    found = run(QueryGradientInputs.of(queries, lse, out, d_out), keys, values, segments)
-    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+    gradients = run(QueryGradientInputs.of(queries, lse, out, d_out), keys, values, segments)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (queries, keys, values), strict=True)), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -190,19 +190,19 @@ def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
 def _device_forward(
     ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    def attend_to(hop: jax.Array | int, travelling: Travelling, found: Any) -> Any:
+    def attend_to(hop: jax.Array | int, travelling: Travelling, out_lse: Any) -> Any:
         keys, values, mask = _arrived(ring.devices, hop, travelling, segments, queries.shape[-3])
-        return merge(found, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
+        return merge(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
 
     def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
-        travelling, found = carry
-        return (_sent(ring.devices, travelling), attend_to(hop, travelling, found)), None  # neither waits for the other
+        travelling, out_lse = carry
+        return (_sent(ring.devices, travelling), attend_to(hop, travelling, out_lse)), None  # neither waits for the other
 
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     nothing = jnp.zeros(queries.shape, precise), jnp.full((*queries.shape[:-1], 1), -jnp.inf, precise)
     start = _departing(keys, values, segments), nothing
-    (travelling, found), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
-    out, lse = attend_to(ring.devices - 1, travelling, found)
+    (travelling, out_lse), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
+    out, lse = attend_to(ring.devices - 1, travelling, out_lse)
     return out.astype(queries.dtype), lse
 
 
@@ -211,8 +211,8 @@ def _device_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def add(hop: jax.Array | int, travelling: Travelling, sums: Any) -> Any:
         keys, values, mask = _arrived(ring.devices, hop, travelling, segments, inputs.queries.shape[-3])
-        found = backward_part(inputs, keys, values, mask, scale=ring.scale, window=ring.window)
-        dq, *d_travelling = map(jnp.add, sums, found)
+        gradients = backward_part(inputs, keys, values, mask, scale=ring.scale, window=ring.window)
+        dq, *d_travelling = map(jnp.add, sums, gradients)
         return dq, *_sent(ring.devices, d_travelling)
 
     def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:

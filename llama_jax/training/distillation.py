@@ -92,8 +92,8 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
             theirs, also = read((teacher.config, lax.stop_gradient(teacher.sharding.fit(teacher.params))), teacher.sharding)
             targets = jnp.where(rows.weights, rows.targets, -1)
             compared = DivergenceOptions(distill.temperature, distill.top_k)
-            found = token_divergence(student, theirs, targets, (made, also), compared)
-        kl, nll = jnp.sum(found.divergence), jnp.sum(found.nll)
+            per_token = token_divergence(student, theirs, targets, (made, also), compared)
+        kl, nll = jnp.sum(per_token.divergence), jnp.sum(per_token.nll)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
         more = {"kl": kl, "cross_entropy": nll}
         return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, more))

@@ -70,8 +70,8 @@ def mean_document_length(lengths: Iterable[int]) -> float:
 
     It is longer than the average document: most tokens are in long documents.
     """
-    found = list(lengths)
-    return sum(n * n for n in found) / sum(found)
+    counts = list(lengths)
+    return sum(n * n for n in counts) / sum(counts)
 
 
 def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:

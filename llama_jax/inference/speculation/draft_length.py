@@ -142,24 +142,26 @@ class Pace:
         """
         per_row = passes + (accepted / rows if number else 0.0)
         kept = 0.5 ** (per_row / MEMORY)
-        found = replace(self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1)
-        found = replace(found, passes=self.passes + (passes if number else 0))
+        updated = replace(
+            self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1
+        )
+        updated = replace(updated, passes=self.passes + (passes if number else 0))
         if seconds is None:
-            return found
+            return updated
         new, old = seconds / passes, self.seconds[self.numbers.index(number)]
         believed = new if old is None or new < old else old + SOFTENING * (new - old)
         times = tuple(believed if n == number else s for n, s in zip(self.numbers, self.seconds, strict=True))
-        found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
-        best = found.best
+        updated = replace(updated, seconds=times, elapsed=self.elapsed + seconds)
+        best = updated.best
         lengths = (
-            found._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else STEPS_PER_CHUNK
+            updated._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else STEPS_PER_CHUNK
             for n, length in zip(self.numbers, self.lengths, strict=True)
         )
-        found = replace(found, lengths=tuple(lengths))
-        if number == best or not found.rate(best):
-            return found
-        wasted = max(seconds - per_row / found.rate(best), 0.0)
-        return replace(found, wasted=self.wasted + wasted, since=0)
+        updated = replace(updated, lengths=tuple(lengths))
+        if number == best or not updated.rate(best):
+            return updated
+        wasted = max(seconds - per_row / updated.rate(best), 0.0)
+        return replace(updated, wasted=self.wasted + wasted, since=0)
 
     def _grown(self, number: int, passes: int, seconds: float) -> int:
         length, least = self.length(number), 1 if number else STEPS_PER_CHUNK

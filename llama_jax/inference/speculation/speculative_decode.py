@@ -162,9 +162,9 @@ def _run_packed(
     model: Model, drafter: Drafter, state: DecodeState, memory: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[DecodeState, Any, jax.Array]:
     """`run_passes`, with its results as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
-    work, taken, found = run_passes(model, drafter, PassState(state, memory, history), passes, size)
-    counts = jnp.concatenate([found.offered, found.accepted], axis=1)
-    packed = jnp.concatenate([counts, pack(found.chunk, work.state.done, taken)], axis=1)
+    work, taken, results = run_passes(model, drafter, PassState(state, memory, history), passes, size)
+    counts = jnp.concatenate([results.offered, results.accepted], axis=1)
+    packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
     return work.state, work.memory, model.sharding.constrain(packed, "everywhere")
 
 

@@ -45,9 +45,9 @@ def blockwise(
 
 
 def _blockwise_fwd(queries, keys, values, mask, scale, window):
-    found = forward_part(queries, keys, values, mask, scale=scale, window=window)
+    out_lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
     # By a name, so that training can keep them: what comes out of a loop is otherwise made again by `jax.checkpoint`.
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (found[0].astype(queries.dtype), found[1]))
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out_lse[0].astype(queries.dtype), out_lse[1]))
     return out, (pack_bits((queries, keys, values, out)), lse, mask)
 
 
@@ -55,8 +55,8 @@ def _blockwise_bwd(scale: float, window: int | None, residuals: Any, d_out: jax.
     arrays, lse, mask = residuals
     queries, keys, values, out = unpack_bits(arrays)
     inputs = QueryGradientInputs.of(queries, lse, out, d_out)
-    found = backward_part(inputs, keys, values, mask, scale=scale, window=window)
-    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+    gradients = backward_part(inputs, keys, values, mask, scale=scale, window=window)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (queries, keys, values), strict=True)), None
 
 
 blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
@@ -87,7 +87,7 @@ def forward_part(
     first, end = _reach(mask, window, query_blocks, key_blocks)
     arrays = pack_bits((queries, keys, values))  # each block is a slice of them
 
-    def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def block_of_queries(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
@@ -105,7 +105,7 @@ def forward_part(
         largest, total, out = lax.fori_loop(first[i], end[i], block_of_keys, start)
         out = out / jnp.where(total == 0, 1, total)
         lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
-        return query_blocks.put(found[0], out, i, -3), query_blocks.put(found[1], lse, i, -3)
+        return query_blocks.put(results[0], out, i, -3), query_blocks.put(results[1], lse, i, -3)
 
     out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
     return _loop(query_blocks.count, block_of_queries, (out, lse))
@@ -154,7 +154,7 @@ def backward_part(
     precise = inputs.lse.dtype
     arrays = pack_bits(inputs), pack_bits((keys, values))
 
-    def block_of_queries(i: jax.Array, found: Three) -> Three:
+    def block_of_queries(i: jax.Array, gradients: Three) -> Three:
         query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
@@ -164,9 +164,9 @@ def backward_part(
             new = block_gradients(scale, query, key, value, allowed)
             return dq + new[0], key_blocks.add(dk, new[1], j, -2), key_blocks.add(dv, new[2], j, -2)
 
-        start = jnp.zeros_like(query.queries, precise), *found[1:]
+        start = jnp.zeros_like(query.queries, precise), *gradients[1:]
         dq, dk, dv = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        return query_blocks.add(found[0], dq, i, -3), dk, dv
+        return query_blocks.add(gradients[0], dq, i, -3), dk, dv
 
     zeros = partial(jnp.zeros_like, inputs.queries, precise)
     return _loop(query_blocks.count, block_of_queries, (zeros(), zeros(keys.shape), zeros(values.shape)))

@@ -127,7 +127,7 @@ def cudnn(
         return _dot_product_attention(queries, keys, values, scale, is_causal=True, local_window_size=local)
     new, slots = queries.shape[2], keys.shape[2]
     count = min(BLOCKS_OF_LONG if new >= LONG else BLOCKS, max(new // FEWEST_MASKED, 1)) if mask.ordered else 1
-    found = []
+    blocks = []
     for begin, end in itertools.pairwise(2 * (new * i // (2 * count)) for i in range(count + 1)):
         first = max(begin - window + 1, 0) // 2 * 2 if mask.ordered and window is not None else 0
         last = end if mask.ordered else slots
@@ -137,8 +137,8 @@ def cudnn(
         )
         if not mask.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
             mixed = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], mixed, 0)
-        found.append(mixed)
-    return jnp.concatenate(found, axis=2)
+        blocks.append(mixed)
+    return jnp.concatenate(blocks, axis=2)
 
 
 def _dot_product_attention(

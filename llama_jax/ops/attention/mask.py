@@ -56,9 +56,9 @@ class AttentionMask(struct.PyTreeNode):
 def visible(mask: AttentionMask, window: int | None = None) -> jax.Array:
     """bool[B|1, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
     queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
-    found = keys <= queries
+    allowed = keys <= queries
     if window is not None:
-        found &= queries - keys < window
+        allowed &= queries - keys < window
     if mask.query_segments is not None and mask.key_segments is not None:
-        found &= mask.query_segments[..., :, None] == mask.key_segments[..., None, :]
-    return found
+        allowed &= mask.query_segments[..., :, None] == mask.key_segments[..., None, :]
+    return allowed

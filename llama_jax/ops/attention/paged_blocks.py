@@ -110,30 +110,30 @@ def attend_by_blocks(
     if view.each is not None and view.each <= FEW_QUERIES and tokens == rows * view.each:
         # All rows at once, as they are decoded: a matmul for all of them instead of one for each.
         by_row = (x.reshape(rows, view.each, *x.shape[1:]) for x in (queries, sink_queries))
-        found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
-        return found.reshape(queries.shape)
+        out = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
+        return out.reshape(queries.shape)
 
     blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
     padded = [jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0))) for x in (queries, sink_queries)]
 
-    def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
+    def of_block(i: jax.Array, out: jax.Array) -> jax.Array:
         # Of the row's last block, tokens of the next row are computed too and then written over.
         own = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
         mixed = of_row(blocks.rows[i], blocks.positions[i], *own)
-        return lax.dynamic_update_slice_in_dim(found, mixed, blocks.starts[i], 0)
+        return lax.dynamic_update_slice_in_dim(out, mixed, blocks.starts[i], 0)
 
-    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded[0]))[:tokens]
-    return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
+    out = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded[0]))[:tokens]
+    return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
 def seen_by(query: jax.Array, key: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
     """Whether the query at a position sees the key at another of its row."""
-    found = key <= query
+    allowed = key <= query
     if window is not None:
-        found &= query - key < window
+        allowed &= query - key < window
     if chunk is not None:
-        found &= query // chunk == key // chunk
-    return found
+        allowed &= query // chunk == key // chunk
+    return allowed
 
 
 def first_seen(query: jax.Array, window: int | None, chunk: int | None) -> jax.Array:

@@ -215,7 +215,7 @@ def triton(
         jax.ShapeDtypeStruct((parts * flat + 1, width), dtype if parts == 1 else jnp.float32),
         *[jax.ShapeDtypeStruct((parts * flat + 1,), jnp.float32)] * 2,
     )
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         grid=(len(blocks.rows), heads, parts),
         out_shape=shapes,
@@ -233,7 +233,7 @@ def triton(
         values.reshape(-1, width),
         *factors,
     )
-    mixed, most, total = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in found)
+    mixed, most, total = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in results)
     if parts == 1:
         joined = mixed[0]
     else:

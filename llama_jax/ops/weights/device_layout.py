@@ -65,8 +65,8 @@ def _as_the_other(array: Any) -> Any:
     """Integers of 4 bits `packed`, and what is packed as such integers."""
     change = packed if array.dtype == INT4 else _out_of_bytes
     if isinstance(array, jax.ShapeDtypeStruct):
-        found = jax.eval_shape(change, array)
-        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=array.sharding)
+        shape = jax.eval_shape(change, array)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=array.sharding)
     return jax.block_until_ready(jax.jit(change, out_shardings=array.sharding)(array))  # for the same reason as above
 
 
@@ -90,8 +90,8 @@ def in_runs(look_up: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.A
     """`embed` of some rows, on a TPU of few at a time: of 512 tokens the tiles that are taken are 67 MB."""
     if lowering_platform() != "tpu" or rows.size <= AT_ONCE or is_divided():
         return look_up(rows)
-    found = lax.map(look_up, rows.reshape(-1), batch_size=AT_ONCE)
-    return found.reshape(*rows.shape, *found.shape[1:])
+    taken = lax.map(look_up, rows.reshape(-1), batch_size=AT_ONCE)
+    return taken.reshape(*rows.shape, *taken.shape[1:])
 
 
 def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:

@@ -58,8 +58,8 @@ class QuantField:
 
     def packed(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and dtype of the plane of a matrix where integers of 4 bits are `packed`; of others as they are."""
-        *out, entries = found = self.shape(shape)
-        return ((*out, entries // 2), np.dtype(np.uint8)) if self.dtype == INT4 else (found, np.dtype(self.dtype))
+        *out, entries = whole = self.shape(shape)
+        return ((*out, entries // 2), np.dtype(np.uint8)) if self.dtype == INT4 else (whole, np.dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class QuantFormat:
         """The planes of rows in bytes, uint8[..., bytes]: a GGUF's blocks, or what `to_rows` gives."""
         if self.of_gguf:
             return split(raw.reshape(*raw.shape[:-1], columns // self.block, -1), self.planes)
-        found, at = [], 0
+        planes, at = [], 0
         for plane in self.planes:
             shape, dtype = plane.packed((*raw.shape[:-1], columns))
             size = math.prod(shape[raw.ndim - 1 :]) * dtype.itemsize
-            found.append(np.ascontiguousarray(raw[..., at : at + size]).view(dtype).reshape(shape))
+            planes.append(np.ascontiguousarray(raw[..., at : at + size]).view(dtype).reshape(shape))
             at += size
-        return tuple(found)
+        return tuple(planes)
 
 
 def in_smaller_groups(planes: tuple[np.ndarray, ...], kind: QuantFormat, smaller: QuantFormat) -> tuple[np.ndarray, ...]:
@@ -201,23 +201,23 @@ def looked_up(table: np.ndarray, indices: Array) -> Array:
         return table[indices]
     if len(table) > 16 or lowering_platform() == "gpu":
         return jnp.asarray(table).at[indices.astype(np.int32)].get(mode="promise_in_bounds")
-    found = [jnp.float32(number) for number in table]
+    candidates = [jnp.float32(number) for number in table]
     for bit in range(4):
         high = (indices >> np.uint8(bit)) & 1 == 1
-        found = [jnp.where(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
-    return found[0]
+        candidates = [jnp.where(high, candidates[i + 1], candidates[i]) for i in range(0, len(candidates), 2)]
+    return candidates[0]
 
 
 def split(blocks: np.ndarray, planes: tuple[QuantField, ...]) -> tuple[np.ndarray, ...]:
     """The planes of blocks of a file, uint8[..., blocks, bytes]."""
-    found, at = [], 0
+    arrays, at = [], 0
     block = planes_block(planes)
     for plane in planes:
         size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
         part = np.ascontiguousarray(blocks[..., at : at + size]).view(plane.dtype)
-        found.append(part.reshape(*blocks.shape[:-2], -1))
+        arrays.append(part.reshape(*blocks.shape[:-2], -1))
         at += size
-    return tuple(found)
+    return tuple(arrays)
 
 
 def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[QuantField, ...]) -> None:

@@ -43,8 +43,8 @@ def _encode_by(
 
 def _scaled(factors: Array, numbers: Array, offsets: Array | None = None) -> Array:
     """[..., D] from factors and offsets, [..., groups, 1 | size], and the numbers in their order, however grouped."""
-    found = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
-    return rows_of(found if offsets is None else found + offsets)
+    scaled = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
+    return rows_of(scaled if offsets is None else scaled + offsets)
 
 
 def _each(x: Array) -> Array:
@@ -116,8 +116,8 @@ def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
 
 def _times(d: Array, integers: Array) -> Array:
     """[..., blocks] by [..., blocks, *groups, 1 | size]: the factors of all groups of a row."""
-    found = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
-    return found.reshape(*d.shape[:-1], -1, integers.shape[-1])
+    scales = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
+    return scales.reshape(*d.shape[:-1], -1, integers.shape[-1])
 
 
 def _nibbles_of_k(values: Array) -> Array:

@@ -117,20 +117,20 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """See `layers.project`."""
-        found = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
+        product = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
         factor = self._factor()
         if factor is not None:
-            found = (found.astype(jnp.promote_types(found.dtype, factor.dtype)) * factor).astype(out_dtype)
+            product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
         # Named once more, so that with `remat="dots"` the sum is saved and not each of its terms.
-        return checkpoint_name(found, PRODUCT)
+        return checkpoint_name(product, PRODUCT)
 
     def decoded(self) -> jax.Array:
         """W + s B A of one layer, its rows as long as a magnitude says; for files and comparisons, never for a matmul.
 
         It is added in float32 at least and rounded once to the dtype of W.
         """
-        found, factor = self._changed(), self._factor()
-        return (found if factor is None else found * factor[..., None]).astype(self.base.dtype)
+        changed, factor = self._changed(), self._factor()
+        return (changed if factor is None else changed * factor[..., None]).astype(self.base.dtype)
 
     def with_dora_scale(self) -> LoraWeight:
         """The same of one layer with what its magnitude makes of each row computed: for inference, where it stays."""
