@@ -107,18 +107,18 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
 
 
 def checked_numbers(
-    name: str, given: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
+    name: str, setting: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
 ) -> np.ndarray:
     """A sampling setting, one number or one per row: [batch] of a dtype.
 
     Args:
       need, valid: the requirement, in words and as a function of arrays.
     """
-    value = np.asarray(given)
+    value = np.asarray(setting)
     if value.dtype == object:
-        raise GenerationError(f"{name}={shown(given, 40)} must be {need}")
+        raise GenerationError(f"{name}={shown(setting, 40)} must be {need}")
     if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
-        raise GenerationError(f"{name}={given!r} must be a number, {need}")
+        raise GenerationError(f"{name}={setting!r} must be a number, {need}")
     wrong = value[~(np.isfinite(value) & valid(value))]
     if wrong.size:
         raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")

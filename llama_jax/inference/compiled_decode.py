@@ -67,7 +67,7 @@ class Run:
         self.prepare(tokens, lengths, first, capacity, options, most)
         state, packed = self.start(self.prefill_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
         chunk, done, _ = unpack(packed)
-        given = [chunk]
+        produced = [chunk]
         yield chunk
 
         while not done.all() or again:
@@ -77,13 +77,13 @@ class Run:
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
-                    state = state.replace(cache=self.prefill_again(tokens, lengths, given, again, capacity, options))
-                given, again = [], 0
+                    state = state.replace(cache=self.prefill_again(tokens, lengths, produced, again, capacity, options))
+                produced, again = [], 0
                 continue
             state, packed = self.decode(state, most, most)
             chunk, done, _ = unpack(packed)
             if again:
-                given.append(chunk)
+                produced.append(chunk)
             yield chunk
 
     def prepare(
@@ -129,14 +129,14 @@ class Run:
         self,
         tokens: np.ndarray,
         lengths: np.ndarray,
-        given: Sequence[TokenChunk],
+        produced: Sequence[TokenChunk],
         count: int,
         capacity: int,
         options: CacheOptions,
     ) -> KVCache:
         """The cache of the first `count` tokens of prompts and what they were given, as they are in a longer row."""
         history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
-        new, valid = (np.concatenate([getattr(chunk, name) for chunk in given], axis=1) for name in ("tokens", "valid"))
+        new, valid = (np.concatenate([getattr(chunk, name) for chunk in produced], axis=1) for name in ("tokens", "valid"))
         for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
             history[row, :count] = np.resize(np.append(prompt[:length], new[row][valid[row]]), count)
         return self.prefill_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache

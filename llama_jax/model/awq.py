@@ -73,13 +73,13 @@ def scale_channels(
         raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
     if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
         raise ConfigError("channels are scaled of floats: load with a dtype")
-    given, recorded, blocks = layers_of(params), _recorded(params.blocks), []
+    layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
     jax.effects_barrier()
     layers = range(config.n_layers)
     for i in progress(layers) if progress else layers:
         quantized = lambda path, matrix, i=i: _quantized(matrix, kinds_of_parameter(path, kind, i, config.n_layers))
-        blocks.append(_scaled(config, given[i], i, recorded, quantized))
+        blocks.append(_scaled(config, layers_before[i], i, recorded, quantized))
     return params.replace(blocks=stack(blocks))
 
 

@@ -51,7 +51,7 @@ def token_divergence(
     student: Logits,
     teacher: Logits,
     targets: jax.Array,
-    made: tuple[LogitOptions, LogitOptions],
+    logit_options: tuple[LogitOptions, LogitOptions],
     options: DivergenceOptions = DivergenceOptions(),
 ) -> TokenDivergence:
     """The divergence of the student's distribution from the teacher's at every position, made chunk by chunk.
@@ -60,11 +60,11 @@ def token_divergence(
 
     Args:
       targets: int[B, T]; of one below 0 both numbers are 0, without a gradient.
-      made: how the logits of student and teacher are made; `z_loss` and `shares` have no meaning here. The chunk is the
-        student's.
+      logit_options: how the logits of student and teacher are computed; `z_loss` and `shares` have no meaning here. The
+        chunk is the student's.
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
-    own, other = made
+    own, other = logit_options
     heads = tuple(
         gathered_head(model.head, model.hidden.dtype, options.constrain)
         for model, options in ((student, own), (teacher, other))
@@ -77,9 +77,9 @@ def token_divergence(
         return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 
     @jax.checkpoint
-    def of_chunk(hidden: jax.Array, theirs: jax.Array, targets: jax.Array) -> TokenDivergence:
+    def of_chunk(hidden: jax.Array, teacher_hidden: jax.Array, targets: jax.Array) -> TokenDivergence:
         logits = logits_of(hidden, heads[0], own)
-        wanted = lax.stop_gradient(logits_of(theirs, heads[1], other))
+        wanted = lax.stop_gradient(logits_of(teacher_hidden, heads[1], other))
         chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
         divergence = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
@@ -98,15 +98,15 @@ def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
     logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(wanted, axis=-1)
     if not 0 < top_k < logp.shape[-1]:
         return _sum_of(logp, logq, logp > -jnp.inf)
-    kept = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # of the same probability all
-    others = ~kept & (logp > -jnp.inf)
+    in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # of the same probability all
+    others = ~in_top_k & (logp > -jnp.inf)
     some = jnp.any(others, axis=-1, keepdims=True)
 
     def of_others(one: jax.Array) -> jax.Array:
         # Where there are none, numbers whose sum has a derivative.
         return jax.nn.logsumexp(jnp.where(some, jnp.where(others, one, -jnp.inf), 0), axis=-1, keepdims=True)
 
-    return _sum_of(logp, logq, kept) + _sum_of(of_others(logp), of_others(logq), some)
+    return _sum_of(logp, logq, in_top_k) + _sum_of(of_others(logp), of_others(logq), some)
 
 
 def _sum_of(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:

@@ -107,5 +107,7 @@ def total_loss(
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
         weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        made = ops.LogitOptions(options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain)
-        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, made)
+        logit_options = ops.LogitOptions(
+            options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain
+        )
+        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, logit_options)

@@ -98,10 +98,12 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def propose(self, memory: KVCache, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """See `Drafter.propose`."""
         last = state.cache.length
-        two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
-        return self.propose_after(memory, state, two, count)
+        last_tokens = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
+        return self.propose_after(memory, state, last_tokens, count)
 
-    def propose_after(self, memory: KVCache, state: DecodeState, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose_after(
+        self, memory: KVCache, state: DecodeState, last_tokens: jax.Array, count: int
+    ) -> tuple[jax.Array, KVCache]:
         """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
 
         After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
@@ -120,7 +122,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return shard_cache(cache, self.sharding), seen, token
 
-        cache, seen, first = draw(memory.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
+        cache, seen, first = draw(memory.replace(length=last - 1), last_tokens, state.seen[:, :vocab], state.count)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry

@@ -103,8 +103,8 @@ def drafted_chunks(
         else:
             chunk, done, taken = unpack(packed)
             taken *= STEPS_PER_CHUNK
-            given = chunk.valid.sum(axis=1)
-            counts = Counts(given, np.zeros_like(given), np.zeros_like(given))
+            tokens_of_rows = chunk.valid.sum(axis=1)
+            counts = Counts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
         seen = time.perf_counter()
         if not done.all():  # otherwise no more tokens are chosen
             would_be = hindsight(chunk) if hindsight else (0, 0)

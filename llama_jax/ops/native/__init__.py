@@ -247,8 +247,8 @@ def _compiled(library: str) -> Path:
     path = folder / f"{library}-{name}.so"
     if not path.exists():
         _say_compiling(folder)
-        with write_atomically(path) as made:
-            done = _run([cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(made)])
+        with write_atomically(path) as temporary:
+            done = _run([cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(temporary)])
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
                 raise UserError(f"{cxx} fails: {first}")

@@ -86,11 +86,11 @@ def take(form: QuantFormat, tables: tuple[jax.Array, ...], rows: jax.Array) -> t
     return tuple((_take_groups if by_groups else _take_rows)(table, rows) for table in tables)
 
 
-def in_runs(look_up: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+def in_runs(embed: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """`embed` of some rows, on a TPU of few at a time: of 512 tokens the tiles that are taken are 67 MB."""
     if lowering_platform() != "tpu" or rows.size <= AT_ONCE or is_divided():
-        return look_up(rows)
-    taken = lax.map(look_up, rows.reshape(-1), batch_size=AT_ONCE)
+        return embed(rows)
+    taken = lax.map(embed, rows.reshape(-1), batch_size=AT_ONCE)
     return taken.reshape(*rows.shape, *taken.shape[1:])
 
 
@@ -117,5 +117,5 @@ def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
 def _out_of_tiles(tiles: jax.Array, rows: jax.Array) -> jax.Array:
     """A row of each tile, [*rows, tile, ...]: [*rows, ...]. All but one are added up as zeros."""
     chosen = rows[..., None] == jnp.arange(tiles.shape[rows.ndim])
-    kept = jnp.where(chosen.reshape(*chosen.shape, *[1] * (tiles.ndim - chosen.ndim)), tiles, 0)
-    return jnp.sum(kept, axis=rows.ndim, dtype=jnp.int8 if tiles.dtype == INT4 else tiles.dtype)
+    selected = jnp.where(chosen.reshape(*chosen.shape, *[1] * (tiles.ndim - chosen.ndim)), tiles, 0)
+    return jnp.sum(selected, axis=rows.ndim, dtype=jnp.int8 if tiles.dtype == INT4 else tiles.dtype)
