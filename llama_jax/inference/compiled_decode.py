@@ -186,7 +186,7 @@ def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
 def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
 ) -> tuple[DecodeState, jax.Array]:
-    """`start`, with the reading as two arguments, because only the cache can be donated; the result is packed."""
+    """`begin_decode` with the prefill as two arguments, because only the cache can be donated; the result is packed."""
     state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 

@@ -188,7 +188,7 @@ LEAST_ROWS = 8  # of integers by integers: 4,096 x 4,096 numbers take 1.16, 1.00
 
 
 def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tuple[jax.Array, ...], form: Any) -> jax.Array:
-    """`weights.multiply`: by `native` where there is a compiler; it knows nothing of meshes.
+    """`quantized_matmul.multiply`: by `native` where there is a compiler; it knows nothing of meshes.
 
     Else, where there is a factor for each row of the weight, integers by integers. Weights converted to floats would be
     written before they are read, and XLA takes such a conversion out of the loop over tokens: the whole model would lie
@@ -276,7 +276,7 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
-    """`weights.multiply`: numbers that are decoded at a time, 1 MB in float32, which the second cache of a core holds."""
+    """`quantized_matmul.decoded_at_once`: 1 MB in float32, which the second cache of a core holds."""
     return min(plain(), 1 << 18)
 
 
@@ -364,7 +364,7 @@ class Bits(struct.PyTreeNode):
 
 
 def pack_bits(tree: Any) -> Any:
-    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`, to be undone by `restore`; both cost nothing."""
+    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`; `unpack_bits` undoes it, and both cost nothing."""
     if lowering_platform() != "cpu":
         return tree
 
@@ -375,7 +375,7 @@ def pack_bits(tree: Any) -> Any:
 
 
 def unpack_bits(tree: Any) -> Any:
-    """What was given to `keep`."""
+    """Undo `pack_bits`."""
 
     def unpacked(x: Any) -> jax.Array:
         return lax.bitcast_convert_type(x.bits, x.dtype) if isinstance(x, Bits) else x
@@ -415,7 +415,7 @@ SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by ex
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """`attention.write_paged`'s write: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
+    """`paged.write_paged`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
@@ -440,7 +440,7 @@ def _divided_by_xla() -> bool:
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`attention.rows`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
+    """`dense.with_keys` and `dense.with_values`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)

@@ -41,7 +41,7 @@ AXIS = "context"
 BATCH = ("data", "fsdp")  # what cuts the rows of a batch
 PARTS = (*BATCH, AXIS)  # what cuts the n * B rows that `split_sequence` gives
 Segments = tuple[jax.Array, jax.Array]  # of the queries and of the keys of a device
-Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `keep` gives them, and their segments
+Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `pack_bits` returns them, and their segments
 
 
 class _Ring(NamedTuple):

@@ -45,7 +45,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     Returns:
       A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
       real, int32[B], at least 1. It gives the cache and the state [B, D] of each row's last token:
-      together a `PrefillState`, for `start` of `inference.decode`.
+      together a `PrefillState`, for `begin_decode` of `inference.decode`.
 
     Raises:
       MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).

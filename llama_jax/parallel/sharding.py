@@ -2,7 +2,7 @@
 
 The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
 over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
-which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring`.
+which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring_attention`.
 
 What `fsdp` cuts, `context` cuts with it. Its devices see different tokens and must sum their gradients in any case, as if
 they had rows of their own; so they can as well keep the state in parts, as those of `fsdp` do (Rajbhandari et al. 2020):
@@ -191,9 +191,9 @@ def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
 def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """The `constrain` of `forward` and `next_token_loss` for a mesh.
 
-    XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
-    whole batch on every device instead of gathering the weights; hence these points. Rows are here those that `ring.divide`
-    makes, where the mesh splits them.
+    XLA propagates the parameters' shardings to most activations by itself. Without these constraints it would keep the
+    whole batch on every device instead of gathering the weights. Rows are here those of `ring_attention.split_sequence`,
+    where the mesh splits them.
     """
     sizes = MeshSizes(**mesh.shape)
     tensor, shares = sizes.tensor, sizes.rows * sizes.context

@@ -50,7 +50,7 @@ def attend(
       window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
       backend: "reference" is the definition; "dense" makes whole rows of scores, the fastest for short ones, and supports
         every kind of differentiation; "blockwise" uses memory that grows with T + S instead of T * S; "cudnn" and "splash"
-        are kernels for GPUs and TPUs. "auto" uses `choose`.
+        are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
       head_sharding: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
 
     Returns:
