@@ -107,11 +107,11 @@ def init_adapters(
 
     def magnitude_of(spec: ParamSpec) -> jax.Array:
         lengths = row_lengths(attrgetter(spec.path)(base)).astype(dtype)
-        own = [name in lora.targets for name in _names_at(spec.path)]
-        if len(own) == 1:
+        is_target = [name in lora.targets for name in _names_at(spec.path)]
+        if len(is_target) == 1:
             return lengths
         groups = config.queries_per_kv_head
-        return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
+        return lengths * jnp.asarray([is_target[0]] * groups + is_target[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
 
     def start(spec: ParamSpec, shape: LowRank) -> LowRank:
         layers, *_, rank, columns = shape.a.shape

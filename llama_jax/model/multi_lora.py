@@ -74,14 +74,14 @@ def stack_adapters(
             pair = attrgetter(spec.path)(tree)
             if pair is None:
                 continue
-            own, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
+            rank_of_pair, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
             if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
                 raise ConfigError(
                     f"adapter {i} of {spec.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not"
                     " of a matrix of this model; is it the adapter's base?"
                 )
-            a[..., i, :own, :] = pair.a
-            b[..., i, :own] = pair.b
+            a[..., i, :rank_of_pair, :] = pair.a
+            b[..., i, :rank_of_pair] = pair.b
             if magnitude is not None and pair.magnitude is not None:
                 magnitude[..., i] = pair.magnitude
         a, b = a.reshape(shape.a.shape), b.reshape(shape.b.shape)

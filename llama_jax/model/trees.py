@@ -123,14 +123,16 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
             leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
         return in_kinds(leaf, each, partial(in_kind, spec))
 
-    def in_kind(spec: ParamSpec, leaf: Leaf, own: str) -> Leaf:
-        form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
+    def in_kind(spec: ParamSpec, leaf: Leaf, kind: str) -> Leaf:
+        form = with_fallback(kind, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
         if leaf.shape[-1] % form.block:
-            raise ConfigError(f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {own} needs multiples of {form.block}")
+            raise ConfigError(
+                f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
+            )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if is_weight(leaf) else leaf, own)
+            return quantized(leaf.decoded() if is_weight(leaf) else leaf, kind)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
@@ -147,14 +149,14 @@ def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any,
     """
     count = max(map(len, each))
     if count > 1:
-        own = [kinds if len(kinds) == count else kinds * count for kinds in each]
-        parts = zip(_parts(leaf, count), zip(*own, strict=True), strict=True)
+        kinds_of_parts = [kinds if len(kinds) == count else kinds * count for kinds in each]
+        parts = zip(_parts(leaf, count), zip(*kinds_of_parts, strict=True), strict=True)
         return JoinedWeight(tuple(in_kinds(part, [(kind,) for kind in kinds], in_kind) for part, kinds in parts))
     kinds = [kind for (kind,) in each]
     different = list(dict.fromkeys(kinds))
     if len(different) == 1:
         return in_kind(leaf, kinds[0])
-    layers = {kind: [layer for layer, own in enumerate(kinds) if own == kind] for kind in different}
+    layers = {kind: [layer for layer, kind_of_layer in enumerate(kinds) if kind_of_layer == kind] for kind in different}
     places = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
     return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), places)
 
@@ -266,7 +268,8 @@ def _join(leaves: Sequence[Any]) -> Any:
     different = [form for i, form in enumerate(forms) if form not in forms[:i]]
     join = lambda *arrays: (np if isinstance(arrays[0], np.ndarray) else jnp).stack(arrays)
     stacks = [
-        jax.tree.map(join, *(leaf for leaf, own in zip(leaves, forms, strict=True) if own == form)) for form in different
+        jax.tree.map(join, *(leaf for leaf, form_of_layer in zip(leaves, forms, strict=True) if form_of_layer == form))
+        for form in different
     ]
     stacks = [stack.arranged() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
     places = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))

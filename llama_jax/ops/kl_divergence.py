@@ -64,10 +64,10 @@ def token_divergence(
         chunk is the student's.
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
-    own, other = logit_options
+    student_options, teacher_options = logit_options
     heads = tuple(
         gathered_head(model.head, model.hidden.dtype, options.constrain)
-        for model, options in ((student, own), (teacher, other))
+        for model, options in ((student, student_options), (teacher, teacher_options))
     )
     heads = heads[0], lax.stop_gradient(heads[1])
 
@@ -78,17 +78,17 @@ def token_divergence(
 
     @jax.checkpoint
     def of_chunk(hidden: jax.Array, teacher_hidden: jax.Array, targets: jax.Array) -> TokenDivergence:
-        logits = logits_of(hidden, heads[0], own)
-        wanted = lax.stop_gradient(logits_of(teacher_hidden, heads[1], other))
+        logits = logits_of(hidden, heads[0], student_options)
+        wanted = lax.stop_gradient(logits_of(teacher_hidden, heads[1], teacher_options))
         chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
         divergence = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
         return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (divergence, nll)))
 
     chunks = (
-        split_chunks(student.hidden, own.chunk),
-        split_chunks(lax.stop_gradient(teacher.hidden), own.chunk),
-        split_chunks(targets, own.chunk, fill=-1),
+        split_chunks(student.hidden, student_options.chunk),
+        split_chunks(lax.stop_gradient(teacher.hidden), student_options.chunk),
+        split_chunks(targets, student_options.chunk, fill=-1),
     )
     return jax.tree.map(lambda x: join_chunks(x, targets.shape[1]), lax.map(lambda chunk: of_chunk(*chunk), chunks))
 

@@ -77,9 +77,9 @@ def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Arra
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
         positions = positions_of(lax.axis_index(AXIS), parts, parts * hidden.shape[1])
-        own = positions == lengths[:, None] - 1
-        last = jnp.take_along_axis(hidden, jnp.argmax(own, axis=1)[:, None, None], axis=1)[:, 0]
-        return lax.psum(jnp.where(jnp.any(own, axis=1)[:, None], last, 0), AXIS)
+        is_last = positions == lengths[:, None] - 1
+        last = jnp.take_along_axis(hidden, jnp.argmax(is_last, axis=1)[:, None, None], axis=1)[:, 0]
+        return lax.psum(jnp.where(jnp.any(is_last, axis=1)[:, None], last, 0), AXIS)
 
     run = jax.shard_map(pick, mesh=mesh, in_specs=(P(PARTS), P(BATCH)), out_specs=P(BATCH), check_vma=False)
     return run(hidden, lengths)

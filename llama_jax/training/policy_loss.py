@@ -60,10 +60,10 @@ class AnswerLoss:
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
-        own = lax.stop_gradient(logprobs)
-        sampled = own if judged.sampled is None else judged.sampled
+        detached = lax.stop_gradient(logprobs)
+        sampled = detached if judged.sampled is None else judged.sampled
         sums = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
-        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - own, 0)))
+        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - detached, 0)))
         more = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
         return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, more))
 

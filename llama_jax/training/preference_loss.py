@@ -102,7 +102,7 @@ def preference_loss(
     _check(options.kind, reference, lengths, mismatched)
     beta, smoothing = options.beta, options.label_smoothing
     if reference is not None:
-        policy = Pair(*(own - jax.lax.stop_gradient(other) for own, other in zip(policy, reference, strict=True)))
+        policy = Pair(*(logprob - jax.lax.stop_gradient(other) for logprob, other in zip(policy, reference, strict=True)))
     if options.kind in ("ipo", *FREE):
         assert lengths is not None
         policy = Pair(*(sums / jnp.maximum(count, 1) for sums, count in zip(policy, lengths, strict=True)))

@@ -37,9 +37,9 @@ def dense_attention(
 
     def run(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
         out = []
-        for own, slots in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
-            allowed = visible(mask.part(own, slots), window)
-            out.append(_of_block(queries[:, :, own], keys[:, :, slots], values[:, :, slots], allowed, scale))
+        for block, slots in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
+            allowed = visible(mask.part(block, slots), window)
+            out.append(_of_block(queries[:, :, block], keys[:, :, slots], values[:, :, slots], allowed, scale))
         return jnp.concatenate(out, axis=2)
 
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT, TOTAL)

@@ -56,8 +56,8 @@ class PagedView(struct.PyTreeNode):
             return jnp.pad(row, padding, mode="edge"), jnp.pad(position.reshape(-1), padding, constant_values=NO_QUERY)
         token = jnp.arange(count, dtype=jnp.int32)
         row = jnp.searchsorted(self.starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-        own = jnp.minimum(row, rows - 1)
-        return own, jnp.where(row < rows, self.lengths[own] - self.starts[own + 1] + token, NO_QUERY)
+        valid_row = jnp.minimum(row, rows - 1)
+        return valid_row, jnp.where(row < rows, self.lengths[valid_row] - self.starts[valid_row + 1] + token, NO_QUERY)
 
 
 def paged_reference(

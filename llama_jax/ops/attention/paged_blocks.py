@@ -118,8 +118,8 @@ def attend_by_blocks(
 
     def of_block(i: jax.Array, out: jax.Array) -> jax.Array:
         # Of the row's last block, tokens of the next row are computed too and then written over.
-        own = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
-        mixed = of_row(blocks.rows[i], blocks.positions[i], *own)
+        queries_of_block = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
+        mixed = of_row(blocks.rows[i], blocks.positions[i], *queries_of_block)
         return lax.dynamic_update_slice_in_dim(out, mixed, blocks.starts[i], 0)
 
     out = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded[0]))[:tokens]

@@ -164,10 +164,10 @@ def triton(
         def _() -> None:
             index = jnp.arange(rows_of_queries)
             token = index // groups
-            own = (token < blocks.size) & (first + token < length)
-            place = jnp.where(own, ((start + token) * heads + head) * groups + index % groups, 0)
+            is_query = (token < blocks.size) & (first + token < length)
+            place = jnp.where(is_query, ((start + token) * heads + head) * groups + index % groups, 0)
             columns = jnp.arange(width)[None]
-            query = plgpu.load(q.at[place[:, None], columns], mask=own[:, None], other=0)
+            query = plgpu.load(q.at[place[:, None], columns], mask=is_query[:, None], other=0)
             position = (first + token)[:, None]
             begin = first_seen(first, window, chunk) // KEYS_OF_BLOCK
             end = pl.cdiv(jnp.minimum(first + blocks.size, held), KEYS_OF_BLOCK)
@@ -206,10 +206,10 @@ def triton(
             largest, total, mixed = jax.lax.fori_loop(*bounds, of_keys, carry)
             if parts == 1:
                 mixed = mixed / jnp.where(total == 0, 1, total)[:, None]
-            place = jnp.where(own, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
-            plgpu.store(out.at[place[:, None], columns], mixed.astype(out.dtype), mask=own[:, None])
-            plgpu.store(most_out.at[place], largest, mask=own)
-            plgpu.store(total_out.at[place], total, mask=own)
+            place = jnp.where(is_query, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
+            plgpu.store(out.at[place[:, None], columns], mixed.astype(out.dtype), mask=is_query[:, None])
+            plgpu.store(most_out.at[place], largest, mask=is_query)
+            plgpu.store(total_out.at[place], total, mask=is_query)
 
     shapes = (
         jax.ShapeDtypeStruct((parts * flat + 1, width), dtype if parts == 1 else jnp.float32),

@@ -54,10 +54,10 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
         product = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
         if self.factor is not None:
-            own = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
-            own = jnp.where(self.rows.reshape(-1, *[1] * (own.ndim - 1)) < 0, 1, own)
-            own = own.reshape(len(own), *[1] * (x.ndim - 2), *own.shape[1:])
-            product = (product.astype(jnp.promote_types(product.dtype, own.dtype)) * own).astype(out_dtype)
+            factor = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
+            factor = jnp.where(self.rows.reshape(-1, *[1] * (factor.ndim - 1)) < 0, 1, factor)
+            factor = factor.reshape(len(factor), *[1] * (x.ndim - 2), *factor.shape[1:])
+            product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
         return checkpoint_name(product, PRODUCT)
 
     def of_adapter(self, number: int) -> LoraWeight:
