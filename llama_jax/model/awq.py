@@ -125,11 +125,11 @@ def _scaled(
 def _attention_with(attention: Attention, factors: np.ndarray) -> Attention:
     """Values divided by factors [K, H], and `out` multiplied by them."""
     groups = attention.qkv.shape[1] - 2
-    of_rows = np.ones(attention.qkv.shape[:-1], np.float32)
-    of_rows[:, -1] = factors
-    of_out = np.repeat(factors[:, None], groups, 1).reshape(-1)
-    bias = None if attention.qkv_bias is None else attention.qkv_bias / of_rows
-    return attention.replace(qkv=attention.qkv / of_rows[..., None], qkv_bias=bias, out=attention.out * of_out)
+    row_factors = np.ones(attention.qkv.shape[:-1], np.float32)
+    row_factors[:, -1] = factors
+    column_factors = np.repeat(factors[:, None], groups, 1).reshape(-1)
+    bias = None if attention.qkv_bias is None else attention.qkv_bias / row_factors
+    return attention.replace(qkv=attention.qkv / row_factors[..., None], qkv_bias=bias, out=attention.out * column_factors)
 
 
 def _best(

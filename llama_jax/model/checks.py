@@ -148,10 +148,10 @@ def checked_attention(attend: Attend) -> Attend:
     """A user's attention with a check of its result's shape, since axes in another order might go unnoticed."""
 
     def checked(queries: jax.Array, view: KVView, mask: AttentionMask, **options: Any) -> jax.Array:
-        mixed = attend(queries, view, mask, **options)
-        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (mixed, queries))
+        attended = attend(queries, view, mask, **options)
+        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (attended, queries))
         if kind != wanted:
             raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
-        return mixed
+        return attended
 
     return checked

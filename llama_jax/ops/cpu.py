@@ -148,8 +148,8 @@ def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax
 def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
-    of_x = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return of_x.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
+    dx = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
 
 
 _multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
@@ -169,9 +169,9 @@ def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
         return lax.dot_general(a, b, (((a.ndim - 2,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=out_dtype)
     if a.shape[-1] > b.shape[-1]:
         return _outer_short(b, a, out_dtype).swapaxes(-1, -2)
-    turned = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
+    transposed = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
     dimensions = (((a.ndim - 1,), (a.ndim - 2,)), (batch, batch))
-    return lax.dot_general(turned, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
+    return lax.dot_general(transposed, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
 
 
 def _by_rows(rows: jax.Array, matrix: jax.Array) -> jax.Array:

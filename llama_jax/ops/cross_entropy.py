@@ -142,10 +142,10 @@ def _sums_and_tangents(
 
     A head that is not differentiated has a tangent that is known to be zero: its gradient, [V, D], is then not made.
     """
-    of_hidden, of_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    wants_hidden, wants_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     hidden, head, *rest = primals
-    total, gradients = _sums_and_gradients(options, of_head, hidden, head, *rest)
-    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((of_hidden, of_head)) if wanted]
+    total, gradients = _sums_and_gradients(options, wants_head, hidden, head, *rest)
+    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((wants_hidden, wants_head)) if wanted]
     zero = jnp.zeros_like(total.loss)  # the likelihood has no gradient, see `cross_entropy`
     return total, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
 
@@ -162,21 +162,21 @@ def _sums_and_gradients(
     cast = gathered_head(head, hidden.dtype, constrain)
 
     def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        total, of_head = carry
-        sums, of_logits = _chunk_sums(options, cast, *part)
-        of_logits = of_logits.astype(cast.dtype)
-        if of_head is not None:
-            rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
-            of_head = constrain(of_head + weight_gradient(rows, of_rows, of_head.dtype), "head_gradient")
-        of_hidden = project(of_logits, cast.T)
-        return (LossSums(*map(jnp.add, total, sums)), of_head), of_hidden
+        total, d_head = carry
+        sums, d_logits = _chunk_sums(options, cast, *part)
+        d_logits = d_logits.astype(cast.dtype)
+        if d_head is not None:
+            rows, d_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], d_logits))
+            d_head = constrain(d_head + weight_gradient(rows, d_rows, d_head.dtype), "head_gradient")
+        d_hidden = project(d_logits, cast.T)
+        return (LossSums(*map(jnp.add, total, sums)), d_head), d_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
     empty = constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient") if with_head else None
-    (total, of_head), of_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
+    (total, d_head), d_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
-    of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return LossSums(*map(jnp.sum, total)), [of_hidden, None if of_head is None else jnp.sum(of_head, axis=0).T]
+    d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
+    return LossSums(*map(jnp.sum, total)), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
 
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:

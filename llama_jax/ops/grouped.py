@@ -82,11 +82,11 @@ def _forward(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: 
 def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     (gather, is_whole, dtype), (x, weight, sizes) = settings, residuals
     matrices = weight if is_whole else _whole(gather, weight, x.dtype)
-    of_x = _multiply("columns", gradient, matrices, sizes, x.dtype)
-    of_weight = _multiply("outer", gradient, x, sizes, dtype)
+    dx = _multiply("columns", gradient, matrices, sizes, x.dtype)
+    d_weight = _multiply("outer", gradient, x, sizes, dtype)
     if gather is not None:
-        of_weight = lax.psum_scatter(of_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
-    return of_x, of_weight, None
+        d_weight = lax.psum_scatter(d_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
+    return dx, d_weight, None
 
 
 _cast_and_gathered.defvjp(_forward, _backward)

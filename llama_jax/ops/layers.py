@@ -148,10 +148,10 @@ def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax
 def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
     outputs = tuple(range(matrix.ndim - 1))
-    x_grad = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
+    dx = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
     rows = tuple(range(x.ndim - 1))
-    weight_grad = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
-    return x_grad, weight_grad
+    d_weight = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
+    return dx, d_weight
 
 
 multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)

@@ -65,8 +65,8 @@ def _of_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: j
     if queries.shape[2] == 1:  # one kernel less on a GPU
         return weighted_values(weights / total, values).astype(queries.dtype)
     # Divided after the matmul and not before: H numbers per query instead of S.
-    mixed = checkpoint_name(weighted_values(weights, values), ATTENTION_OUTPUT)  # [B, K, T, G, H]
-    return (mixed / total).astype(queries.dtype)
+    attended = checkpoint_name(weighted_values(weights, values), ATTENTION_OUTPUT)  # [B, K, T, G, H]
+    return (attended / total).astype(queries.dtype)
 
 
 def scores_of(queries: jax.Array, keys: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:

@@ -132,12 +132,12 @@ def cudnn(
         first = max(begin - window + 1, 0) // 2 * 2 if mask.ordered and window is not None else 0
         last = end if mask.ordered else slots
         allowed = visible(mask.part(slice(begin, end), slice(first, last)), window)
-        mixed = _dot_product_attention(
+        attended = _dot_product_attention(
             queries[:, :, begin:end], keys[:, :, first:last], values[:, :, first:last], scale, mask=allowed[:, None]
         )
         if not mask.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
-            mixed = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], mixed, 0)
-        blocks.append(mixed)
+            attended = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], attended, 0)
+        blocks.append(attended)
     return jnp.concatenate(blocks, axis=2)
 
 
@@ -145,7 +145,7 @@ def _dot_product_attention(
     queries: jax.Array, keys: jax.Array, values: jax.Array, scale: float, **options: Any
 ) -> jax.Array:
     batch, heads, new, groups, width = queries.shape
-    mixed = jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         queries.swapaxes(1, 2).reshape(batch, new, heads * groups, width),
         keys.swapaxes(1, 2),
         values.swapaxes(1, 2),
@@ -153,7 +153,7 @@ def _dot_product_attention(
         implementation="cudnn",
         **options,
     )
-    return mixed.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
+    return attended.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
 
 
 def splash(
@@ -194,8 +194,8 @@ def splash(
         segments = kernels.SegmentIds(*(jnp.broadcast_to(x, (batch, new)) for x in (mask.query_segments, mask.key_segments)))
     over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))  # queries [G, T, H], keys and values [T, H]
     by_group = (queries * scale).astype(queries.dtype).swapaxes(2, 3)
-    mixed = jax.vmap(over_heads)(by_group, keys, values, segments)
-    return mixed.swapaxes(2, 3).astype(queries.dtype)
+    attended = jax.vmap(over_heads)(by_group, keys, values, segments)
+    return attended.swapaxes(2, 3).astype(queries.dtype)
 
 
 def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
@@ -210,9 +210,9 @@ def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
     def run(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
         rows = head_sharding.mesh_axes_of_rows or None
         heads = P(rows, head_sharding.mesh_axes_of_heads or None)
-        of_seen = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), mask)
+        mask_spec = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), mask)
         # Not checked: a kernel does not say over which axes its results differ.
-        mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, of_seen), out_specs=heads, check_vma=False)
+        mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, mask_spec), out_specs=heads, check_vma=False)
         return mapped(queries, keys, values, mask)
 
     return run

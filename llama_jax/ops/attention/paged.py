@@ -129,13 +129,13 @@ def attend_paged(
     cut = _Cut.of(head_sharding, view.pages, view, len(queries))
     if cut is None:
         return attend(queries, view, sink_queries=sink_queries)
-    of_pages, of_tokens, of_view = cut.specs(view.pages, view)
+    pages_spec, tokens_spec, view_spec = cut.specs(view.pages, view)
     run = jax.shard_map(
         lambda queries, sink_queries, view: attend(
             queries, _own(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
         ),
-        in_specs=(of_tokens, None if sink_queries is None else of_tokens, of_view.replace(pages=of_pages)),
-        out_specs=of_tokens,
+        in_specs=(tokens_spec, None if sink_queries is None else tokens_spec, view_spec.replace(pages=pages_spec)),
+        out_specs=tokens_spec,
         check_vma=False,  # a kernel does not say over which axes its results differ
     )
     return run(queries, sink_queries, view)
@@ -161,11 +161,11 @@ def write_paged(
     cut = _Cut.of(head_sharding, pages, view, len(keys))
     if cut is None:
         return _write(pages, keys, values, view)
-    of_pages, of_tokens, of_view = cut.specs(pages, view)
+    pages_spec, tokens_spec, view_spec = cut.specs(pages, view)
     run = jax.shard_map(
         lambda pages, keys, values, view: _write(pages, keys, values, _own(view, pages.shape[1], cut.rows)),
-        in_specs=(of_pages, of_tokens, of_tokens, of_view),
-        out_specs=of_pages,
+        in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
+        out_specs=pages_spec,
         check_vma=False,
     )
     return run(pages, keys, values, view.replace(pages=None))
@@ -219,8 +219,8 @@ class _Cut(NamedTuple):
     def specs(self, pages: Any, view: PagedView) -> tuple[Any, P, PagedView]:
         """Partition specs of pages, of anything [T, K, ...], and of a view without pages."""
         rows, heads = self.rows or None, self.heads or None
-        of_view = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
-        return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), of_view
+        view_spec = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
+        return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), view_spec
 
 
 def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:

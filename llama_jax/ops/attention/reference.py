@@ -20,5 +20,5 @@ def reference(
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=precise) * scale
     scores = jnp.where(allowed, scores, jnp.finfo(precise).min)
     weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
-    mixed = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)
-    return mixed.astype(queries.dtype)
+    attended = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)
+    return attended.astype(queries.dtype)
