@@ -364,7 +364,7 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
         engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), lambda update: None)
         while engine.turn():
             pass
-        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.piece))
+        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.chunk))
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 
 
