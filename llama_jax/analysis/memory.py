@@ -19,8 +19,8 @@ from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, arra
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.flags import compiler_options, decoding_on_tpu
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk, decode, prefill
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import KVCache, init_cache

@@ -262,7 +262,7 @@ class Estimate(CompileOptions):
         self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
     ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
-        from llama_jax.inference.generate import SMALLEST_CACHE
+        from llama_jax.inference.compiled_decode import SMALLEST_CACHE
         from llama_jax.model.cache import bucket
         from llama_jax.model.lora import Lora
 
@@ -455,7 +455,7 @@ def programs_table(found: dict[str, CompiledProgram]) -> str:
 
 def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
     """The communication of a device while each program runs once, and the least for comparison."""
-    from llama_jax.inference.generate import STEPS_PER_CHUNK
+    from llama_jax.inference.decode import STEPS_PER_CHUNK
 
     lines, exchanged = [], [one for program in found.values() for one in program.collectives]
     for name, program in found.items():

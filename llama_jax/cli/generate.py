@@ -239,7 +239,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.generate import prefill_chunk, whole_capacity
+    from llama_jax.inference.compiled_decode import prefill_chunk, whole_capacity
     from llama_jax.model.cache import cache_bytes
 
     capacity = whole_capacity(prompt, new)
