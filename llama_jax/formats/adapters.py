@@ -27,7 +27,7 @@ from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
-from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Tensor, kind_of, target_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, Tensor, kind_of, target_dtype
 from llama_jax.formats.orbax_format import OrbaxArrayInfo, adapters_of, describe, name_of, read_arrays, with_short_errors
 from llama_jax.formats.step_dirs import (
     ABOUT,
@@ -42,12 +42,13 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
     verify,
 )
-from llama_jax.formats.tensor_export import RopePermuted, new_output
+from llama_jax.formats.tensor_export import new_output
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.adapter_table import side_by_side, tabled
 from llama_jax.model.adapters import TARGETS, Lora, adapted, adapter_shapes, build_adapters, settled
 from llama_jax.model.params import TABLE, Llama, Row, shape_of
+from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights import LowRank
 from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -311,7 +312,7 @@ def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLik
     lora = _lora_of(folder, settings, tensors)
     named = settings.get("base_model_name_or_path")
     base = named if isinstance(named, str) and named else None
-    return Adapter(lora, read_pairs(folder / ADAPTER_WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
+    return Adapter(lora, read_pairs(folder / ADAPTER_WEIGHTS, config, lora, tensors, dtype, PEFT, base), base)
 
 
 def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -389,7 +390,7 @@ def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     base = fields.get(BASE_NAME)
-    return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, (LLAMA_CPP, base)), base)
+    return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
 
 
 def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -412,24 +413,23 @@ def read_pairs(
     lora: Lora,
     tensors: Mapping[str, Tensor],
     dtype: jax.typing.DTypeLike,
-    source: tuple[AdapterLayout, str | None],
+    layout: AdapterLayout,
+    base: str | None,
 ) -> Llama:
     """The adapters in the tensors of a file of this layout, which names this base; for errors see `load_adapter`."""
-    (names, interleaved), base = source
-    if interleaved(config):
-        tensors = permute_rope(tensors, config, names, interleave=False)
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
-    whose = "" if base is None else f", which was trained on {shown(base)}"
+    trained_on = "" if base is None else f", which was trained on {shown(base)}"
+    interleaved = layout.interleaved(config)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in tensors:
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{whose}?")
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{trained_on}?")
         unread.discard(name)
         found = tensors[name]
         if found.shape != shape:
             raise CheckpointError(
                 f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, rank {lora.rank} and this base need"
-                f" {list(shape)}; is this the adapter's base{whose}?"
+                f" {list(shape)}; is this the adapter's base{trained_on}?"
             )
         if found.dtype not in FLOATS.values():
             raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a float of 16 or 32 bits is needed")
@@ -437,46 +437,45 @@ def read_pairs(
         check(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
 
-    def pair(row: Row, shape: LowRank, layer: int) -> LowRank:
-        sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
-        a, b, magnitude = {}, {}, {}
-        for name, (outputs, inputs) in sizes.items():
-            shapes = (lora.rank, inputs), (outputs, lora.rank), (outputs,)
-            if name in lora.targets:
-                found = [tensor(*each) for each in zip(names(name, layer)[: 2 + lora.dora], shapes, strict=False)]
-            else:
-                found = [np.zeros(shape, target) for shape in shapes]
-            a[name], b[name] = found[:2]
-            magnitude[name] = found[-1]
+    def read_layer(row: Row, layer: int) -> LowRank:
+        shares = []  # A, B and the magnitude of each
+        for name, share in _shares_at(row):
+            outputs, inputs = shape_of(share.axes, config)
+            shapes = ((lora.rank, inputs), (outputs, lora.rank), (outputs,))[: 2 + lora.dora]
+            if name not in lora.targets:
+                shares.append([np.zeros(shape, target) for shape in shapes])
+                continue
+            a, *rows = map(tensor, layout.names(name, layer), shapes)
+            if share.rotary and interleaved:
+                rows = [_reordered(each, config, half_from_interleaved) for each in rows]
+            shares.append([a, *rows])
+        a_parts, *row_parts = zip(*shares, strict=True)
+        b, magnitude = (*map(by_heads, row_parts), None)[:2]
+        return LowRank(a_parts[0] if len(a_parts) == 1 else np.stack(a_parts), b, magnitude)
 
-        def rows_of(parts: Mapping[str, np.ndarray]) -> jax.Array:
-            """One array, with the rows of each head side by side."""
-            if len(sizes) == 1:
-                return jnp.asarray(next(iter(parts.values())))
-            heads = config.n_kv_heads, -1, config.head_dim
-            return jnp.asarray(
-                np.concatenate([parts[name].reshape(*heads, *parts[name].shape[1:]) for name in sizes], axis=1)
-            )
-
-        stacked = np.stack([a[name] for name in sizes]).reshape(shape.a.shape)
-        return LowRank(jnp.asarray(stacked), rows_of(b), rows_of(magnitude) if lora.dora else None)
-
-    def pairs(row: Row, shape: LowRank) -> LowRank:
-        one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), shape)
-        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *(pair(row, one, layer) for layer in range(config.n_layers)))
+    def by_heads(parts: Sequence[np.ndarray]) -> np.ndarray:
+        """One array, with the rows of each head side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        heads = [part.reshape(config.n_kv_heads, -1, config.head_dim, *part.shape[1:]) for part in parts]
+        return np.concatenate(heads, axis=1)
 
     if config.n_layers > len(tensors):
         raise CheckpointError(
-            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{whose}?"
+            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{trained_on}?"
         )
     try:
-        found = build_adapters(config, lora, pairs)
+        layers = range(config.n_layers)
+        stacked = lambda *arrays: jnp.stack(arrays)
+        found = build_adapters(
+            config, lora, lambda row, _: jax.tree.map(stacked, *(read_layer(row, layer) for layer in layers))
+        )
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 120)} is no part of a LoRA of this base ({len(unread)} such); is this the"
-            f" adapter's base{whose}?"
+            f" adapter's base{trained_on}?"
         )
     return found
 
@@ -485,48 +484,39 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
     """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded to fit a mesh."""
     found: dict[str, np.ndarray] = {}
     on_host = jax.tree.map(np.asarray, unfit(config, adapters))
+    interleaved = layout.interleaved(config)
 
     def put(row: Row, layer: int) -> None:
         pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
         for part, (name, share) in enumerate(_shares_at(row)):
-            a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
+            outputs = shape_of(share.axes, config)[0]
+            rows = [pair.b] if pair.magnitude is None else [pair.b, pair.magnitude]
             if share.width:
-                own = slice(first, first + shape_of(share.width, config)[0])
-                b, magnitude, first = b[:, own], None if magnitude is None else magnitude[:, own], own.stop
+                last = first + shape_of(share.width, config)[0]
+                rows, first = [each[:, first:last] for each in rows], last
             if name in lora.targets:
-                arrays = [a, b.reshape(shape_of(share.axes, config)[0], lora.rank)]
-                arrays += [] if magnitude is None else [magnitude.reshape(-1)]
-                found.update(zip(layout.names(name, layer), arrays, strict=False))
+                rows = [each.reshape(outputs, *shape) for each, shape in zip(rows, ((lora.rank,), ()), strict=False)]
+                if share.rotary and interleaved:
+                    rows = [_reordered(each, config, interleaved_from_half) for each in rows]
+                a = pair.a[part] if pair.a.ndim > 2 else pair.a
+                found.update(zip(layout.names(name, layer), [a, *rows], strict=False))
 
     matrices: list[Row] = []
     build_adapters(config, lora, lambda row, _: matrices.append(row))
     for layer in range(config.n_layers):
         for row in matrices:
             put(row, layer)
-    if not layout.interleaved(config):
-        return found
-    held: dict[str, Tensor] = {name: ArrayTensor(np.ascontiguousarray(array)) for name, array in found.items()}
-    permuted = permute_rope(held, config, layout.names, interleave=True)
-    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in permuted.items()}
+    return found
+
+
+def _reordered(rows: np.ndarray, config: LlamaConfig, order: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Rows of B, or the magnitude, of queries or keys in the other rotary layout."""
+    return order(rows.reshape(-1, config.head_dim, math.prod(rows.shape[1:]))).reshape(rows.shape)
 
 
 def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
     check(array, array.dtype, f"adapter's tensor {name!r}")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def permute_rope(
-    tensors: Mapping[str, Tensor],
-    config: LlamaConfig,
-    names: Callable[[str, int], tuple[str, str, str]],
-    *,
-    interleave: bool,
-) -> dict[str, Tensor]:
-    """The tensors with B and the magnitudes of queries and keys in the other rotary layout."""
-    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
-    those = {key for name in rotary for layer in range(config.n_layers) for key in names(name, layer)[1:]} & tensors.keys()
-    whole = {name for name in those if math.prod(tensors[name].shape[:1]) % config.head_dim == 0}  # others are refused later
-    return {name: RopePermuted(t, config.head_dim, interleave) if name in whole else t for name, t in tensors.items()}
 
 
 def _shares_at(row: Row) -> list[tuple[str, Share]]:

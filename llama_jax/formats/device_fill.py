@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import CheckpointError
-from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Padded, Tensor
-from llama_jax.ops.rotary_order import half_from_interleaved
+from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_rows
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
@@ -43,13 +42,11 @@ class Part:
       label: for messages: the file and the tensor's name.
       tensor: its rows, in their order, fill the array's leading axes.
       columns: where it lies along the array's second axis, which several parts share; None where it is the whole array.
-      interleaved: whether its heads' rows must be converted from the interleaved rotary layout to the half layout.
     """
 
     label: str
     tensor: Tensor
     columns: slice | None = None
-    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,19 +72,14 @@ class ArrayParts:
         out = np.empty(shape, dtype) if out is None else out
         for part in self.parts:
             per_entry = part.tensor.shape[0] // self.shape[0]
-            tensor, is_moved = part.tensor, part.interleaved or part.columns is not None
-            if isinstance(tensor, Dense) and tensor.dtype == dtype and not is_moved:
-                tensor.read_into(start * per_entry, out)
+            if isinstance(part.tensor, Dense) and part.tensor.dtype == dtype and part.columns is None:
+                part.tensor.read_into(start * per_entry, out)
                 check(out, dtype, part.label)
                 continue
             found = part.tensor.read(start * per_entry, stop * per_entry)
             check(found, dtype, part.label)
-            hole = out if part.columns is None else out[:, part.columns]
-            if part.interleaved:
-                vector = len(part.tensor.shape) == 1
-                found = found.reshape(*hole.shape, 1) if vector else found.reshape(hole.shape)
-                found = half_from_interleaved(found)
-            cast(found.reshape(hole.shape), hole)
+            target = out if part.columns is None else out[:, part.columns]
+            cast(found.reshape(target.shape), target)
         return out
 
 
@@ -247,7 +239,7 @@ def _key(place: Slices) -> tuple:
 def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
-    least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
+    least = max(min_rows(p.tensor) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_READ_BYTES if array.stored else READ_BYTES) // entry, least)
     runs: list[tuple[int, int]] = []
     reached = 0
@@ -342,46 +334,35 @@ def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) ->
     """
     mesh = Mesh(sharding.mesh.devices.reshape(-1), ("rows",), axis_types=(AxisType.Auto,))
     apart = NamedSharding(mesh, P("rows"))
-    program = _program(array.shape, tuple(_Piece.of(part) for part in array.parts), sharding)
+    places = [(p.tensor.shape[0], None if p.columns is None else p.columns.stop - p.columns.start) for p in array.parts]
+    program = _program(array.shape, tuple(places), sharding)
     found = program([fill(_alone(part, mesh.size), dtype, apart) for part in array.parts])
     return jax.block_until_ready(found)
-
-
-class _Piece(NamedTuple):
-    """The fields of a `Part` that determine where its rows go."""
-
-    shape: tuple[int, ...]
-    columns: tuple[int, int] | None
-    interleaved: bool
-
-    @classmethod
-    def of(cls, part: Part) -> _Piece:
-        columns = None if part.columns is None else (part.columns.start, part.columns.stop)
-        return cls(part.tensor.shape, columns, part.interleaved)
 
 
 def _alone(part: Part, devices: int) -> ArrayParts:
     """The tensor of a part as an array of its own, with as many rows as can be divided."""
     rows, *rest = part.tensor.shape
     padded = -(-rows // devices) * devices
-    tensor = part.tensor if padded == rows else Padded(part.tensor, padded)
+    tensor = part.tensor if padded == rows else pad_rows(part.tensor, padded)
     return ArrayParts((padded, *rest), (Part(part.label, tensor),), stored=True)
 
 
 @cache
-def _program(shape: tuple[int, ...], pieces: tuple[_Piece, ...], sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-    """Brings the rows of tensors to their places, as `ArrayParts.rows` does on the host."""
+def _program(
+    shape: tuple[int, ...], places: tuple[tuple[int, int | None], ...], sharding: NamedSharding
+) -> Callable[[Any], jax.Array]:
+    """Brings the rows of tensors to their places, as `ArrayParts.rows` does on the host.
+
+    Args:
+      places: of each tensor its number of rows, without padding, and its width along the second axis; None for all of it.
+    """
 
     def arrange(tensors: list[jax.Array]) -> jax.Array:
-        found = []
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            width = shape[1:] if piece.columns is None else (piece.columns[1] - piece.columns[0], *shape[2:])
-            hole = (shape[0], *width)
-            tensor = tensor[: piece.shape[0]]
-            if piece.interleaved:
-                vector = len(piece.shape) == 1
-                tensor = half_from_interleaved(tensor.reshape(*hole, 1) if vector else tensor.reshape(hole))
-            found.append(tensor.reshape(hole))
+        found = [
+            tensor[:rows].reshape(shape if width is None else (shape[0], width, *shape[2:]))
+            for tensor, (rows, width) in zip(tensors, places, strict=True)
+        ]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
     return jax.jit(arrange, out_shardings=sharding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +17,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights import Kind, QuantizedWeight
 from llama_jax.ops.weights.planes import join
 from llama_jax.storage import Location, StoredPath
@@ -73,6 +75,18 @@ class TensorInfo(Protocol):
         ...
 
 
+class Unquantized:
+    """Base of what holds one number for each entry: its `kind` and its `nbytes`, by its shape and type."""
+
+    @property
+    def kind(self: Any) -> str:
+        return kind_of(self.dtype)
+
+    @property
+    def nbytes(self: Any) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class OrbaxWeightInfo:
     """The description of a quantized weight in orbax's format."""
@@ -94,6 +108,11 @@ class Tensor(TensorInfo, Protocol):
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop), in memory that the caller may change."""
         ...
+
+
+def min_rows(tensor: TensorInfo) -> int:
+    """The number of rows to read at a time at least, since fewer of them would take as long."""
+    return getattr(tensor, "rows_at_once", 1)
 
 
 def blocks_of(tensor: TensorInfo) -> Tensor | None:
@@ -160,29 +179,65 @@ class Derived:
         return self.tensor.nbytes
 
     @property
+    def rows_at_once(self) -> int:
+        return min_rows(self.tensor)
+
+    @property
     def blocks(self) -> Tensor | None:
         """The same of the other's `blocks`: rows are moved with all that they hold."""
         found = blocks_of(self.tensor)
         return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
 
 
-@dataclass(frozen=True)
-class RowRange(Derived):
-    """Rows [start, stop) of a tensor as a tensor of their own."""
+@dataclass(frozen=True, eq=False)
+class MappedRows(Derived):
+    """A tensor whose row i is row `index[i]` of another, or zeros where that is -1."""
 
-    start: int
-    stop: int
+    index: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start, *self.tensor.shape[1:])
+        return (len(self.index), *self.tensor.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes * (self.stop - self.start) // self.tensor.shape[0]
+        return self.tensor.nbytes * len(self.index) // self.tensor.shape[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.tensor.read(self.start + start, self.start + stop)
+        index = self.index[start:stop]
+        present = index >= 0
+        if not present.any():
+            return np.zeros((len(index), *self.shape[1:]), self.dtype)
+        first = int(index[present].min())
+        found = self.tensor.read(first, int(index.max()) + 1)
+        if len(found) == len(index) and np.array_equal(index, np.arange(first, first + len(index))):
+            return found
+        rows = found[np.maximum(index - first, 0)]
+        rows[~present] = 0
+        return rows
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor, followed by zeros up to a number of rows."""
+    index = np.arange(rows)
+    return MappedRows(tensor, np.where(index < tensor.shape[0], index, -1))
+
+
+def repeat_heads(tensor: Tensor, head_dim: int, copies: int) -> Tensor:
+    """A key or value projection with each head repeated: its copies follow one another."""
+    heads = np.arange(tensor.shape[0]).reshape(-1, head_dim)
+    return MappedRows(tensor, np.repeat(heads, copies, axis=0).reshape(-1))
+
+
+def permute_rope(tensor: Tensor, head_dim: int, *, interleave: bool) -> Tensor:
+    """A query or key projection with the rows of each head in the interleaved rotary layout, or in the half layout."""
+    return MappedRows(tensor, _rope_order(tensor.shape[0], head_dim, interleave))
+
+
+@lru_cache(maxsize=16)
+def _rope_order(rows: int, head_dim: int, interleave: bool) -> np.ndarray:
+    heads = np.arange(rows).reshape(-1, head_dim, 1)
+    return (interleaved_from_half if interleave else half_from_interleaved)(heads).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -216,24 +271,6 @@ class Transposed(Derived):
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self.tensor.read(start, stop).swapaxes(1, 2)[:, self.first : self.last])
-
-
-@dataclass(frozen=True)
-class Padded(Derived):
-    """A tensor followed by rows of zeros."""
-
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        end = self.tensor.shape[0]
-        if stop <= end:
-            return self.tensor.read(start, stop)
-        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
-        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
 
 
 @dataclass(frozen=True)
@@ -309,7 +346,7 @@ class Stacked(Combined):
 
 
 @dataclass(frozen=True)
-class ArrayTensor:
+class ArrayTensor(Unquantized):
     """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
 
     array: np.ndarray
@@ -322,14 +359,6 @@ class ArrayTensor:
     @property
     def dtype(self) -> np.dtype:
         return self.array.dtype
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
@@ -401,7 +430,7 @@ class RowBytes:
 
     @property
     def rows_at_once(self) -> int:
-        return getattr(self.weight, "rows_at_once", 1)
+        return min_rows(self.weight)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         form, planes = self.weight.form, self.weight.planes(start, stop)

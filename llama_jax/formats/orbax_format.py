@@ -1,4 +1,4 @@
-"""Short errors from orbax, without the tracebacks that it prints besides."""
+"""Models in the orbax format, of `save` and of training runs; its errors in one line, without its tracebacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.formats.huggingface import read_config, write_config
-from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, WeightFormat, kind_of, target_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, WeightFormat, target_dtype
 from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
 from llama_jax.formats.quantize_on_load import parameter_fill
 from llama_jax.formats.step_dirs import (
@@ -142,30 +142,19 @@ def wait_for_writers() -> None:
 
 
 KINDS_FILE = "quantized.json"
-# By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
+# By the name of a weight: its kind, None for floats; for a joined one the list of its parts' kinds; for layers that differ
 # {"layers": [the kind of each]}.
 Kinds = Mapping[str, Any]
 
 
-def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
-    """The kinds of the weights that are quantized."""
-    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
-    return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
-
-
-def _kind_of(leaf: Any) -> Any:
+def kind_in_file(leaf: Any) -> Any:
+    """The kind of a weight as `Kinds` has it."""
     if isinstance(leaf, JoinedWeight):
-        return [_kind_of(part) for part in leaf.parts]
+        return [kind_in_file(part) for part in leaf.parts]
     if isinstance(leaf, MixedStack):
-        kinds = [_kind_of(stack) for stack in leaf.stacks]
+        kinds = [kind_in_file(stack) for stack in leaf.stacks]
         return {"layers": [kinds[stack] for stack, _ in leaf.places]}
     return getattr(leaf, "kind", None)
-
-
-def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
-    """Write the file if something is quantized."""
-    if kinds:
-        (folder / KINDS_FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
 
 
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
@@ -195,28 +184,29 @@ def _single_kinds(kind: Any) -> list[Any]:
     return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
 
 
-def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
-    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantized.
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location) -> Llama:
+    """The shapes of a model's parameters, with those of the stored planes for each quantized weight.
 
     Raises:
-      CheckpointError: what is no matrix, or does not consist of whole blocks.
+      CheckpointError: a parameter that is no matrix, or does not consist of whole blocks.
     """
-    left = set(kinds)
+    unused = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        kind, row = kinds.get(name_of(path)), row_at(path)
+        name, row = name_of(path), row_at(path)
+        kind = kinds.get(name)
         if kind is None:
             return leaf
-        left.discard(name_of(path))
+        unused.discard(name)
         layers = leaf.shape[0] if row.in_blocks else 1
         is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
         own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
         possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
         if not possible or any(len(one) != layers for one in own):
             raise CheckpointError(
-                f"{where / KINDS_FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
+                f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is impossible; copy it again"
             )
-        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
+        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name))
 
     def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
         if kind is None:
@@ -226,19 +216,16 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
             raise CheckpointError(
                 f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
             )
-        return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
+        planes = (plane.packed(shape) for plane in form.planes)
+        stored = (jax.ShapeDtypeStruct(size, np.dtype(np.uint8) if dtype == FP8 else dtype) for size, dtype in planes)
+        return QuantizedWeight(tuple(stored), kind, "float32")
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
-    if left:
+    if unused:
         raise CheckpointError(
-            f"{where / KINDS_FILE} names {shown(min(left), 60)}, which this model does not have; copy it again"
+            f"{where / KINDS_FILE} names {shown(min(unused), 60)}, which this model does not have; copy it again"
         )
     return found
-
-
-def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    found, dtype = plane.packed(shape)
-    return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
 
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
@@ -270,37 +257,38 @@ def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
 
 def to_arrays(params: Llama) -> Llama:
     """The parameters with their planes as they are written."""
-    return _over_planes(params, _to_bytes)
+
+    def stored(array: Any, plane: Plane) -> Any:
+        if plane.dtype == FP8:
+            return lax.bitcast_convert_type(array, jnp.uint8)
+        return jax.jit(packed)(array) if array.dtype == INT4 else array
+
+    return _map_planes(params, stored)
 
 
 def from_arrays(params: Llama) -> Llama:
     """The inverse of `to_arrays`."""
-    return _over_planes(params, _from_bytes)
+
+    def restored(array: jax.Array, plane: Plane) -> jax.Array:
+        if plane.dtype == FP8:
+            return arranged(plane, lax.bitcast_convert_type(array, FP8))
+        found = arranged(plane, array)
+        if found is not array:
+            array.delete()
+        return found
+
+    return _map_planes(params, restored)
 
 
-def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+def _map_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+    is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
+
     def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedWeight):
+        if not is_quantized(leaf):
             return leaf
-        planes = zip(leaf.planes, leaf.form.planes, strict=True)
-        return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
+        return leaf.replace(planes=tuple(map(change, leaf.planes, leaf.form.planes)))
 
-    return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-
-
-def _to_bytes(array: Any, plane: Plane) -> Any:
-    if plane.dtype == FP8:
-        return lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.jit(packed)(array) if array.dtype == INT4 else array
-
-
-def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
-    if plane.dtype == FP8:
-        return arranged(plane, lax.bitcast_convert_type(array, FP8))
-    found = arranged(plane, array)
-    if found is not array:
-        array.delete()
-    return found
+    return jax.tree.map(changed, params, is_leaf=is_quantized)
 
 
 # One program for a shape and not one for each operation, nor a second array.
@@ -310,19 +298,11 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 
 @dataclass(frozen=True)
-class OrbaxArrayInfo:
+class OrbaxArrayInfo(Unquantized):
     """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -506,7 +486,10 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
 
     write_config(folder, config)
     params = layers_together(params)
-    write_kinds(folder, kinds_of(params, name_of), str(params.embedding.dtype))
+    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
+    if kinds := {name_of(path): kind_in_file(leaf) for path, leaf in weights if is_weight(leaf)}:
+        content = {"dtype": str(params.embedding.dtype), "kinds": kinds}
+        (folder / KINDS_FILE).write_text(json.dumps(content, indent=1) + "\n")
     with without_tracebacks():
         try:
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
@@ -623,7 +606,7 @@ def _shape(stored: OrbaxCheckpoint) -> Llama:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
     shape = param_shapes(config)
     if stored.kinds:
-        shape = with_kinds(config, shape, stored.kinds, name_of, stored.path)
+        shape = with_kinds(config, shape, stored.kinds, stored.path)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None

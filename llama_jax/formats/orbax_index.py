@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from llama_jax.formats.lazy_tensors import FLOATS, kind_of, read_bytes
+from llama_jax.formats.lazy_tensors import FLOATS, Unquantized, read_bytes
 from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
@@ -81,7 +81,7 @@ class ChunkedArray:
 
 
 @dataclass(frozen=True)
-class ArrayRows:
+class ArrayRows(Unquantized):
     """A `Tensor`: rows of an array from `first` on, or as a vector that row alone."""
 
     array: ChunkedArray
@@ -91,14 +91,6 @@ class ArrayRows:
     @property
     def dtype(self) -> np.dtype:
         return self.array.dtype
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def rows_at_once(self) -> int:

@@ -308,18 +308,16 @@ def _kept(kept: Kind, form: Kind, array: ArrayParts, start: int, stop: int, plan
     for part in array.parts:
         per_entry = part.tensor.shape[0] // array.shape[0]
         raw = part.tensor.read(start * per_entry, stop * per_entry)
-        holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
-        raw = raw.reshape(*holes[0].shape[: len(array.shape) - 1], -1)
-        if part.interleaved:
-            *heads, rows, _ = raw.shape
-            raw = raw.reshape(*heads, rows // 2, 2, -1).swapaxes(-3, -2)
-            holes = [hole.reshape(*heads, 2, rows // 2, *hole.shape[len(heads) + 1 :]) for hole in holes]
+        targets = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
+        raw = raw.reshape(*targets[0].shape[: len(array.shape) - 1], -1)
         if kept.of_gguf:
-            split_into(holes, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+            split_into(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
         else:
             found = kept.from_rows(raw, array.shape[-1])
-            for hole, one in zip(holes, in_smaller_groups(found, kept, form) if kept is not form else found, strict=True):
-                hole[...] = one.reshape(hole.shape)
-        for hole, plane in zip(holes, form.planes, strict=True):
+            if kept is not form:
+                found = in_smaller_groups(found, kept, form)
+            for target, one in zip(targets, found, strict=True):
+                target[...] = one.reshape(target.shape)
+        for target, plane in zip(targets, form.planes, strict=True):
             if jnp.issubdtype(plane.dtype, jnp.floating):
-                check(hole, hole.dtype, part.label)
+                check(target, target.dtype, part.label)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.build_params import plan
 from llama_jax.formats.device_fill import READ_BYTES, cast, check
-from llama_jax.formats.lazy_tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
+from llama_jax.formats.lazy_tensors import Joined, MappedRows, Opened, Tensor, blocks_of, min_rows, permute_rope
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.formats.tokenizer_files import SETTINGS_FILES, VOCABULARIES
 from llama_jax.model.params import TABLE, rows, shape_of
-from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -108,7 +106,7 @@ class WrittenTensor:
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
         shape = self.tensor.shape
-        least = getattr(self.tensor, "rows_at_once", 1)
+        least = min_rows(self.tensor)
         step = max(1, self.run * shape[0] // max(1, self.tensor.nbytes), least)
         for start in range(0, shape[0], step):
             found = self.tensor.read(start, min(start + step, shape[0]))
@@ -132,21 +130,6 @@ class WrittenTensor:
         return out
 
 
-@dataclass(frozen=True)
-class RopePermuted(Derived):
-    """A query or key projection with the rows of each head permuted to the other rotary layout."""
-
-    head_dim: int
-    interleave: bool
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        first = start - start % self.head_dim
-        last = -(-stop // self.head_dim) * self.head_dim
-        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, math.prod(self.shape[1:]))
-        permuted = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
-        return permuted.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
-
-
 def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
@@ -166,7 +149,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
         if share.rotary and opened.interleaved != interleaved:
-            tensor = RopePermuted(tensor, config.head_dim, interleaved)
+            tensor = permute_rope(tensor, config.head_dim, interleave=interleaved)
         return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}", run=run)
 
     table = rows(config)
@@ -196,7 +179,7 @@ def split_fused(
                 continue  # named as missing or misshapen where all names and shapes are checked
             del found[name.format(i)]
             for part, start, stop in zip(parts, ends, ends[1:], strict=False):
-                found[names[part].format(i)] = RowRange(whole, start, stop)
+                found[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
     return found
 
 
