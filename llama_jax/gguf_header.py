@@ -20,8 +20,8 @@ from llama_jax.storage import Location, StoredPath
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 # A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
-MOST_TEXTS = 1 << 20
-MOST_ENTRIES = 1 << 16
+MAX_TEXTS = 1 << 20
+MAX_ENTRIES = 1 << 16
 WINDOW = 1 << 20  # bytes of texts that are looked at together
 READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
 
@@ -54,7 +54,7 @@ class Header:
     def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
         self.file = file
         self.size = file.seek(0, os.SEEK_END)
-        self.texts_left = MOST_TEXTS
+        self.texts_left = MAX_TEXTS
         self.at = file.seek(4)  # after the magic
         self.version = self.scalar("I")
         self.length = "I" if self.version == 1 else "Q"
@@ -63,7 +63,7 @@ class Header:
             what = "is in big-endian byte order" if big else f"has version {self.version}"
             raise kind(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
         self.tensor_count, self.field_count = self.scalar(self.length), self.scalar(self.length)
-        if max(self.tensor_count, self.field_count) > MOST_ENTRIES:
+        if max(self.tensor_count, self.field_count) > MAX_ENTRIES:
             raise ValueError(f"{self.field_count} settings and {self.tensor_count} tensors are announced")
 
     def fields(self, *, texts: bool = True) -> dict[str, Any]:

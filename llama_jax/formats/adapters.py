@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from llama_jax.formats.step_dirs import (
     EMA,
     NOTE,
     PARAMS,
+    FetchedStep,
     existing_step,
     fetch_step,
     find_checkpoints,
@@ -141,50 +142,59 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """
     folder = locate(path)
     with reading(folder, CheckpointError):
-        with _step_in(folder, of_model) as step:
-            if step is not None:
-                return _read_run(step, config, dtype)
-        return (_read_gguf if _is_gguf(folder) else _read_peft)(folder, config, dtype)
+        opened = open_adapter(folder)
+        if opened is not None:
+            return opened.read(config, dtype)
+        if not folder.exists():
+            raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
+        if step_at(folder) is not None:
+            raise CheckpointError(f"{folder} holds a whole model and no adapter; give it as the model")
+        raise CheckpointError(
+            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
+        )
+
+
+class OpenedAdapter(NamedTuple):
+    """An adapter that was recognized; its tensors have not been read.
+
+    Attributes:
+      base: see `Adapter`.
+      base_config: the configuration of its base, which training runs keep; None for other adapters.
+      read: the adapter, for a base of a configuration and in a type; for errors see `load_adapter`.
+    """
+
+    base: str | None
+    base_config: LlamaConfig | None
+    read: Callable[[LlamaConfig, jax.typing.DTypeLike], Adapter]
 
 
 @retry_with_newest_step
-def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a path holds an adapter and no model."""
+def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
+    """Recognize an adapter by its content; None where a path holds none.
+
+    Raises:
+      CheckpointError: a damaged file.
+    """
     folder = locate(path)
     with reading(folder, CheckpointError):
-        with _step_in(folder) as step:
-            if step is not None:
-                return adapters_of(step) is not None
-        return (folder / ADAPTER_CONFIG).is_file() or _is_gguf(folder)
-
-
-@retry_with_newest_step
-def base_of(path: str | os.PathLike[str]) -> str | None:
-    """The model that an adapter names as its base; None if it names none.
-
-    Raises:
-      CheckpointError: a damaged file.
-    """
-    folder = locate(path)
-    with reading(folder, CheckpointError), _step_in(folder) as step:
+        step = step_at(folder)
+        if isinstance(step, StoredPath):
+            fetched = fetch_step(step, of_model, numbers=False)
+            with fetched.named():
+                opened = _open_step(fetched.folder)
+            return None if opened is None else opened._replace(read=partial(_read_fetched, fetched, opened))
         if step is not None:
-            found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
-        elif folder.is_file():
-            found = gguf.read_file(folder)[0].get(BASE_NAME)
-        else:
-            found = read_object(folder / ADAPTER_CONFIG, CheckpointError).get("base_model_name_or_path")
-    return found if isinstance(found, str) and found else None
+            return _open_step(step)
+        if (folder / ADAPTER_CONFIG).is_file():
+            return _open_peft(folder)
+        return _open_gguf(folder) if folder.is_file() and is_gguf(folder) else None
 
 
-@retry_with_newest_step
-def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
-    """The configuration of an adapter's base, which training runs keep; None for other adapters.
-
-    Raises:
-      CheckpointError: a damaged file.
-    """
-    with reading(path, CheckpointError), _step_in(locate(path)) as step:
-        return None if step is None else read_config(step / ABOUT)
+def step_at(folder: Location) -> Location | None:
+    """A step of a training run, or the newest step in its folder; in a store the folder of all. None for anything else."""
+    found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
+    at_once = found is None or is_step(found) or isinstance(found, StoredPath)
+    return found if at_once else found / str(existing_step(found, None))
 
 
 def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
@@ -193,25 +203,12 @@ def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]])
     Raises:
       CheckpointError: a damaged file, or adapters that were trained with different ones.
     """
-    names = {path: trained.attend for path in adapters if (trained := base_config(path)) is not None}
-    different = sorted({str(name) for name in names.values()})
-    if len(different) > 1:
-        raise CheckpointError(f"adapters trained with different attentions ({', '.join(different)}); pass one of them")
-    return replace(config, attend=next(iter(names.values()))) if names else config
-
-
-@contextmanager
-def _step_in(
-    folder: Location, choose: Callable[[Collection[str]], Collection[str]] = lambda _: {ABOUT}
-) -> Iterator[Path | None]:
-    """A step of a training run, or the newest step in its folder; from a store only the chosen parts are fetched."""
-    found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
-    if isinstance(found, StoredPath):
-        fetched = fetch_step(found, choose)
-        with fetched.named():
-            yield fetched.folder
-    else:
-        yield found if found is None or is_step(found) else found / str(existing_step(found, None))
+    opened = filter(None, map(open_adapter, adapters))
+    names = {each.base_config.attend for each in opened if each.base_config is not None}
+    if len(names) > 1:
+        different = ", ".join(sorted(map(str, names)))
+        raise CheckpointError(f"adapters trained with different attentions ({different}); pass one of them")
+    return replace(config, attend=names.pop()) if names else config
 
 
 def save_adapter(
@@ -272,47 +269,62 @@ def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | Non
     return jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
-def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+def _open_step(step: Path) -> OpenedAdapter | None:
+    """The adapter in a step of a training run; None if it holds a whole model."""
     settings = adapters_of(step)
     if settings is None:
-        raise CheckpointError(f"{step} holds a whole model and no adapter; give it as the model")
+        return None
+    base = _base_name(read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path"))
+    return OpenedAdapter(base, read_config(step / ABOUT), partial(_read_step, step, settings, base))
+
+
+def _read_fetched(fetched: FetchedStep, opened: OpenedAdapter, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+    with fetched.named():
+        fetched.complete()
+        return opened.read(config, dtype)
+
+
+def _read_step(
+    step: Path, settings: Mapping[str, Any], base: str | None, config: LlamaConfig, dtype: jax.typing.DTypeLike
+) -> Adapter:
     try:
-        lora = Lora(**settings | {"targets": tuple(settings["targets"])})
+        lora = Lora(**{**settings, "targets": tuple(settings["targets"])})
         shapes = adapter_shapes(config, lora)
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{step / ABOUT / NOTE}: {error}") from None
     name = EMA if (step / EMA).is_dir() else PARAMS
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
-    held = {array: one.shape for array, one in describe(step, name).items()}
-    for array in sorted(needed.keys() | held.keys()):
-        if needed.get(array) != held.get(array):
+    stored = {array: one.shape for array, one in describe(step, name).items()}
+    for array in sorted(needed.keys() | stored.keys()):
+        if needed.get(array) != stored.get(array):
             raise CheckpointError(
-                f"{step}: array {array!r} has shape {held.get(array)}, this base needs {needed.get(array)}; is this the"
+                f"{step}: array {array!r} has shape {stored.get(array)}, this base needs {needed.get(array)}; is this the"
                 " adapter's base?"
             )
     verify(step, {ABOUT, name})
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
     wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
     found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
-    note = read_object(step / ABOUT / NOTE, CheckpointError)
-    return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))
+    return Adapter(lora, jax.tree.map(jnp.asarray, found), base)
 
 
-def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
-        )
+def _base_name(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _open_peft(folder: Location) -> OpenedAdapter:
     settings = read_object(folder / ADAPTER_CONFIG, CheckpointError)
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
-    tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
-    lora = _lora_of(folder, settings, tensors)
-    named = settings.get("base_model_name_or_path")
-    base = named if isinstance(named, str) and named else None
-    return Adapter(lora, read_pairs(folder / ADAPTER_WEIGHTS, config, lora, tensors, dtype, PEFT, base), base)
+    base = _base_name(settings.get("base_model_name_or_path"))
+
+    def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+        weights = folder / ADAPTER_WEIGHTS
+        if not weights.is_file():
+            raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
+        tensors = read_safetensors(weights)
+        lora = _lora_of(folder, settings, tensors)
+        return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT, base), base)
+
+    return OpenedAdapter(base, None, read)
 
 
 def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -369,28 +381,31 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def _is_gguf(path: Location) -> bool:
-    return path.is_file() and is_gguf(path) and gguf.read_file(path, texts=False)[0].get(TYPE) == "adapter"
+def _open_gguf(path: Location) -> OpenedAdapter | None:
+    """The adapter in a GGUF; None if it holds something else."""
+    fields, tensors = gguf.read_file(path, texts=False)
+    if fields.get(TYPE) != "adapter":
+        return None
+    base = _base_name(fields.get(BASE_NAME))
 
+    def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.kind))):
+            if fields.get(key) != value:
+                found = shown(fields.get(key), 40)
+                raise CheckpointError(f"{path}: {key}={found}, but an adapter of this base has {value!r}")
+        targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
+        if not targets:
+            raise CheckpointError(
+                f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
+            )
+        rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
+        try:
+            lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds a change as it is
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
 
-def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    fields, tensors = gguf.read_file(path)
-    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": architecture_of(config.kind)}
-    for key, value in wanted.items():
-        if fields.get(key) != value:
-            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, but an adapter of this base has {value!r}")
-    targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
-    if not targets:
-        raise CheckpointError(
-            f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
-        )
-    rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
-    try:
-        lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # of 0 llama.cpp takes a change as it is
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    base = fields.get(BASE_NAME)
-    return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
+    return OpenedAdapter(base, None, read)
 
 
 def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:

@@ -18,7 +18,7 @@ from llama_jax.formats.lazy_tensors import (
     FLOATS,
     Opened,
     default_dtype,
-    pad_rows,
+    pad_tensor,
     permute_rope,
     repeat_heads,
     target_dtype,
@@ -200,7 +200,7 @@ def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
         tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
-        tensors |= {name: pad_rows(tensors[name], target.vocab_size) for name in tables}
+        tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
         shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]

@@ -22,11 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import CheckpointError
-from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_rows
+from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_tensor
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
-LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
+MIN_HUGE_BYTES = 4 << 20  # bytes from which NumPy asks for huge pages
 READ_BYTES = 1 << 20  # bytes read at a time
 FILL_THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
 # For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
@@ -102,7 +102,7 @@ class ArrayMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = np.empty(0, np.uint8)
-        self._taken = LEAST_HUGE // 4  # a small model has less than a piece
+        self._taken = MIN_HUGE_BYTES // 4  # a small model has less than a piece
 
     def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Aligned memory that is not initialized."""
@@ -110,7 +110,7 @@ class ArrayMemory:
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._taken += padded
-            if size >= LEAST_HUGE:
+            if size >= MIN_HUGE_BYTES:
                 found = _aligned(size)
             else:
                 if padded > len(self._free):
@@ -144,7 +144,7 @@ class ArrayToFill:
 
 # Given an array, the first and the last of some of its rows, and the memory for them in each target where one holds them
 # whole (else None).
-Rows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
+MakeRows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
@@ -156,7 +156,7 @@ def fill(
     return filling.done()[0]
 
 
-def floats_of(dtype: np.dtype) -> Rows:
+def floats_of(dtype: np.dtype) -> MakeRows:
     """The rows of an array themselves."""
     return lambda array, start, stop, out: [array.rows(start, stop, dtype, out[0])]
 
@@ -177,7 +177,7 @@ class Filling:
         self,
         arrays: Sequence[ArrayParts],
         targets: Sequence[ArrayToFill],
-        rows: Rows,
+        rows: MakeRows,
         memory: ArrayMemory,
         *,
         stacked: bool = False,
@@ -208,7 +208,7 @@ class Filling:
                         some = run[low - start : high - start]
                         part[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
 
-        _each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
+        _for_each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
 
     def _of_layer(self, parts: dict[tuple, tuple[Slices, np.ndarray]], layer: int) -> list[tuple[Slices, np.ndarray]]:
         """The parts of a target that hold some of a layer, without the axis of layers."""
@@ -236,7 +236,7 @@ def _key(place: Slices) -> tuple:
     return tuple((i.start, i.stop) for i in place)
 
 
-def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
+def _for_each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(min_rows(p.tensor) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
@@ -303,7 +303,7 @@ def cast(found: np.ndarray, out: np.ndarray) -> None:
         out[...] = found
 
 
-MOST_READ = 1.05  # bytes that a process may read of an array, for each that it keeps
+MAX_READ_RATIO = 1.05  # bytes that a process may read of an array, for each that it keeps
 
 
 def reads_others(
@@ -322,7 +322,7 @@ def reads_others(
     for places in held.values():
         kept = sum(math.prod(stop - start for start, stop in place) for place in places)
         rows = {place[0] for place in places}  # those of different places do not overlap
-        if sum(stop - start for start, stop in rows) * row > MOST_READ * kept:
+        if sum(stop - start for start, stop in rows) * row > MAX_READ_RATIO * kept:
             return True
     return False
 
@@ -344,7 +344,7 @@ def _alone(part: Part, devices: int) -> ArrayParts:
     """The tensor of a part as an array of its own, with as many rows as can be divided."""
     rows, *rest = part.tensor.shape
     padded = -(-rows // devices) * devices
-    tensor = part.tensor if padded == rows else pad_rows(part.tensor, padded)
+    tensor = part.tensor if padded == rows else pad_tensor(part.tensor, padded)
     return ArrayParts((padded, *rest), (Part(part.label, tensor),), stored=True)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from llama_jax.formats.rope_conversion import settings_and_tensors, short_decima
 from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.tensor_names import with_layers
 from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
-from llama_jax.gguf_header import MOST_ENTRIES, Header, is_gguf, open_header
+from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.kinds import KINDS, with_fallback
 from llama_jax.ops.weights.planes import join
@@ -74,7 +74,7 @@ TYPES = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-MOST_AXES = 4
+MAX_AXES = 4
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     for _ in range(tensor_count):
         name = header.string()
         axes = header.scalar("I")
-        if axes > MOST_AXES:
+        if axes > MAX_AXES:
             raise ValueError(f"tensor {shown(name)} has {axes} axes")
         *sizes, number, offset = header.scalars(header.length * axes + "IQ")
         listed.append((name, tuple(sizes[::-1]), number, offset))
@@ -202,7 +202,7 @@ NAMES = with_layers(
     },
 )
 NORM_SUFFIX = "norm.weight"
-OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -286,10 +286,10 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     n_layers = need("block_count")
     require_positive_int(f"{architecture}.block_count", n_layers)
-    if n_layers > MOST_ENTRIES:  # lists with an entry for each layer are as long as this claims
-        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
+    if n_layers > MAX_ENTRIES:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MAX_ENTRIES}")
     fields = fields | {
-        key: _of_all_layers(key, fields[key], n_layers) for name in OF_LAYERS if (key := f"{architecture}.{name}") in fields
+        key: _uniform(key, fields[key], n_layers) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
@@ -319,7 +319,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
 
 
-def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
+def _uniform(key: str, value: Any, n_layers: int) -> Any:
     """A setting that is the same for all layers, of which a file may give a list."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
@@ -367,6 +367,7 @@ KEPT_TYPES = FILE_TYPES | {
     **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
 }
 QUANTIZATION_VERSION = 2
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # the kinds that are made
 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
@@ -461,7 +462,7 @@ def write_file(
             elif stored not in FLOATS:
                 form = KINDS[stored.lower()]
                 assert form.encode is not None  # of all kinds in `FILE_TYPES`
-                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
+                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _row_runs(rows)]
                 write(np.concatenate(runs).reshape(-1))
             else:
                 write(piece.whole(FLOATS[stored]).view(np.uint8))
@@ -481,7 +482,7 @@ def new_file(
     writer = GGUFWriter(path, architecture)
     try:
         for key, value in settings.items():
-            writer.add_key_value(key, _raw(value), *_gguf_types(value))
+            writer.add_key_value(key, _as_bytes(value), *_gguf_types(value))
         for name, shape, kind in tensors:
             raw = GGMLQuantizationType[kind]
             in_bytes = quants.quant_shape_to_byte_shape(shape, raw)
@@ -494,16 +495,16 @@ def new_file(
         writer.close()
 
 
-def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
+def _row_runs(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Rows in runs that stay in a processor's cache while they are encoded."""
     step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)
     return (rows[first : first + step] for first in range(0, len(rows), step))
 
 
-def _raw(value: Any) -> Any:
+def _as_bytes(value: Any) -> Any:
     """The bytes of texts as they were read (`Header.string`)."""
     if isinstance(value, list):
-        return [_raw(each) for each in value]
+        return [_as_bytes(each) for each in value]
     return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
@@ -517,4 +518,14 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
     return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
 
 
-FORMAT = WeightFormat("gguf", lambda path: path.is_file() and is_gguf(path), open_file, write_file, (".gguf",), is_whole)
+FORMAT = WeightFormat(
+    "gguf",
+    lambda path: path.is_file() and is_gguf(path),
+    open_file,
+    write_file,
+    suffixes=(".gguf",),
+    is_whole=is_whole,
+    dtypes=(*WeightFormat.dtypes, *get_args(Blocks)),
+    can_keep=can_be_kept,
+    in_stores=True,
+)

@@ -173,7 +173,7 @@ def _olmo2_settings(config: LlamaConfig) -> dict[str, Any]:
     return found | ({LOCAL_THETA: float(_local_theta(config))} if found else {})
 
 
-LARGEST_GEMMA3 = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
+GEMMA3_27B_LAYERS = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
 
 
 def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
@@ -186,12 +186,12 @@ def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
         "qk_norm": "head",
         "activation": "gelu",
         "embedding_multiplier": float(dim) ** 0.5,
-        "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == LARGEST_GEMMA3 else None,
+        "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == GEMMA3_27B_LAYERS else None,
     }
 
 
 def _gemma3_settings(config: LlamaConfig) -> dict[str, Any]:
-    divisor = config.dim // config.n_heads if config.n_layers == LARGEST_GEMMA3 else config.head_dim
+    divisor = config.dim // config.n_heads if config.n_layers == GEMMA3_27B_LAYERS else config.head_dim
     if abs(config.score_scale**-2 - divisor) > 1e-6 * divisor:
         raise CheckpointError(
             f"attention_multiplier={config.attention_multiplier} has no place in GGUF, whose readers take"

@@ -25,7 +25,7 @@ from llama_jax.ops.weights.scaled import GROUPS
 from llama_jax.storage import StoredPath
 
 METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
-SMALLEST_GROUP = 32
+MIN_GROUP = 32
 COMPRESSED_TENSORS = "compressed-tensors"
 
 
@@ -90,8 +90,8 @@ def _group(value: Any) -> int | None:
     """A group's size; None for -1, which stands for a whole row."""
     if value == -1:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < SMALLEST_GROUP or value % SMALLEST_GROUP:
-        raise _unsupported("group_size", value, f"a multiple of {SMALLEST_GROUP}, or -1, is read")
+    if isinstance(value, bool) or not isinstance(value, int) or value < MIN_GROUP or value % MIN_GROUP:
+        raise _unsupported("group_size", value, f"a multiple of {MIN_GROUP}, or -1, is read")
     return value
 
 
@@ -138,8 +138,8 @@ def _block(value: Any, name: str) -> tuple[int, int] | None:
     sizes = value if isinstance(value, list) and len(value) == 2 else []
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or not 0 < n <= 1 << 20 for n in sizes):
         raise _unsupported(name, value, "two sizes, as [128, 128], are read")
-    if sizes[1] % SMALLEST_GROUP:
-        raise _unsupported(name, value, f"columns in multiples of {SMALLEST_GROUP} are read")
+    if sizes[1] % MIN_GROUP:
+        raise _unsupported(name, value, f"columns in multiples of {MIN_GROUP} are read")
     return sizes[0], sizes[1]
 
 
@@ -192,7 +192,7 @@ RAW = FLOATS | {
 PER_WORD = 8  # integers of 4 bits in one of 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the nibbles of a word are, from the lowest
 NESTED = 256  # blocks of the whole tensor that share a nested factor
-ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them as columns
+TRANSPOSED_ROWS = 512  # rows to read at a time of a tensor whose file has them as columns
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class ColumnMajor(QuantizedTensor):
     def rows_at_once(self) -> int:
         """Rows to read at a time: of an object in a store all, since few of them take as long."""
         stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
-        return self.shape[0] if stored else ROWS_OF_TURNED
+        return self.shape[0] if stored else TRANSPOSED_ROWS
 
     def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
         """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""
@@ -430,7 +430,7 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
 
 
 QUANT_STATE = ".weight.quant_state.bitsandbytes__nf4"
-MOST_STATE = 1 << 12  # bytes of a state
+MAX_STATE_BYTES = 1 << 12  # bytes of a state
 SCALES = ("F32", "F16", "BF16")
 # By layout: the end of the name that tells a quantized weight, those that it must have, and those that it may have.
 ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -446,7 +446,7 @@ ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # What quantizes activations, which are computed in full here.
-OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
+ACTIVATION_ENDS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
@@ -456,7 +456,7 @@ def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> d
       CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.
     """
     signs, needed, optional = ENDS[scheme.layout]
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_ENDS)}
     stems = [name.removesuffix(sign) for sign in signs for name in tensors if name.endswith(sign)]
     for stem in stems:
         parts: dict[str, Any] = {}
@@ -584,7 +584,7 @@ def _state(part: Dense, name: str) -> dict[str, Any]:
     """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
     size = bytes_of(part)
     try:
-        if part.kind != "U8" or size > MOST_STATE:
+        if part.kind != "U8" or size > MAX_STATE_BYTES:
             raise ValueError(f"it has {size} bytes of {part.kind}")
         found = json.loads(read_bytes(part.path, part.offset, size).tobytes())
         rows, columns = found["shape"]

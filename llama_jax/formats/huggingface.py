@@ -46,7 +46,7 @@ from llama_jax.model.params import BLOCKS, Llama, Row, rows, shape_of
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.paths import LARGEST_JSON, read_object
+from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name of a setting in the file, by its name here, for messages.
@@ -108,7 +108,7 @@ OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -158,8 +158,8 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{', '.join(missing)} is missing")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
         require_positive_int(name, found[name])
-    if found["num_hidden_layers"] > MOST_LAYERS:  # lists with an entry for each layer are as long as this claims
-        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MOST_LAYERS}")
+    if found["num_hidden_layers"] > MAX_LAYERS:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MAX_LAYERS}")
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
         del found["rope_scaling"]  # it is given in the other spelling
     found = family.rope(found)
@@ -245,7 +245,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
 
     A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
     """
-    found = _in_their_words(in_known_kinds(config))
+    found = _plain_settings(in_known_kinds(config))
     if config_from_dict(found) != config and config.rope_scaling is not None:
         found[SCALING_NOTE] = note_of(config)
     back = config_from_dict(found)
@@ -255,7 +255,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     return found
 
 
-def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
+def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     context: Any
     context, scaling = config.max_seq_len, config.rope_scaling
@@ -351,7 +351,7 @@ def open_folder(path: Location) -> Opened:
         else:
             continue
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
-        tensors = _of_text(tensors)
+        tensors = _language_model_tensors(tensors)
         tensors = split_fused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
@@ -361,7 +361,7 @@ def open_folder(path: Location) -> Opened:
             format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
             path=folder,
             config=config,
-            tensors=_with_experts(folder, config, _experts_joined(folder, tensors)),
+            tensors=_check_experts(folder, config, _join_experts(folder, tensors)),
             names=names_of(config),
             interleaved=is_interleaved(config),
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
@@ -376,7 +376,7 @@ LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.
 OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
 
 
-def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _language_model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the language model of a multimodal one, under the names of a text-only model."""
     found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
     if len(found) == len(tensors):
@@ -420,7 +420,7 @@ def is_interleaved(config: LlamaConfig) -> bool:
 EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
 
 
-def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, with those of a layer's experts as [E, rows, columns] under the names in the table."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
@@ -447,7 +447,7 @@ def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors; CheckpointError where a layer has no experts, by the name that files have."""
     names = names_of(config)
     for layer in range(config.n_layers if config.experts else 0):
@@ -460,7 +460,7 @@ def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tens
     return tensors
 
 
-def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
+def _split_experts(piece: WrittenTensor) -> list[WrittenTensor]:
     """A tensor to be written, or the experts' tensors if it holds several."""
     if len(piece.tensor.shape) < 3:
         return [piece]
@@ -493,13 +493,13 @@ def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> l
         return None
     for single, index in (SAFETENSORS, PICKLED):
         if index in names:
-            return [index, *_indexed(read(index), names, f"{place}/{index}")]
+            return [index, *_index_files(read(index), names, f"{place}/{index}")]
         if single in names:
             return [single]
     return None
 
 
-def _indexed(content: bytes, there: Collection[str], index: str) -> list[str]:
+def _index_files(content: bytes, there: Collection[str], index: str) -> list[str]:
     """The files that an index of weights names."""
     try:
         names = sorted(set(json.loads(content)["weight_map"].values()))
@@ -539,7 +539,7 @@ def write_folder(
         todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
         names |= fused_names
     else:
-        todo = [one for piece in todo for one in _experts_apart(piece)]
+        todo = [one for piece in todo for one in _split_experts(piece)]
     if opened.config.kind == "phi3":
         todo, fused_names = fuse(todo, FUSED)
         names |= fused_names
@@ -589,10 +589,10 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 def read_safetensors(path: Location) -> dict[str, Tensor]:
     """The tensors of a file. The library checks the header against the file, and does not tell where the data begin."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
-    if LARGEST_JSON < size < path.stat().st_size:
+    if MAX_JSON_BYTES < size < path.stat().st_size:
         raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
     try:
-        with _header_alone(path, size) as local, safe_open(local, framework="numpy"):
+        with _local_header(path, size) as local, safe_open(local, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
@@ -605,7 +605,7 @@ def read_safetensors(path: Location) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _header_alone(path: Location, size: int) -> Iterator[Path]:
+def _local_header(path: Location, size: int) -> Iterator[Path]:
     """A file that the library can open: for an object in a store a sparse file of equal length with the header alone."""
     if not isinstance(path, StoredPath):
         yield path
@@ -675,4 +675,6 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
 
 
-FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files)
+FORMAT = WeightFormat(
+    "safetensors", recognizes, open_folder, write_folder, files=files, in_stores=True, names_attention=True
+)

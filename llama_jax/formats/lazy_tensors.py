@@ -217,7 +217,7 @@ class MappedRows(Derived):
         return rows
 
 
-def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+def pad_tensor(tensor: Tensor, rows: int) -> Tensor:
     """The tensor, followed by zeros up to a number of rows."""
     index = np.arange(rows)
     return MappedRows(tensor, np.where(index < tensor.shape[0], index, -1))
@@ -465,28 +465,38 @@ class Opened:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of weights, of which `loading.FORMATS` lists all.
+    """A format of weights: all that the rest of the library asks about it. `loading.FORMATS` lists them.
 
     Attributes:
       name: as `save` and the command line have it.
       recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
       open: the model at such a path; its weights are not read.
       write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
-        `progress`, which wraps the list of tensors; None where the format is only read, or orbax, which is written from
-        memory.
+        `progress`, which wraps the list of tensors; None where the format is only read.
+      write_params: writes parameters in memory in its place: given a new folder, the configuration, the parameters, and the
+        path for messages.
       suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
       is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
       files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
         model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
+      dtypes: the types in which `save` can write it.
+      can_keep: whether a tensor's blocks can be written as they are.
+      in_stores: whether it can be written into a store.
+      names_attention: whether it has a place for `LlamaConfig.attend`.
     """
 
     name: str
     recognizes: Callable[[Location], bool]
     open: Callable[[Location], Any]
     write: Callable[..., None] | None = None
+    write_params: Callable[..., None] | None = None
     suffixes: tuple[str, ...] = ()
     is_whole: Callable[[Location], bool] | None = None
     files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    can_keep: Callable[[TensorInfo], bool] = lambda tensor: False
+    in_stores: bool = False
+    names_attention: bool = False
 
     @property
     def is_folder(self) -> bool:

@@ -34,7 +34,7 @@ from llama_jax.tokenizers import Tokenizer, find_tokenizer
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER = 256  # bytes, from version 1 on
 NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
-MOST_LAYERS = 4096  # a layer can take less room in a file than here
+MAX_LLAMA2C_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
 # the names, of the two tables of angles as well, are those in llama2.c's run.c.
 NAMES = {
@@ -132,7 +132,7 @@ def open_file(path: Location) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
     largest = path.stat().st_size
-    if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
+    if config.n_layers > MAX_LLAMA2C_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
     tensors = dict(_tensors(path, config, VERSIONED, HEADER, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
@@ -183,7 +183,7 @@ def _legacy(path: Location) -> LlamaConfig | None:
         config = _config(sizes, tied)
     except ConfigError:
         return None
-    if config.n_layers > MOST_LAYERS:
+    if config.n_layers > MAX_LLAMA2C_LAYERS:
         return None
     numbers = sum(
         math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
@@ -298,4 +298,12 @@ def write_file(
                 file.write(np.sin(angles).astype("<f4").data)
 
 
-FORMAT = WeightFormat("llama2c", recognizes, open_file, write_file, (".bin", ".pt"), recognizes)
+FORMAT = WeightFormat(
+    "llama2c",
+    recognizes,
+    open_file,
+    write_file,
+    suffixes=(".bin", ".pt"),
+    is_whole=recognizes,
+    dtypes=("float32",),
+)

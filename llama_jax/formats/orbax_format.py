@@ -27,7 +27,7 @@ from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackPa
 from llama_jax.formats.huggingface import read_config, write_config
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, WeightFormat, target_dtype
 from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
-from llama_jax.formats.quantize_on_load import parameter_fill
+from llama_jax.formats.quantize_on_load import can_be_kept, parameter_fill
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
@@ -57,12 +57,12 @@ from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
-PASSING_NAMES = (
+TRANSIENT_NAMES = (
     *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
     *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
 )
-WRITING_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-PASSING_ERRNOS = tuple(getattr(errno, name) for name in PASSING_NAMES if hasattr(errno, name))
+WRITE_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+TRANSIENT_ERRNOS = tuple(getattr(errno, name) for name in TRANSIENT_NAMES if hasattr(errno, name))
 
 
 @contextmanager
@@ -109,28 +109,29 @@ def root_cause(error: BaseException, most: int = 300) -> str:
     return " ".join(str(error).split())[:most]
 
 
-def error_of_writing(error: BaseException) -> OSError:
+def write_error(error: BaseException) -> OSError:
     """The reason of a failed write, with its errno for a full disk or missing permissions.
 
     TensorStore's errors have only a text, which ends, after long paths, in the system's message.
     """
     said = root_cause(error, most=10_000)
-    number = next((number for number in WRITING_ERRNOS if os.strerror(number) in said), None)
+    number = next((number for number in WRITE_ERRNOS if os.strerror(number) in said), None)
     return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING_ERRNOS for each in chain):
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in TRANSIENT_ERRNOS for each in chain):
         return True
     said = " ".join(map(str, chain))
     return any(
-        text in said for text in (*map(os.strerror, PASSING_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+        text in said
+        for text in (*map(os.strerror, TRANSIENT_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
     )
 
 
@@ -495,7 +496,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             wait_for_writers()
-            raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
+            raise CheckpointError(cannot_write(path or folder, write_error(error))) from None
 
 
 def load_params(
@@ -641,7 +642,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     """
     reason = root_cause(error)
     step = path if is_step(path) else path.parent
-    if is_passing(error):
+    if is_transient(error):
         return CheckpointError(cannot_read(path, reason))
     if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
@@ -661,4 +662,4 @@ def _remedy(step: Path) -> str:
     return f"try another step: {', '.join(others)}" if others else "copy it again"
 
 
-FORMAT = WeightFormat("orbax", recognizes, open_path)
+FORMAT = WeightFormat("orbax", recognizes, open_path, write_params=save, can_keep=can_be_kept, names_attention=True)

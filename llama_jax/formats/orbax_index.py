@@ -25,8 +25,8 @@ from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
 MANIFEST = "manifest.ocdbt"  # names the newest version of an index
-OF_SHARD = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
-LEAST_READ = 1 << 17  # bytes of a chunk to ask for at a time
+CHUNK_INDEX_BYTES = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
+MIN_READ_BYTES = 1 << 17  # bytes of a chunk to ask for at a time
 DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
 
 
@@ -95,7 +95,7 @@ class ArrayRows(Unquantized):
     @property
     def rows_at_once(self) -> int:
         """Many of narrow chunks, since each read is a request."""
-        rows = -(-LEAST_READ // (self.array.chunk[-1] * self.dtype.itemsize))
+        rows = -(-MIN_READ_BYTES // (self.array.chunk[-1] * self.dtype.itemsize))
         return self.shape[0] if len(self.shape) == 1 else min(rows, self.shape[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -187,8 +187,8 @@ def _array(
         for number in np.ndindex(*(whole // part for whole, part in zip(shape, chunk, strict=True))):
             held = entries["/".join([name, "c", *map(str, number)])]
             inline = held.get("inline_value")
-            where, length = (inline, len(inline)) if inline is not None else _place(held["indirect_value"])
-            if length != size + OF_SHARD:
+            where, length = (inline, len(inline)) if inline is not None else _location(held["indirect_value"])
+            if length != size + CHUNK_INDEX_BYTES:
                 return None
             chunks[(0,) * len(vector) + number] = where
     except (ValueError, KeyError, TypeError):
@@ -196,7 +196,7 @@ def _array(
     return ChunkedArray(place, vector + shape, vector + chunk, dtype, chunks)
 
 
-def _place(value: str) -> tuple[_Chunk, int]:
+def _location(value: str) -> tuple[_Chunk, int]:
     """The chunk at ``value:FOLDER:FILE:OFFSET:LENGTH``, and its length."""
     _, folder, file, offset, length = value.split(":")
     return _Chunk(unquote(folder) + unquote(file), int(offset)), int(length)

@@ -178,7 +178,7 @@ def parameter_fill(
     count = max(map(len, each))
     if count == 1:
         return of_kinds(layers, [kind for (kind,) in each])
-    alone = [_apart(array) for array in layers]
+    alone = [_split_parts(array) for array in layers]
     own = [kinds if len(kinds) == count else kinds * count for kinds in each]
     return _joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
 
@@ -188,7 +188,7 @@ def of_layer(sharding: Any) -> Any:
     return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
-def _apart(array: ArrayParts) -> list[ArrayParts]:
+def _split_parts(array: ArrayParts) -> list[ArrayParts]:
     """The parts of an array as arrays of their own."""
     parts = [replace(part, columns=None) for part in array.parts]
     shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]

@@ -101,8 +101,8 @@ FIXED = {
 }
 # Those that architectures with all of yarn read, and our names of them.
 YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
-LARGEST_NOTE = 1 << 20  # characters
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_NOTE = 1 << 20  # characters
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def with_scaling(
@@ -126,7 +126,7 @@ def with_scaling(
     if OUR_NOTE not in fields:
         return found
     note = fields[OUR_NOTE]
-    if isinstance(note, str) and len(note) <= LARGEST_NOTE:
+    if isinstance(note, str) and len(note) <= MAX_NOTE:
         with suppress(ValueError, RecursionError):
             note = json.loads(note)
     return with_note(found, note)
@@ -272,7 +272,7 @@ def short_decimal(value: Any) -> Any:
 
     One beyond float32, which a float64 may be, is given back as it is.
     """
-    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < LARGEST_FLOAT32 else value
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
-from llama_jax.storage.consistent_reader import MOST_OPEN
+from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES
 from llama_jax.storage.paths import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
@@ -251,7 +251,7 @@ def _newest(path: object) -> Location | None:
 
 # The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
 # of where in these files they are, the configuration and the vocabulary.
-OF_NUMBERS = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
+NUMBER_FILES = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def fetch_step(
     try:
         folder = scratch.path / step.name
         sums = _wanted(step, choose)
-        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not OF_NUMBERS.fullmatch(name)})
+        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not NUMBER_FILES.fullmatch(name)})
         return FetchedStep(folder, step, sums, scratch)
     except (CheckpointError, OSError):
         scratch.close()
@@ -367,8 +367,8 @@ def _fetch(source: StoredPath, target: Path) -> str:
     digest, size = hashlib.sha256(), source.stat().st_size
     try:
         with target.open("wb") as file:
-            for first in range(0, size, MOST_OPEN):
-                piece = source.view.read(source.key, first, min(first + MOST_OPEN, size))
+            for first in range(0, size, MAX_REQUEST_BYTES):
+                piece = source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, size))
                 digest.update(piece)
                 file.write(piece)
     except BaseException:

@@ -23,7 +23,7 @@ from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import SWALLOWING
-from llama_jax.tokenizers.tokenizer_config import OF_A_FILE, Settings, pad_id_of
+from llama_jax.tokenizers.tokenizer_config import PER_FILE_SETTINGS, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 # What is read with a vocabulary from its folder.
@@ -51,7 +51,7 @@ CARD_KEYS = (
     *("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license", "tags"),
     *("url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES),
 )
-OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
+PER_FILE_FIELDS = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
 LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
 
 
@@ -141,7 +141,7 @@ def about_from_fields(fields: Mapping[str, Any]) -> About:
         generation["do_sample"] = generation.get("temperature", 1.0) > 0
         if not generation["do_sample"]:
             del generation["temperature"]
-    card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in OF_THE_FILE}
+    card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in PER_FILE_FIELDS}
     return About(generation, card)
 
 
@@ -160,7 +160,7 @@ def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
     card = dict(about.card)
     if not swallows and any(name in str(card.get("name", "")).lower() for name in SWALLOWING):
         del card["name"]
-    return {f"general.{key}": value for key, value in card.items() if key not in OF_THE_FILE} | {
+    return {f"general.{key}": value for key, value in card.items() if key not in PER_FILE_FIELDS} | {
         f"general.sampling.{key}": value for key, value in sampling.items()
     }
 
@@ -181,7 +181,7 @@ def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
         found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
         found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
         found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
-        more = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
+        more = {name: value for name, value in settings.more.items() if name not in PER_FILE_SETTINGS}
         found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in more.items()}
     generation = dict(about.generation)
     if generation.keys() & {*SAMPLING.values()}:

@@ -30,10 +30,10 @@ from llama_jax.storage import Location, StoredPath
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 OTHER_STORAGES = {"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
 # Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
-LARGEST_PICKLE = 1 << 20
-LARGEST_TABLE = 1 << 20
-MOST_AXES = 8
-LARGEST_KEY = 1 << 31
+MAX_PICKLE_BYTES = 1 << 20
+MAX_TABLE_BYTES = 1 << 20
+MAX_TORCH_AXES = 8
+MAX_PICKLE_KEY = 1 << 31
 MARK = object()
 
 
@@ -129,8 +129,8 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
             if len(pickles) != 1:
                 raise CheckpointError(f"{path} is a zip archive without a data.pkl; it is not what torch.save writes")
             folder = pickles[0].removesuffix("data.pkl")
-            if entries[pickles[0]].file_size > LARGEST_PICKLE:
-                raise CheckpointError(f"{path}: its pickle is over {LARGEST_PICKLE} bytes, too large to be a model's")
+            if entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
+                raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large to be a model's")
             order = entries.get(f"{folder}byteorder")
             if order is not None and _stored(order) and order.file_size > len("little"):
                 raise ValueError(f"{order.filename} has {order.file_size} bytes")
@@ -180,8 +180,8 @@ class _ShortReads(io.RawIOBase):
         return self._file.seek(offset, whence)
 
     def read(self, size: int | None = -1, /) -> Any:
-        if size is not None and size > LARGEST_TABLE:
-            raise ValueError(f"its table of contents is over {LARGEST_TABLE} bytes, too large to be a model's")
+        if size is not None and size > MAX_TABLE_BYTES:
+            raise ValueError(f"its table of contents is over {MAX_TABLE_BYTES} bytes, too large to be a model's")
         return self._file.read(-1 if size is None else size)
 
 
@@ -281,7 +281,7 @@ def _set(target: Any, items: list[Any]) -> None:
     target = _as(dict, target)
     for key, value in zip(items[::2], items[1::2], strict=True):
         # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
-        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < LARGEST_KEY):
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PICKLE_KEY):
             raise ValueError(f"a key is a {type(key).__name__}, neither a name nor an index")
         target[key] = value
 
@@ -329,8 +329,10 @@ def _call(function: Any, arguments: tuple) -> Any:
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
         raise ValueError("a tensor's shape is not made of integers from 0")
-    if len(shape) > MOST_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
-        raise ValueError(f"a tensor has {len(shape)} axes" if len(shape) > MOST_AXES else "a tensor's shape is too large")
+    if len(shape) > MAX_TORCH_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
+        raise ValueError(
+            f"a tensor has {len(shape)} axes" if len(shape) > MAX_TORCH_AXES else "a tensor's shape is too large"
+        )
     if math.prod(shape) == 0:
         raise ValueError("a tensor is empty")
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, overload
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
 
-LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
+MAX_JSON_BYTES = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
@@ -246,7 +246,7 @@ def read_whole(path: Location, kind: type[UserError], largest: int, what: str = 
 def read_text(path: Location, kind: type[UserError]) -> str:
     """The text of a settings file, in UTF-8; for the errors see `read_whole`."""
     try:
-        return read_whole(path, kind, LARGEST_JSON).decode("utf-8")
+        return read_whole(path, kind, MAX_JSON_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"{path} is not UTF-8 text ({error}); copy it again") from None
 

@@ -35,8 +35,8 @@ BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
 # for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
 MARK = "\ufdd0\ufdd1"
-LONG = 4000  # characters, which take the library a few milliseconds
-MOST_UNUSED = 1 << 16  # ids
+LONG_TEXT = 4000  # characters, which take the library a few milliseconds
+MAX_UNUSED_IDS = 1 << 16  # ids
 # The begin and end of a sequence where no file names them.
 USUAL_BOS = ("<|begin_of_text|>", "<s>")
 USUAL_EOS = ("<|end_of_text|>", "</s>")
@@ -78,7 +78,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
         ids = library.get_vocab(with_added_tokens=True).values()
         size = 1 + max(ids, default=-1)
     # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
-    if size - 1 > 2 * len(ids) + MOST_UNUSED:
+    if size - 1 > 2 * len(ids) + MAX_UNUSED_IDS:
         raise TokenizerError(f"{where} gives a token the id {size - 1}, but has {len(ids)} tokens; copy it again")
     return HuggingFaceTokenizer(library, where, size, settings)
 
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
             text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
-            if len(text) > LONG:  # only in batches does the library let other threads of Python run
+            if len(text) > LONG_TEXT:  # only in batches does the library let other threads of Python run
                 return self._within(self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return self._within(self._library.encode(text, add_special_tokens=False).ids)
 

@@ -20,8 +20,8 @@ ENDS = {
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
-MOST_COMPARED = 1 << 24  # letters
-DEEPEST = 16  # letters; a pattern of longer names would be nested too deeply
+MAX_COMPARED = 1 << 24  # letters
+MAX_DEPTH = 16  # letters; a pattern of longer names would be nested too deeply
 
 
 class Tokenizer(Protocol):
@@ -206,7 +206,7 @@ def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
 
 def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
     """A pattern that tries each letter once; Gemma's 6,000 names one after the other would take a second for 100 kB."""
-    if depth == DEEPEST:
+    if depth == MAX_DEPTH:
         return f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
     rests: dict[str, list[str]] = {}
     for name in filter(None, names):
@@ -246,7 +246,7 @@ def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
 def order_matters(names: Iterable[str]) -> bool:
     """Whether `split_longest` differs from `split_special` in some text, as where a longer token begins in a shorter one."""
     sizes = {name: len(name.encode(errors="surrogateescape")) for name in names if name}
-    if sum(size * size for size in sizes.values()) > MOST_COMPARED:
+    if sum(size * size for size in sizes.values()) > MAX_COMPARED:
         return True
     beginning: dict[str, list[str]] = {}
     for name in sizes:
@@ -274,8 +274,8 @@ class PartsTokenizer:
             raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
         bos = self.add_bos if bos is None else bos
         eos = self.add_eos if eos is None else eos
-        for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
-            if asked and token < 0:
+        for wanted, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
+            if wanted and token < 0:
                 raise TokenizerError(
                     f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
                     " tokenizer_config.json beside it"

@@ -26,8 +26,8 @@ from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_se
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
-LARGEST_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
-LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
+MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
+MAX_LINE_BYTES = 4000  # bytes; SentencePiece leaves out longer ones
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
@@ -187,9 +187,9 @@ class SentencePieceTokenizer(PartsTokenizer):
         ]
         # Of user-defined pieces the library says nothing; their score is 0, and their bytes are known.
         for i, entry in enumerate(own):
-            told = entry._replace(kind=EntryKind.USER_DEFINED)
-            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([told]) in self._content:
-                own[i] = told
+            candidate = entry._replace(kind=EntryKind.USER_DEFINED)
+            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in self._content:
+                own[i] = candidate
         return [*own, *added]
 
     @cached_property
@@ -304,16 +304,16 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
       size: V at most; a short text gives fewer.
 
     Raises:
-      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learned.
+      TokenizerError: a size below 300 or above `MAX_VOCABULARY`, or a text from which nothing can be learned.
     """
     import sentencepiece
 
     if size < 300:
         raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
-    if size > LARGEST_VOCABULARY:
-        raise TokenizerError(f"vocab_size={size} must be at most {LARGEST_VOCABULARY}")
+    if size > MAX_VOCABULARY:
+        raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
-    lines = (line[start : start + LONGEST_LINE // 4] for text in texts for line in _lines(text) for start in _starts(line))
+    lines = (line[start : start + MAX_LINE_BYTES // 4] for text in texts for line in _lines(text) for start in _starts(line))
     with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,
@@ -337,4 +337,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _starts(line: str) -> range:
-    return range(0, len(line), LONGEST_LINE // 4)  # a character has at most 4 bytes
+    return range(0, len(line), MAX_LINE_BYTES // 4)  # a character has at most 4 bytes

@@ -43,10 +43,10 @@ SPECIAL_TOKENS = (
     *(f"<|reserved_special_token_{n}|>" for n in range(2, 246)),
 )
 # The pattern's lookahead overflows the stack on about a million spaces, so long texts are cut as Meta's code cuts them.
-LONGEST_TEXT = 400_000
-LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
-LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
-MOST_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
+MAX_TEXT = 400_000
+MAX_RUN = 25_000  # characters that all are, or all are not, white space
+LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN + 1},}}|(?<!\S)\S{{{MAX_RUN + 1},}}")
+MAX_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -120,8 +120,8 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
       TokenizerError: a line that is not a rank, a rank or a token twice, a rank left out, or a byte that no token is.
     """
     ranks: dict[int, bytes] = {}
-    if content.count(b"\n") > MOST_RANKS:
-        raise _damaged(where, f"it has over {MOST_RANKS} lines")
+    if content.count(b"\n") > MAX_RANKS:
+        raise _damaged(where, f"it has over {MAX_RANKS} lines")
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
@@ -130,8 +130,8 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
             raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
-        if not 0 <= key < MOST_RANKS:  # larger ones can be chosen to have one hash
-            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MOST_RANKS - 1}")
+        if not 0 <= key < MAX_RANKS:  # larger ones can be chosen to have one hash
+            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:
             raise _damaged(where, f"line {number} has rank {key} again" if value else f"line {number} has an empty token")
         ranks[key] = value
@@ -169,12 +169,12 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """The text in pieces that tiktoken can take: at most LONGEST_TEXT characters and no run over LONGEST_RUN."""
-    for start in range(0, len(text), LONGEST_TEXT):
-        block = text[start : start + LONGEST_TEXT]
+    """The text in pieces that tiktoken can take: at most MAX_TEXT characters and no run over MAX_RUN."""
+    for start in range(0, len(text), MAX_TEXT):
+        block = text[start : start + MAX_TEXT]
         end = 0
         for run in LONG_RUN.finditer(block):
-            for at in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            for at in range(run.start() + MAX_RUN, run.end(), MAX_RUN):
                 yield block[end:at]
                 end = at
         yield block[end:]

@@ -14,7 +14,7 @@ from test_corruption import TENSORS, bounded, gguf_header, outcome, text
 import llama_jax
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.formats.gguf import read_file
-from llama_jax.gguf_header import MOST_ENTRIES, MOST_TEXTS
+from llama_jax.gguf_header import MAX_ENTRIES, MAX_TEXTS
 from llama_jax.tokenizers import load_tokenizer
 
 
@@ -44,9 +44,9 @@ def test_texts_of_a_gguf_are_read_in_order_or_passed_over(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (gguf_header(text(b"k"), struct.pack("<IIQ", 9, 8, MOST_TEXTS + 1), bytes(8 * MOST_TEXTS + 8), fields=1), "strings"),
-        (gguf_header(bytes(14 * MOST_ENTRIES + 14), fields=MOST_ENTRIES + 1), "settings"),
-        (gguf_header(bytes(50 * MOST_ENTRIES + 50), tensors=MOST_ENTRIES + 1), "tensors are announced"),
+        (gguf_header(text(b"k"), struct.pack("<IIQ", 9, 8, MAX_TEXTS + 1), bytes(8 * MAX_TEXTS + 8), fields=1), "strings"),
+        (gguf_header(bytes(14 * MAX_ENTRIES + 14), fields=MAX_ENTRIES + 1), "settings"),
+        (gguf_header(bytes(50 * MAX_ENTRIES + 50), tensors=MAX_ENTRIES + 1), "tensors are announced"),
     ],
     ids=["texts", "settings", "tensors"],
 )

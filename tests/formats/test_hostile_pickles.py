@@ -12,7 +12,7 @@ from test_corruption import bounded, outcome, tensor_pickle, write_pickle
 
 from llama_jax.errors import CheckpointError
 from llama_jax.formats.llama2c import recognizes
-from llama_jax.formats.torch_pickle import LARGEST_TABLE, read_pickled, read_tensors
+from llama_jax.formats.torch_pickle import MAX_TABLE_BYTES, read_pickled, read_tensors
 
 
 def refused(path, match):
@@ -86,7 +86,7 @@ def test_a_table_of_contents_that_is_long(tmp_path):
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
-        for i in range(LARGEST_TABLE // 1000 + 1):
+        for i in range(MAX_TABLE_BYTES // 1000 + 1):
             archive.writestr(f"archive/{i:01000}", b"")
     refused(path, "table of contents")
 

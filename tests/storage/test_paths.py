@@ -156,7 +156,7 @@ def test_files_are_read_by_ranges(memory):
 
 
 def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
-    monkeypatch.setattr(consistent_reader, "MOST_OPEN", 30)
+    monkeypatch.setattr(consistent_reader, "MAX_REQUEST_BYTES", 30)
     with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
         assert raw.read() == OBJECTS["models/a/model.bin"]
     assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
