@@ -170,11 +170,7 @@ class OpenedAdapter(NamedTuple):
 
 @retry_with_newest_step
 def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
-    """Recognize an adapter by its content; None where a path holds none.
-
-    Raises:
-      CheckpointError: a damaged file.
-    """
+    """Recognize an adapter by its content; None where a path holds none."""
     folder = locate(path)
     with reading(folder, CheckpointError):
         step = step_at(folder)
@@ -198,11 +194,7 @@ def step_at(folder: Location) -> Location | None:
 
 
 def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
-    """The configuration of a base under adapters: with the attention of their own that runs trained them with.
-
-    Raises:
-      CheckpointError: a damaged file, or adapters that were trained with different ones.
-    """
+    """The configuration of a base under adapters: with the attention of their own that runs trained them with."""
     opened = filter(None, map(open_adapter, adapters))
     names = {each.base_config.attend for each in opened if each.base_config is not None}
     if len(names) > 1:

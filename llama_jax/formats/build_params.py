@@ -113,11 +113,7 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
 
 
 def plan(opened: Opened) -> Llama:
-    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
-
-    Raises:
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
-    """
+    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter."""
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
 
@@ -188,12 +184,7 @@ def _check_tied(opened: Opened) -> None:
 
 
 def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
-    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
-
-    Raises:
-      MeshError: the model cannot be padded to fit.
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
-    """
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`."""
     config, target = opened.config, laid_out(opened.config, sizes)
     plan(opened)  # errors about the file name the file's own shapes
     copies = target.n_kv_heads // config.n_kv_heads

@@ -114,11 +114,7 @@ class BlockTensor:
 
 
 def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All settings by key, see `Header.fields`, and all tensors by name.
-
-    Raises:
-      CheckpointError: a damaged file, or a tensor of a type that is not supported.
-    """
+    """All settings by key, see `Header.fields`, and all tensors by name."""
     with open_header(path, CheckpointError) as header:
         return _read(path, header, texts)
 
@@ -142,9 +138,12 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
         if number not in TYPES:
+            from gguf import GGMLQuantizationType
+
+            named = next((kind.name for kind in GGMLQuantizationType if kind == number), number)
             known = ", ".join(kind for kind, *_ in TYPES.values())
             raise CheckpointError(
-                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
+                f"{path}: tensor {shown(name)} has type {named}; {known} are read: get the model in one of them"
             )
         kind, *block = TYPES[number]
         if name in tensors:
@@ -164,12 +163,6 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     if total > header.size:
         raise ValueError(f"its tensors have {total} bytes, the file {header.size}")
     return fields, tensors
-
-
-def _type_name(number: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
 
 
 NAMES = with_layers(
@@ -214,11 +207,7 @@ def is_whole(path: Location) -> bool:
 
 
 def open_file(path: Location) -> Opened:
-    """The model in a file, or in all files of a split model; the weights are not read.
-
-    Raises:
-      CheckpointError: a file that is missing, damaged or of an unsupported kind.
-    """
+    """The model in a file, or in all files of a split model; the weights are not read."""
     fields: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for part in _parts(path):
@@ -255,11 +244,7 @@ def open_file(path: Location) -> Opened:
 
 
 def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The configuration that a GGUF's settings describe.
-
-    Raises:
-      ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
-    """
+    """The configuration that a GGUF's settings describe."""
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -390,9 +375,6 @@ def write_file(
       kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
         unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
         embedding. Vectors are float32, which llama.cpp's kernels want.
-
-    Raises:
-      CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
@@ -424,9 +406,8 @@ def write_file(
         block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
         if piece.tensor.shape[-1] % block:
             raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {stored} needs multiples of {block}")
-    most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
-        0
-    ][0]
+    matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
+    most = matrices.most_common(1)[0][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
 
     sizes = {
@@ -456,16 +437,19 @@ def write_file(
         stored_in = dict(zip(map(id, todo), kinds, strict=True))
         for piece in progress(todo) if progress else todo:
             stored = stored_in[id(piece)]
-            blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
+            blocks = blocks_of(piece.tensor) if keep and stored == piece.tensor.kind else None
             if blocks is not None:
-                write(blocks)
+                write(blocks.read(0, blocks.shape[0]))
             elif stored not in FLOATS:
                 form = KINDS[stored.lower()]
                 assert form.encode is not None  # of all kinds in `FILE_TYPES`
-                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _row_runs(rows)]
+                runs = []
+                for rows in piece.rows(FLOATS["F32"]):
+                    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that stay in a processor's cache
+                    runs += [join(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
-                write(piece.whole(FLOATS[stored]).view(np.uint8))
+                write(np.concatenate(list(piece.rows(FLOATS[stored]))).view(np.uint8))
 
 
 @contextmanager
@@ -493,12 +477,6 @@ def new_file(
         yield writer.write_tensor_data
     finally:
         writer.close()
-
-
-def _row_runs(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Rows in runs that stay in a processor's cache while they are encoded."""
-    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)
-    return (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def _as_bytes(value: Any) -> Any:

@@ -274,11 +274,7 @@ REFUSED = (
 
 
 def architecture_of(kind: Kind) -> str:
-    """The name of the architecture of a family of models.
-
-    Raises:
-      CheckpointError: there is none.
-    """
+    """The name of the architecture of a family of models."""
     for name, architecture in ARCHITECTURES.items():
         if kind in architecture.kinds:
             return name

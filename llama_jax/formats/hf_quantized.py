@@ -53,11 +53,7 @@ class Scheme:
 
 
 def scheme_from_dict(found: Any) -> Scheme:
-    """The scheme that a parsed ``quantization_config`` describes.
-
-    Raises:
-      ConfigError: an unsupported method, or an unsupported setting of one.
-    """
+    """The scheme that a parsed ``quantization_config`` describes."""
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
     method = found.get("quant_method")
@@ -450,11 +446,7 @@ ACTIVATION_ENDS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name.
-
-    Raises:
-      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.
-    """
+    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name."""
     signs, needed, optional = ENDS[scheme.layout]
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_ENDS)}
     stems = [name.removesuffix(sign) for sign in signs for name in tensors if name.endswith(sign)]

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.formats.hf_quantized import Scheme, scheme_from_dict, with_weights
+from llama_jax.formats.hf_quantized import scheme_from_dict, with_weights
 from llama_jax.formats.huggingface_families import FAMILIES, object_in
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
@@ -122,23 +122,13 @@ def read_config(folder: Location) -> LlamaConfig:
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
-def read_scheme(folder: Location) -> Scheme | None:
-    """How the weights of a folder with this ``config.json`` are quantized; None if they are not."""
-    found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
-    return None if found is None else scheme_from_dict(found)
-
-
 def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
     """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
     (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
 
 
 def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
-
-    Raises:
-      ConfigError: a model that is not a Llama, or a setting that this library does not support.
-    """
+    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents."""
     if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
         shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
         found = shared | dict(text)
@@ -212,7 +202,9 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
-            _require_ratio(context, original)
+            for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
+                if not isinstance(value, int | float) or not 0 < value < 1e30:
+                    raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
             scaling["factor"] = context / original
     if kind == "llama3" and found.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
@@ -226,12 +218,6 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "dynamic":  # the context in the file is what the model was first trained at
         settings["original_max_seq_len"] = context
     return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
-
-
-def _require_ratio(context: Any, original: Any) -> None:
-    for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-        if not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
 
 
 def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,14 +318,11 @@ PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def open_folder(path: Location) -> Opened:
-    """The model in a folder, or in that of one of its files; its weights are not read.
-
-    Raises:
-      CheckpointError: a file that is missing, damaged or of an unsupported kind.
-    """
+    """The model in a folder, or in that of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
-    scheme = read_scheme(folder)
+    quantization = read_object(folder / "config.json", CheckpointError).get("quantization_config")
+    scheme = None if quantization is None else scheme_from_dict(quantization)
     for (single, index), read, what in (
         (SAFETENSORS, read_safetensors, "safetensors"),
         (PICKLED, read_tensors, "pytorch_model.bin"),
@@ -484,11 +467,7 @@ def recognizes(path: Location) -> bool:
 
 
 def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
-    """See `WeightFormat.files`.
-
-    Raises:
-      CheckpointError: a damaged index, or one of files that are not there.
-    """
+    """See `WeightFormat.files`."""
     if "config.json" not in names:
         return None
     for single, index in (SAFETENSORS, PICKLED):

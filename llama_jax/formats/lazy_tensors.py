@@ -34,11 +34,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
-    """The type that parameters are read in: `dtype`, or for None the stored one.
-
-    Raises:
-      CheckpointError: JAX would convert it to another type, as float64 without jax_enable_x64.
-    """
+    """The type that parameters are read in: `dtype`, or for None the stored one."""
     target = stored if dtype is None else jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
@@ -504,11 +500,7 @@ class WeightFormat:
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
-    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given.
-
-    Raises:
-      CheckpointError: the file ends before; it changed since it was opened.
-    """
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given."""
     found = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:

@@ -104,11 +104,7 @@ def recognizes(path: Location) -> bool:
 
 
 def open_file(path: Location) -> Opened:
-    """The model in a file; its weights are not read.
-
-    Raises:
-      CheckpointError: a file that is damaged or of an unknown version.
-    """
+    """The model in a file; its weights are not read."""
     if is_torch(path):
         return _open_training(path)
     with path.open("rb") as file:
@@ -270,11 +266,7 @@ def write_file(
     *,
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
-    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it.
-
-    Raises:
-      CheckpointError: the format has no room for something in this model's configuration.
-    """
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it."""
     c = opened.config
     if beyond := features(c):
         raise CheckpointError(

@@ -159,11 +159,7 @@ def kind_in_file(leaf: Any) -> Any:
 
 
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
-    """The kinds, and the compute dtype; no kinds if there is no such file.
-
-    Raises:
-      CheckpointError: a damaged file, or a kind that is not known.
-    """
+    """The kinds, and the compute dtype; no kinds if there is no such file."""
     if not (folder / KINDS_FILE).exists():
         return {}, "float32"
     found = read_object(folder / KINDS_FILE, CheckpointError)
@@ -186,11 +182,7 @@ def _single_kinds(kind: Any) -> list[Any]:
 
 
 def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location) -> Llama:
-    """The shapes of a model's parameters, with those of the stored planes for each quantized weight.
-
-    Raises:
-      CheckpointError: a parameter that is no matrix, or does not consist of whole blocks.
-    """
+    """The shapes of a model's parameters, with those of the stored planes for each quantized weight."""
     unused = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
@@ -339,11 +331,7 @@ def recognizes(path: Location) -> bool:
 
 
 def open_path(path: Location) -> OrbaxCheckpoint:
-    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read.
-
-    Raises:
-      CheckpointError: see `open_folder`; or in a store a folder that is not a run's.
-    """
+    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read."""
     is_model = is_step(path) if isinstance(path, StoredPath) else recognizes(path)
     found = path if is_model else find_checkpoints(path)
     if found is None:
@@ -357,11 +345,7 @@ def open_path(path: Location) -> OrbaxCheckpoint:
 
 
 def open_folder(folder: Path) -> OrbaxCheckpoint:
-    """The model in a folder; its weights are not read.
-
-    Raises:
-      CheckpointError: a damaged file, or arrays that are not those of the configuration.
-    """
+    """The model in a folder; its weights are not read."""
     of_run = is_step(folder)
     if of_run:
         if adapters_of(folder) is not None:
@@ -390,12 +374,7 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
 
 
 def open_stored(place: StoredPath) -> OrbaxCheckpoint:
-    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched.
-
-
-    Raises:
-      CheckpointError: as `open_folder` does; no step, or a damaged one.
-    """
+    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched."""
     fetched = fetch_step(place, of_model, numbers=False)
     with fetched.named():
         try:
@@ -430,11 +409,7 @@ def _tensors(
 
 
 def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
-    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
-
-    Raises:
-      CheckpointError: it cannot be read.
-    """
+    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them."""
     return {
         name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
@@ -505,26 +480,18 @@ def load_params(
     *,
     shardings: Llama | None = None,
 ) -> Llama:
-    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`.
-
-    Raises:
-      CheckpointError: a file that is damaged, or an array that is not finite.
-    """
+    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`."""
     if stored.fetched is None:
         return _load_params(stored, dtype, shardings)
     with stored.fetched.named():
-        if shardings is not None and _over_several(shardings):
+        places = [] if shardings is None else [place.device_set for place in jax.tree.leaves(shardings)]
+        # Every process has to read some of an array that lies on devices of several.
+        if shardings is not None and any(len({device.process_index for device in each}) > 1 for each in places):
             arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
             if arrays is not None and stored.found.keys() <= arrays.keys():
                 return _load_shares(stored, arrays, dtype, shardings)
         stored.fetched.complete()
         return _load_params(stored, dtype, shardings)
-
-
-def _over_several(shardings: Llama) -> bool:
-    """Whether an array is sharded over devices of several processes, so that every process has to read some of it."""
-    devices = [place.device_set for place in jax.tree.leaves(shardings)]
-    return any(len({device.process_index for device in each}) > 1 for each in devices)
 
 
 def _load_shares(
@@ -597,11 +564,7 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
 
 
 def _shape(stored: OrbaxCheckpoint) -> Llama:
-    """The shapes of the configuration's parameters, with quantized weights as they are stored.
-
-    Raises:
-      CheckpointError: the stored arrays have others.
-    """
+    """The shapes of the configuration's parameters, with quantized weights as they are stored."""
     config, found = stored.config, stored.found
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")

@@ -134,9 +134,6 @@ def parameter_fill(
         kinds, and in a stack for each kind if layers are.
       sharding: with the axis of layers where there is one.
       layers_apart: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
-
-    Raises:
-      CheckpointError: rows that are not made of whole blocks; of `fill` what `ArrayParts.rows` raises.
     """
     stacked = isinstance(parts, StackParts)
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)

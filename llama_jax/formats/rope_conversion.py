@@ -52,11 +52,7 @@ def note_of(config: LlamaConfig) -> dict[str, Any]:
 
 
 def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
-    """The configuration of a file from its own settings and our note.
-
-    Raises:
-      ConfigError: an invalid note, or one that contradicts the settings.
-    """
+    """The configuration of a file from its own settings and our note."""
     try:
         scaling = RopeScaling(**note["rope_scaling"])
         noted = replace(found, max_seq_len=note["max_seq_len"], rope_theta=note["rope_theta"], rope_scaling=scaling)
@@ -118,9 +114,6 @@ def with_scaling(
     Args:
       architecture: with whose name the keys begin.
       whole_yarn: whether the architecture reads all settings of yarn.
-
-    Raises:
-      ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
     """
     found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
     if OUR_NOTE not in fields:
@@ -206,11 +199,7 @@ def _found(
 def settings_and_tensors(
     config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
-
-    Raises:
-      CheckpointError: a scaling that has no place in the format; the message names it.
-    """
+    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
     plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
     known = plain.rope_scaling
     settings: dict[str, Any] = {f"{architecture}.rope.freq_base": float(plain.rope_theta)}

@@ -53,11 +53,7 @@ def is_step(folder: Location) -> bool:
 
 
 def existing_step(folder: Location, step: int | None) -> int:
-    """The given step, or the newest for None.
-
-    Raises:
-      CheckpointError: the folder does not have it.
-    """
+    """The given step, or the newest for None."""
     steps = steps_in(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
@@ -172,11 +168,7 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
 
 
 def read_sums(step: Location) -> dict[str, str] | None:
-    """{name: checksum} of a step; None if there are none, or if the list itself is damaged.
-
-    Raises:
-      CheckpointError: they cannot be read, which proves nothing.
-    """
+    """{name: checksum} of a step; None if there are none, or if the list itself is damaged."""
     path = step / ABOUT / SUMS
     try:
         with path.open("rb") as file:

@@ -16,7 +16,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.build_params import plan
 from llama_jax.formats.device_fill import READ_BYTES, cast, check
-from llama_jax.formats.lazy_tensors import Joined, MappedRows, Opened, Tensor, blocks_of, min_rows, permute_rope
+from llama_jax.formats.lazy_tensors import Joined, MappedRows, Opened, Tensor, min_rows, permute_rope
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.formats.tokenizer_files import SETTINGS_FILES, VOCABULARIES
 from llama_jax.model.params import TABLE, rows, shape_of
@@ -37,9 +37,6 @@ def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
       folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
       overwrite: whether a file may be replaced by a file.
       sources: paths that are read at the same time, and must not be touched.
-
-    Raises:
-      CheckpointError: what is at `path` must not be replaced, or `path` cannot be written.
     """
     path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
@@ -115,29 +112,12 @@ class WrittenTensor:
             cast(found, run)
             yield run
 
-    def blocks(self) -> np.ndarray | None:
-        """All rows in the GGUF blocks in which they are kept, uint8[rows, ..., bytes]; None if they are in none."""
-        found = blocks_of(self.tensor)
-        return None if found is None else found.read(0, found.shape[0])
-
-    def whole(self, dtype: np.dtype) -> np.ndarray:
-        """All rows, checked and cast."""
-        out = np.empty(self.tensor.shape, dtype)
-        start = 0
-        for run in self.rows(dtype):
-            out[start : start + len(run)] = run
-            start += len(run)
-        return out
-
 
 def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
     Args:
       interleaved: the rotary layout for the rows of q and k.
-
-    Raises:
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     plan(opened)
     config = opened.config

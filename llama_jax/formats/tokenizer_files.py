@@ -75,9 +75,6 @@ def read_about(folder: Location, *, card: bool = True) -> About:
 
     Args:
       card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
-
-    Raises:
-      CheckpointError: a file that is not JSON or not text.
     """
     path = folder / GENERATION_FILE
     found = read_object(path, CheckpointError) if path.is_file() else {}
@@ -230,10 +227,6 @@ def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
 def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
     """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
     tokenizer; none if it is there already.
-
-    Raises:
-      CheckpointError: another vocabulary or the settings of another model are there: they must not be replaced, and would be
-        read with these weights.
     """
     folder = resolved(path).parent
     there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)

@@ -89,11 +89,7 @@ def is_torch(path: Location) -> bool:
 
 
 def read_tensors(path: Location) -> dict[str, Tensor]:
-    """The tensors by name in a file that holds nothing else, as weights do.
-
-    Raises:
-      CheckpointError: see `read_pickled`; or something in it is not a tensor.
-    """
+    """The tensors by name in a file that holds nothing else, as weights do."""
     return tensors_of(read_pickled(path), path)
 
 
@@ -112,11 +108,7 @@ def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Location) -> Mapping[str, Any]:
-    """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read.
-
-    Raises:
-      CheckpointError: not such a file, a damaged one, or one that asks for more than tensors.
-    """
+    """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read."""
     if not is_torch(path):
         with path.open("rb") as file:
             old = file.read(2) == b"\x80\x02"
@@ -338,10 +330,6 @@ def _call(function: Any, arguments: tuple) -> Any:
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if max(reach, math.prod(shape)) > storage.numbers:
         raise ValueError("a tensor reaches beyond its storage")
-    return _tensor(storage, first, shape, strides, reach)
-
-
-def _tensor(storage: _Storage, first: int, shape: tuple, strides: tuple, reach: int) -> Tensor:
     expected = 1
     in_order = True
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):

@@ -79,7 +79,13 @@ def write_atomically(
     path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for links that lead to one another
     made = [parent for parent in path.parents if not parent.exists()]
     with ExitStack() as cleanup:
-        cleanup.callback(_remove_empty, made)
+
+        @cleanup.callback
+        def remove_empty_parents() -> None:
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path.parent)
@@ -93,8 +99,10 @@ def write_atomically(
             check()
             replace_path(target, path)
         except OSError as error:
-            if error.filename is not None and not _is_in(error.filename, (target, path, path.parent)):
-                raise  # about something that was read meanwhile
+            if isinstance(error.filename, str | bytes):
+                named = Path(os.fsdecode(error.filename)).absolute()
+                if named not in (path, path.parent) and not named.is_relative_to(target):
+                    raise  # about something that was read meanwhile
             raise raises(cannot_write(path, error)) from None
 
 
@@ -364,15 +372,3 @@ def _flush_entry(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_in(name: object, places: tuple[Path, ...]) -> bool:
-    """Whether a file that an error names is one of these places, or in the first of them."""
-    found = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes | os.PathLike) else Path()
-    return found in places or found.is_relative_to(places[0])
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()  # only if it is empty

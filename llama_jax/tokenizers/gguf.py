@@ -60,9 +60,6 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
 
     Args:
       fields: the metadata by key, such as "tokenizer.ggml.tokens": texts, numbers, true or false, and lists of them.
-
-    Raises:
-      TokenizerError: no vocabulary, a damaged one, or one of another kind, which is named.
     """
     reader = _Reader(fields, where)
     model = reader.text("model")
@@ -194,9 +191,9 @@ class _Reader:
             pad_id=-1 if pad is None else pad,
             all_stop_ids=True,
             chat_templates={
-                called: text
+                named[1]: text
                 for key, text in self.fields.items()
-                if (called := _template_name(key)) and isinstance(text, str)
+                if (named := re.fullmatch(r"tokenizer\.chat_template\.(\w+)", key)) and isinstance(text, str)
             },
             gguf={key: value for key, value in self.fields.items() if _only_here(key, value)},
             more={
@@ -208,11 +205,6 @@ class _Reader:
 
     def error(self, name: str, value: Any, need: str) -> TokenizerError:
         return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
-
-
-def _template_name(key: str) -> str | None:
-    found = re.fullmatch(r"tokenizer\.chat_template\.(\w+)", key)
-    return found[1] if found else None
 
 
 def _only_here(key: str, value: Any) -> bool:
@@ -377,9 +369,6 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
 
     Args:
       vocab_size: of the model, where it is larger than the vocabulary: llama.cpp wants a token for every row.
-
-    Raises:
-      TokenizerError: a kind of vocabulary that GGUF has no name for.
     """
     if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
         named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}

@@ -64,11 +64,7 @@ def recognizes(start: bytes) -> bool:
 
 
 def from_json(content: bytes, where: str, settings: Settings = Settings()) -> HuggingFaceTokenizer:
-    """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`.
-
-    Raises:
-      TokenizerError: a damaged file, or a decoder of another family.
-    """
+    """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`."""
     import tokenizers
 
     with library_errors(f"{where} is not a whole tokenizer.json"):
@@ -109,9 +105,6 @@ class HuggingFaceTokenizer(PartsTokenizer):
             right.
           spelled: the ids that those of the library beyond V stand for.
           odd: bytes of tokens whose texts in the library do not say them.
-
-        Raises:
-          TokenizerError: a decoder of another family.
         """
         from tokenizers import normalizers
 

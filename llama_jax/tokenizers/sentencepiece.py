@@ -77,9 +77,6 @@ class SentencePieceTokenizer(PartsTokenizer):
             the model encodes what is between them.
           swallowing: tokens that take away the white space after them.
           aliases: the ids that the model's pieces after `entries` stand for.
-
-        Raises:
-          TokenizerError: a damaged model, or added tokens that do not follow its pieces.
         """
         import sentencepiece
 
@@ -313,7 +310,9 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
     if size > MAX_VOCABULARY:
         raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
-    lines = (line[start : start + MAX_LINE_BYTES // 4] for text in texts for line in _lines(text) for start in _starts(line))
+    step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
+    whole = (line for text in texts for line in text.split("\n") if line.strip())
+    lines = (line[start : start + step] for line in whole for start in range(0, len(line), step))
     with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,
@@ -330,11 +329,3 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
             minloglevel=2,
         )
     return SentencePieceTokenizer(model.getvalue(), "the new vocabulary")
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.split("\n") if line.strip()]
-
-
-def _starts(line: str) -> range:
-    return range(0, len(line), MAX_LINE_BYTES // 4)  # a character has at most 4 bytes

@@ -84,7 +84,7 @@ def _compiled(template: str, first: str, last: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.marks = first, last  # type: ignore[attr-defined]
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
     environment.filters["tojson"] = _tojson
     return environment.from_string(template)
 
@@ -104,10 +104,6 @@ class _Generation(Extension):
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(

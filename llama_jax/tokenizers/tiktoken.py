@@ -59,11 +59,7 @@ class TiktokenTokenizer(PartsTokenizer):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
-        """Read the ranks (the content of a rank file) that were found at `where`.
-
-        Raises:
-          TokenizerError: damaged ranks.
-        """
+        """Read the ranks (the content of a rank file) that were found at `where`."""
         import tiktoken
 
         self._bytes = read_ranks(ranks, where)
@@ -114,11 +110,7 @@ class TiktokenTokenizer(PartsTokenizer):
 
 
 def read_ranks(content: bytes, where: str) -> list[bytes]:
-    """The tokens of a rank file by rank.
-
-    Raises:
-      TokenizerError: a line that is not a rank, a rank or a token twice, a rank left out, or a byte that no token is.
-    """
+    """The tokens of a rank file by rank."""
     ranks: dict[int, bytes] = {}
     if content.count(b"\n") > MAX_RANKS:
         raise _damaged(where, f"it has over {MAX_RANKS} lines")

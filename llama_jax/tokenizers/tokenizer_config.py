@@ -76,9 +76,6 @@ def read_settings(folder: Location) -> Settings:
 
     ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
     ``chat_template.jinja``, which counts more; the ends of a reply from ``generation_config.json``, else ``config.json``.
-
-    Raises:
-      TokenizerError: a file that is not JSON, or a value of the wrong kind.
     """
     config = _read(folder / "tokenizer_config.json")
     names = _read(folder / "special_tokens_map.json") | config
