@@ -131,8 +131,7 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
 
     Args:
       path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; a GGUF of llama.cpp's; or a
-        folder of a training run with adapters, whose newest step is read, or one of its steps. If the run keeps a moving
-        average, that is read.
+        training run with adapters (its newest step), or one of its steps. If the run keeps a moving average, that is read.
       config: of the base.
       dtype: of the adapter, float32 as in PEFT, whatever the base has.
 

@@ -98,7 +98,7 @@ def build_params(
 
 @contextmanager
 def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """What begins a call on one of a few threads and returns what waits for its result; or `alone`, what then makes it.
+    """A function that begins a call on a thread and returns one that waits for its result; `alone`, that one makes the call.
 
     Processes that exchange what they read from a store must all do it in the same order.
     """

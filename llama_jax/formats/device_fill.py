@@ -28,8 +28,8 @@ ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
 MIN_HUGE_BYTES = 4 << 20  # bytes from which NumPy asks for huge pages
 READ_BYTES = 1 << 20  # bytes read at a time
-FILL_THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
-# For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
+FILL_THREADS = min(8, os.cpu_count() or 1)  # on which `build_params` fills arrays
+# An object store takes tens of milliseconds to begin an answer: many requests at a time.
 STORED_READ_BYTES, STORED_THREADS = 2 << 20, 16
 Slices = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
 
@@ -96,8 +96,8 @@ class StackParts:
 
 
 class ArrayMemory:
-    """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
-    98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
+    """Memory for the arrays of a model. Small ones share large blocks, which have huge pages: to allocate 98 MB takes
+    8 ms with those, and 50 with pages of 4 KB. A block is freed with the last of its arrays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class Filling:
             self._parts.append({key: (place, take(place)) for key, place in distinct.items()})
 
     def fill(self, layer: int) -> None:
-        """Read what the devices need of a layer, checked and cast."""
+        """Read the parts of a layer that the devices need, checked and cast."""
         array, wanted = self._arrays[layer], [self._of_layer(parts, layer) for parts in self._parts]
         whole = [
             next((part for _, part in parts if part.shape == target.shape[int(self._stacked) :]), None)
@@ -221,7 +221,7 @@ class Filling:
         ]
 
     def done(self) -> list[Any]:
-        """The arrays on their devices; of NumPy where they have no sharding."""
+        """The arrays on their devices; NumPy arrays where there is no sharding."""
         found: list[Any] = []
         for target, there, parts in zip(self._targets, self._places, self._parts, strict=True):
             if target.sharding is None:

@@ -21,6 +21,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of
+from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
     Dense,
@@ -280,7 +281,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
         require_positive_int(f"{architecture}.{name}", value)
     head_dim = maybe("attention.key_length", 0)
-    more = own.fields(maybe, n_layers)
+    more = dict(FAMILIES[own.kinds[0]].constants) | own.fields(maybe, n_layers)
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
@@ -305,7 +306,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _uniform(key: str, value: Any, n_layers: int) -> Any:
-    """A setting that is the same for all layers, of which a file may give a list."""
+    """A setting that must be the same for all layers; a file may list it for each."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
     if len(value) != n_layers or any(one != value[0] for one in value):
@@ -337,7 +338,7 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 
 def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
-    """All fields of a file, with the texts, which were skipped because reading a model does not need them."""
+    """All fields of a file, with the texts, which are not needed to read a model."""
     if isinstance(path, StoredPath):
         return fields
     with open_header(_parts(path)[0], CheckpointError) as header:
@@ -487,7 +488,7 @@ def _as_bytes(value: Any) -> Any:
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:
-    """GGUF's type of a setting, and of its entries where it is a list: llama.cpp checks them."""
+    """The GGUF type of a setting, and of a list's entries; llama.cpp checks them."""
     from gguf import GGUFValueType as Type
 
     if isinstance(value, list):

@@ -26,9 +26,9 @@ class Architecture:
       interleaved: whether llama.cpp rotates pairs of adjacent features, so that files store the rows of q and k interleaved;
         of the others it rotates the halves of a head.
       reads: settings that are refused in other architectures, and that `fields` reads.
-      fields: the fields of `LlamaConfig` beyond Llama's, from the settings and the number of layers.
+      fields: the fields of `LlamaConfig` beyond Llama's and `Family.constants`, from the settings and the number of layers.
       settings: the inverse.
-      fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`; where `writes_fused` they are written.
+      fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`.
       norm_shift: what files add to the weights of norms.
       whole_yarn: whether the settings of yarn that are fixed for others are read.
     """
@@ -88,7 +88,7 @@ EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     count, used, width = (maybe(key, 0) for key in EXPERTS)
     hidden = {"hidden_dim": width} if width else {}
-    return {"qk_norm": "head", "experts": count, "experts_per_token": used} | hidden
+    return {"experts": count, "experts_per_token": used} | hidden
 
 
 def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
@@ -119,8 +119,6 @@ def _llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
         "layers": tuple(layers),
         "qk_norm": None if maybe("expert_count", 0) == NO_QK_NORM else "l2",
         "query_scaling": LLAMA4_SCALING,
-        "expert_scores": "sigmoid",
-        "shared_expert": True,
     }
 
 
@@ -152,15 +150,14 @@ def _smollm3_settings(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _olmo2(maybe: Maybe, n_layers: int) -> dict[str, Any]:
-    found = {"norm": "post", "qk_norm": "all"}
     windows = _windows(maybe, n_layers, 4)
     if not any(windows):
-        return found
+        return {}
     theta = maybe(LOCAL_THETA, None)
     theta = None if theta == maybe("rope.freq_base", 10_000.0) else theta
     scaled = maybe("rope.scaling.type", "none") != "none"
     local = lambda window: LayerConfig(window, "unscaled", theta) if scaled or theta is not None else LayerConfig(window)
-    return found | {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
+    return {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
 
 
 def _local_theta(config: LlamaConfig) -> float:
@@ -181,10 +178,6 @@ def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     windows = _windows(maybe, n_layers, 6)
     return {
         "layers": tuple(LayerConfig() if w is None else LayerConfig(w, "unscaled", theta) for w in windows),
-        "norm": "both",
-        "norm_offset": 1.0,
-        "qk_norm": "head",
-        "activation": "gelu",
         "embedding_multiplier": float(dim) ** 0.5,
         "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == GEMMA3_27B_LAYERS else None,
     }
@@ -245,8 +238,8 @@ def _phi3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 PHI3_FUSED = {"blk.{}.attn_qkv.weight": ("q", "k", "v"), "blk.{}.ffn_up.weight": ("gate", "up")}
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW), _llama, _llama_settings),
-    "qwen2": Architecture(("qwen2",), fields=lambda maybe, n: {"qkv_bias": True}),
-    "qwen3": Architecture(("qwen3",), fields=lambda maybe, n: {"qk_norm": "head"}),
+    "qwen2": Architecture(("qwen2",)),
+    "qwen3": Architecture(("qwen3",)),
     "qwen3moe": Architecture(("qwen3_moe",), False, EXPERTS[:1], _qwen3moe, _qwen3moe_settings),
     "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
     "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW,), _olmo2, _olmo2_settings),

@@ -74,7 +74,7 @@ def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
 
 
 def _need(found: Mapping[str, Any], where: str, **allowed: Sequence[Any]) -> None:
-    """Raise for a setting that has none of the accepted values; the first of them is the default of a missing one."""
+    """Raise for a setting without an accepted value; the first value is the default."""
     for name, values in allowed.items():
         value = found.get(name, values[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
@@ -236,11 +236,11 @@ class QuantizedTensor(ABC):
         return read_rows(self.parts[end], start, stop)
 
     def grouped(self, values: np.ndarray) -> np.ndarray:
-        """Integers of 4 bits plus 8, uint8[rows, columns / 2], as those of the kind, see `planes.packed`."""
+        """4-bit integers plus 8, uint8[rows, columns / 2], in the layout of the kind, see `planes.packed`."""
         return (values ^ 0x88).reshape(len(values), -1, self.form.block // 2)
 
     def spread(self, found: np.ndarray, dtype: Any) -> np.ndarray:
-        """What the groups of the file share, [rows, groups], for each group of the kind: [rows, columns / block]."""
+        """Values that the file's groups share, [rows, groups], for each group of the kind: [rows, columns / block]."""
         columns = self.shape[1]
         width = self.scheme.block[1] if self.scheme.block else self.scheme.group or columns
         return np.repeat(found, width // self.form.block, axis=1)[:, : columns // self.form.block].astype(dtype)
@@ -287,7 +287,7 @@ class ColumnMajor(QuantizedTensor):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows to read at a time: of an object in a store all, since few of them take as long."""
+        """Rows to read at a time; all rows of an object in a store, since a few take as long."""
         stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
         return self.shape[0] if stored else TRANSPOSED_ROWS
 

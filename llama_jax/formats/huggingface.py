@@ -49,16 +49,21 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# Name of a setting in the file, by its name here, for messages.
-SETTING_NAMES = {
+# The setting of each field that all families write alike.
+SIZES = {
+    "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
+}
+# Those that messages name.
+SETTING_NAMES = SIZES | {
     "window": "sliding_window",
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -146,7 +151,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
         require_positive_int(name, found[name])
     if found["num_hidden_layers"] > MAX_LAYERS:  # lists with an entry for each layer are as long as this claims
         raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MAX_LAYERS}")
@@ -154,7 +159,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         del found["rope_scaling"]  # it is given in the other spelling
     found = family.rope(found)
     theta, scaling = _rope(found)
-    more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
+    more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
     # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
     extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(SCALING_NOTE)
@@ -257,17 +262,9 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
     return {
         "model_type": config.kind,
         "architectures": [family.architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.hidden_dim,
+        **{setting: getattr(config, field) for field, setting in SIZES.items()},
         "max_position_embeddings": context,
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": parameters,
-        "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -431,7 +428,7 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; CheckpointError where a layer has no experts, by the name that files have."""
+    """The same tensors; CheckpointError if a layer has no experts, by the names in files."""
     names = names_of(config)
     for layer in range(config.n_layers if config.experts else 0):
         for part in ("expert_gate", "expert_up", "expert_down"):
@@ -508,7 +505,7 @@ def write_folder(
     """Write a model into an empty folder, tensor by tensor.
 
     Args:
-      kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
+      kind: the type of all tensors, by its name in safetensors; None keeps each tensor's own.
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
     names = names_of(opened.config)
@@ -566,7 +563,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 
 def read_safetensors(path: Location) -> dict[str, Tensor]:
-    """The tensors of a file. The library checks the header against the file, and does not tell where the data begin."""
+    """The tensors of a file. The library checks its header, but does not tell where the data begin."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
     if MAX_JSON_BYTES < size < path.stat().st_size:
         raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
@@ -609,7 +606,7 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
         there = folder / name
-        # Of a name that no file can have, Path.is_file raises.
+        # Path.is_file raises for a name that no file can have.
         if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}

@@ -45,9 +45,9 @@ def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
     """The default type of the parameters that are floats, and of the computation.
 
     Args:
-      embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
-      stored: its type if it is not, which is the result then; but for float16 on a CPU, where XLA has no fast matmul of it
-        (a 135M model decodes at an eighth of the speed of float32): float32.
+      embedding: if it is quantized, the result is bfloat16 on accelerators and float32, in which kernels compute, on a CPU.
+      stored: its type, which is the result if it is not quantized; except that float16 gives float32 on a CPU, where XLA has
+        no fast matmul for it (a 135M model decodes at an eighth of the speed of float32).
     """
     if lowering_platform() == "cpu":
         return FLOATS["F32"] if stored == FLOATS["F16"] else stored
@@ -72,7 +72,7 @@ class TensorInfo(Protocol):
 
 
 class Unquantized:
-    """Base of what holds one number for each entry: its `kind` and its `nbytes`, by its shape and type."""
+    """Base of tensors with one number per entry: `kind` and `nbytes` follow from shape and dtype."""
 
     @property
     def kind(self: Any) -> str:
@@ -107,7 +107,7 @@ class Tensor(TensorInfo, Protocol):
 
 
 def min_rows(tensor: TensorInfo) -> int:
-    """The number of rows to read at a time at least, since fewer of them would take as long."""
+    """The least number of rows to read at a time; fewer take as long."""
     return getattr(tensor, "rows_at_once", 1)
 
 
@@ -208,8 +208,10 @@ class MappedRows(Derived):
         found = self.tensor.read(first, int(index.max()) + 1)
         if len(found) == len(index) and np.array_equal(index, np.arange(first, first + len(index))):
             return found
-        rows = found[np.maximum(index - first, 0)]
-        rows[~present] = 0
+        if present.all():
+            return found[index - first]
+        rows = np.zeros((len(index), *found.shape[1:]), found.dtype)
+        rows[present] = found[index[present] - first]
         return rows
 
 
@@ -250,7 +252,7 @@ class Offset(Derived):
 
 @dataclass(frozen=True)
 class Transposed(Derived):
-    """A tensor of matrices, each transposed, and of the rows of each those from `first` to `last`, None for the end."""
+    """A tensor of matrices, each transposed and cut to its rows [first, last); None is the end."""
 
     first: int = 0
     last: int | None = None
@@ -314,7 +316,7 @@ class Joined(Combined):
 
     @property
     def blocks(self) -> Joined | None:
-        """Those of its parts, where all are quantized and joined by rows."""
+        """Those of its parts, if all are quantized and joined by rows."""
         found = [each for part in self.parts if (each := blocks_of(part)) is not None]
         whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
         return Joined(found, 0) if whole else None
@@ -333,7 +335,7 @@ class Stacked(Combined):
 
     @property
     def blocks(self) -> Stacked | None:
-        """Those of its parts, where all are quantized."""
+        """Those of its parts, if all are quantized."""
         found = [blocks_of(part) for part in self.parts]
         return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
 
@@ -346,11 +348,11 @@ class ArrayTensor(Unquantized):
     """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
 
     array: np.ndarray
-    seen_as: tuple[int, ...] | None = None
+    view_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape if self.seen_as is None else self.seen_as
+        return self.array.shape if self.view_shape is None else self.view_shape
 
     @property
     def dtype(self) -> np.dtype:

@@ -67,7 +67,7 @@ TRANSIENT_ERRNOS = tuple(getattr(errno, name) for name in TRANSIENT_NAMES if has
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
+    """Suppress the tracebacks of errors that orbax raises as well: those that its threads log, and those of messages that
     TensorStore sends to an event loop that the first error has closed.
 
     TensorStore may send them later, so after an error that part stays in place. Two contexts may overlap in several threads.
@@ -89,7 +89,7 @@ def without_tracebacks() -> Iterator[None]:
 
 
 class _WithoutClosedLoops:
-    """`sys.unraisablehook`, but for what an event loop that has ended leaves: messages to it, and the coroutines of orbax,
+    """`sys.unraisablehook`, without what an event loop leaves when it has ended: messages to it, and orbax's coroutines,
     which raise an error when they are collected."""
 
     def __init__(self, before: Callable[[Any], object]) -> None:
@@ -409,7 +409,7 @@ def _tensors(
 
 
 def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
-    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them."""
+    """The arrays that orbax wrote into a folder under a name, by the names that `read_arrays` uses."""
     return {
         name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
@@ -418,7 +418,7 @@ def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
 
 
 def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
-    """The arrays of what orbax wrote into a folder under a name, placed and cast.
+    """The arrays that orbax wrote into a folder under a name, placed and cast.
 
     Args:
       wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
@@ -453,7 +453,7 @@ def _metadata(folder: Path, name: str) -> Any:
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
-    """Write a model into a folder that exists; an error names `path`, what the folder will be called, if that is another.
+    """Write a model into an existing folder; errors name `path`, the folder's final name, if that is another.
 
     Raises:
       CheckpointError: `path` cannot be written.
@@ -497,7 +497,7 @@ def load_params(
 def _load_shares(
     stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
 ) -> Llama:
-    """As `_load_params`, but each process fetches only what its devices hold: ranges of files, which no checksum covers."""
+    """As `_load_params`, but each process fetches only the ranges that its devices hold; no checksum covers them."""
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
@@ -523,7 +523,7 @@ def _load_shares(
 
 
 def _check_same_step(stored: OrbaxCheckpoint) -> None:
-    """Raise CheckpointError where processes would read different steps, as of a run that goes on saving."""
+    """Raise CheckpointError if processes would read different steps, such as those of a run that goes on saving."""
     from jax.experimental import multihost_utils
 
     step = int(stored.arrays[0].name)
@@ -587,7 +587,7 @@ def _shape(stored: OrbaxCheckpoint) -> Llama:
 
 
 def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
-    """Call `ask`; what orbax raises becomes a CheckpointError of one line, with `path` and the cause."""
+    """Call `ask`; an error of orbax becomes a CheckpointError of one line, with `path` and the cause."""
     try:
         with without_tracebacks():
             return ask()

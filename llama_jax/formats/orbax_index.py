@@ -1,4 +1,4 @@
-"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them.
+"""Where the numbers of a step's arrays lie in its files, by orbax's index alone, so that a host fetches only its share.
 Also merges the indexes of several hosts.
 
 Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
@@ -105,7 +105,7 @@ class ArrayRows(Unquantized):
 
 
 def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedArray] | None:
-    """The arrays of what orbax wrote under a name into a step; None where they are compressed, or partly in the index.
+    """The arrays that orbax wrote under a name into a step; None if they are compressed, or partly in the index.
 
     Args:
       folder: of this machine, with the files of the step that hold no numbers.
@@ -149,7 +149,7 @@ def add_index(folder: Path, manifest: bytes) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The keys of the key-value store in a folder, each with its value, or with where that is."""
+    """The keys of the key-value store in a folder, each with its value or the place of its value."""
     import tensorstore
 
     files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder.absolute()}/"}).result()
@@ -169,7 +169,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _array(
     name: str, entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], place: StoredPath
 ) -> ChunkedArray | None:
-    """An array by its description; None where that is not in the index, or its chunks are not of the kind read here."""
+    """An array by its description; None if that is not in the index, or its chunks are of another kind."""
     try:
         described = json.loads(entry["inline_value"])
         shape, dtype = tuple(described["shape"]), DTYPES[described["data_type"]]

@@ -125,7 +125,7 @@ def parameter_fill(
     *,
     layers_apart: bool = False,
 ) -> ParameterFill:
-    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
+    """A parameter on the devices of `sharding` (NumPy arrays if that is None): floats, or a quantized weight.
 
     Args:
       dtype: of the computation, and of parameters that are not quantized.

@@ -45,7 +45,7 @@ def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
 
 
 def note_of(config: LlamaConfig) -> dict[str, Any]:
-    """What `with_note` makes the configuration of again, as JSON holds it."""
+    """The JSON note from which `with_note` restores the configuration."""
     assert config.rope_scaling is not None
     scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
     return {"max_seq_len": config.max_seq_len, "rope_theta": config.rope_theta, "rope_scaling": scaling}
@@ -82,7 +82,7 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
 FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 OUR_NOTE = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
-OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
+OUR_LLAMA3 = {  # Llama 3.1's parameters, since a GGUF stores only their factors; and the values where a file has none
     f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
     f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
     f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
@@ -112,7 +112,7 @@ def with_scaling(
     """The configuration with the rope scaling that settings and tensors describe.
 
     Args:
-      architecture: with whose name the keys begin.
+      architecture: the prefix of the keys.
       whole_yarn: whether the architecture reads all settings of yarn.
     """
     found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
@@ -257,9 +257,8 @@ def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, floa
 
 
 def short_decimal(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
-
-    One beyond float32, which a float64 may be, is given back as it is.
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06. A float64
+    beyond the range of float32 is returned unchanged.
     """
     return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 

@@ -136,10 +136,10 @@ def convert(
     formats. For `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
-      calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
+      calibrate: a text; its first 2,048 tokens are used to scale channels before the matrices are quantized, see
         `model.awq`.
       tokenizer: a vocabulary's file or folder, written in place of the source's.
-      base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
+      base: for an adapter, the model that it was trained on; only its settings are read. By default the one it names.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
@@ -342,7 +342,7 @@ def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
-            return array  # planes of a quantized weight, whose factors are looked at
+            return array  # integers of a quantized weight; its factors are checked
         target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):

@@ -233,7 +233,7 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
 
 
 def _newest(path: object) -> Location | None:
-    """The step that is taken of a run; None where a path is something else, as a step itself is."""
+    """The newest step of a run; None if the path is something else, such as a step."""
     if not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
         return None
     folder = find_checkpoints(Path(os.fsdecode(path)))

@@ -141,7 +141,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
 def split_fused(
     config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors, with each that holds several parts of a layer as those parts.
+    """The tensors, with each fused tensor of a layer split into its parts.
 
     Args:
       fused_names: by the name of such a tensor, "{}" standing for the layer, the parts that it holds by rows in order.

@@ -71,7 +71,7 @@ class About:
 
 
 def read_about(folder: Location, *, card: bool = True) -> About:
-    """What the files of a folder say.
+    """The description in the files of a folder.
 
     Args:
       card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
@@ -212,7 +212,7 @@ def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
 
 def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
-    """One line that names what a model that was written does not hold."""
+    """One line with the settings that a written model does not hold."""
     parts = (
         name
         if isinstance(value, str) and (len(value) > 60 or "\n" in value)

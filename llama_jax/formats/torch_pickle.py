@@ -108,7 +108,7 @@ def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Location) -> Mapping[str, Any]:
-    """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read."""
+    """The dictionary in a file that torch saved; its tensors have not been read."""
     if not is_torch(path):
         with path.open("rb") as file:
             old = file.read(2) == b"\x80\x02"
@@ -282,8 +282,8 @@ def _global(words: str, path: Location) -> _Global:
     module, _, name = words.partition(" ")
     found = _Global(module, name)
     if found not in ALLOWED:
-        asked = shown(f"{module}.{name}", 100)
-        raise CheckpointError(f"{path} asks for {asked}; a model needs tensors only. Nothing was run")
+        requested = shown(f"{module}.{name}", 100)
+        raise CheckpointError(f"{path} asks for {requested}; a model needs tensors only. Nothing was run")
     return found
 
 

@@ -56,8 +56,8 @@ def write_atomically(
     Args:
       check: called before the renaming or the upload; what it raises prevents it.
       raises: makes the error of a text that says that `path` cannot be written, and why.
-      last: for a folder in a store, the names of files without which nobody recognizes it, one of which it has: that one is
-        deleted first and uploaded last.
+      last: for a folder in a store: the one of these files that it has, without which it is not recognized, is deleted first
+        and uploaded last.
     """
     check = check or (lambda: None)
     if isinstance(path, StoredPath):
@@ -110,7 +110,7 @@ def replace_path(target: Path, path: Path) -> None:
     """Rename `target` to `path`, in one step where the system can; a folder that had the name is `target` afterwards.
 
     Raises:
-      OSError: the system refuses, or `target` is a file and `path` a folder, of which all content would be lost.
+      OSError: the system refuses, or `target` is a file and `path` a folder, whose content would be lost.
     """
     if path.is_dir() and not path.is_symlink() and not target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -335,7 +335,7 @@ def remedy_for(error: BaseException) -> str:
     text = str(error)
     if number in FULL or any(os.strerror(full) in text for full in FULL):
         return "; the disk is full: make room there, or write to another one"
-    if "requested and" in text:  # NumPy's short write, of which it tells no reason
+    if "requested and" in text:  # NumPy's error for a short write, without a reason
         return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
         return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"

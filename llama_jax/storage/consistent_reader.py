@@ -168,7 +168,7 @@ class StoreView:
                 self.store().write(key, content, only_new=True)
             except FileExistsError:
                 if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
-                    raise  # not our own write of an earlier try, whose answer was lost
+                    raise  # unless an earlier try of ours has written it, and its answer was lost
 
         with_retries(self.url(key), request)
 

@@ -148,7 +148,7 @@ class _Reader:
         return frozenset(i for i in found if tokens[i] not in NOT_SWALLOWING)
 
     def settings(self, tokens: Sequence[str], kinds: list[EntryKind], pre: str, add_bos: bool) -> Settings:
-        """The settings, whose `stop_ids` are all ends; changes kinds to what llama.cpp takes these tokens for."""
+        """The settings, with all ends as `stop_ids`; changes `kinds` to those that llama.cpp assigns."""
         model, count = self.text("model"), len(tokens)
         ids = {token: i for i, token in enumerate(tokens)}
         bos, eos = DEFAULT_ENDS[model]
@@ -241,7 +241,7 @@ def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], l
     """The pieces of a model that encodes as llama.cpp, and the ids that those after the vocabulary's own stand for.
 
     llama.cpp merges to tokens of any kind, the library to normal pieces alone. It wants an unknown piece, which follows if
-    merges lead to the token, and all bytes or none: of which missing ones follow.
+    merges lead to the token, and all bytes or none; missing ones follow.
     """
     ids = {entry.text: i for i, entry in enumerate(entries)}
     pieces = [entry._replace(kind=EntryKind.NORMAL) for entry in entries]

@@ -101,10 +101,9 @@ class HuggingFaceTokenizer(PartsTokenizer):
         Args:
           vocab_size: its largest id plus one, without those of `spelled`.
           special_tokens: their ids by their names; by default those that the library and the settings call so.
-          user_defined: tokens of which the longest is taken first, wherever in a text it is; the library goes from left to
-            right.
+          user_defined: tokens; the longest is taken first, wherever in a text it is. The library goes from left to right.
           spelled: the ids that those of the library beyond V stand for.
-          odd: bytes of tokens whose texts in the library do not say them.
+          odd: the bytes of tokens that have another text in the library.
         """
         from tokenizers import normalizers
 
@@ -279,7 +278,7 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
     if any(token.normalized or (token.content in ends and not token.special) for token in tokens):
-        described = json.loads(library.to_str())  # what is said of a token cannot be changed otherwise
+        described = json.loads(library.to_str())  # the library cannot change a token's flags otherwise
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
             entry["special"] |= entry["content"] in ends

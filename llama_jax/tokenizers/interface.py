@@ -157,7 +157,7 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Characters so far, those held back included."""
+        """The number of characters so far, with held ones."""
         return len(self.shown) + len(self._held)
 
     def push(self, token: int) -> bool:
@@ -166,7 +166,7 @@ class Text:
         return self.ended
 
     def finish(self) -> None:
-        """Give out what was held back, now that nothing follows."""
+        """Write the held text, now that nothing follows."""
         if not self.ended:
             self._add(self._stream.finish())
             if not self.ended:
@@ -183,7 +183,7 @@ class Text:
         if found:
             ready = min(found)
         else:
-            held = self._held  # of which no beginning of a stop string can be more: some have thousands of characters
+            held = self._held  # a longer beginning of a stop string cannot match: some have thousands of characters
             starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
             ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
         self._show(self._held[:ready])
@@ -228,7 +228,7 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 
 
 def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
-    """The text with tokens as ids, of which the longest is taken first, wherever in the text it is, as in llama.cpp."""
+    """The text with tokens as ids; the longest is taken first, wherever in the text it is, as in llama.cpp."""
     parts: list[Part] = [text]
     for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
         found: list[Part] = []
@@ -308,7 +308,7 @@ def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool =
 
 
 def ending_names(names: Iterable[str]) -> set[str]:
-    """Those of the names that end what is generated; `<|end|>` and `</s>` do not beside certain others."""
+    """The names that end generation; `<|end|>` and `</s>` do not beside certain others."""
     found = ENDS.intersection(names)
     calls = found & {"<|call|>", "<|calls|>"}
     if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):

@@ -32,7 +32,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         is said of its vocabulary inside.
 
     Raises:
-      TokenizerError: none there, several of which none has such a name, or a damaged one.
+      TokenizerError: there is none, a damaged one, or several without such a name.
     """
     with reading(path, TokenizerError):
         return _load(locate(path))

@@ -149,7 +149,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         write_settings(folder, self, self.settings, "LlamaTokenizer")
 
     def _strict_model(self) -> bytes:
-        """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
+        """A model as the format requires: one unknown token, and all 256 bytes or none."""
         unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
         texts = {entry.text for entry in self._entries}
         all_bytes = texts.issuperset(BYTES)
@@ -170,7 +170,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         return list(self._entries)
 
     def _read_entries(self, added: Sequence[Entry]) -> list[Entry]:
-        """The entries that the model has, those that were appended with what they are."""
+        """The entries of the model; appended ones as they were given."""
         p = self._processor
         kinds = (
             (EntryKind.UNKNOWN, p.IsUnknown),
@@ -182,7 +182,7 @@ class SentencePieceTokenizer(PartsTokenizer):
             Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
             for i in range(self.vocab_size - len(added))
         ]
-        # Of user-defined pieces the library says nothing; their score is 0, and their bytes are known.
+        # The library does not tell which pieces are user-defined: their score is 0, and they are found by their bytes.
         for i, entry in enumerate(own):
             candidate = entry._replace(kind=EntryKind.USER_DEFINED)
             if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in self._content:
@@ -199,7 +199,7 @@ class SentencePieceTokenizer(PartsTokenizer):
 
 
 def valid_text(text: str, token: int) -> str:
-    """The text of a token, in UTF-8 where its bytes are none; such a token is in no text."""
+    """The text of a token as valid UTF-8; a token that was not is in no text."""
     valid = text.encode(errors="surrogateescape").decode(errors="replace")
     return text if valid == text else f"{valid}[{token}]"
 
@@ -217,7 +217,7 @@ def _bytes_of(entry: Entry) -> bytes:
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
-    """The added tokens that the model itself has not, as pieces: their ids must go on where its own end."""
+    """The added tokens that the model lacks, as pieces; their ids must follow its own."""
     new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
     for expected, token in enumerate(new, size):
         if token.id != expected:

@@ -46,11 +46,11 @@ def main(seconds: float, memory: int) -> None:
         out.flush()
 
 
-def _answer(asked: bytes) -> bytes:
+def _answer(payload: bytes) -> bytes:
     try:
-        request = json.loads(asked.decode("utf-8", "surrogatepass"))
+        request = json.loads(payload.decode("utf-8", "surrogatepass"))
         text = rendered(request["template"], request["values"], request["marks"])
-        if len(text) > max(MAX_CHARACTERS, 4 * len(asked)):
+        if len(text) > max(MAX_CHARACTERS, 4 * len(payload)):
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
     except MemoryError:

@@ -14,7 +14,7 @@ from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers.interface import Tokenizer
 
 MAX_TOKEN_ID = 1 << 31
-# Of ``tokenizer_config.json``: what `Settings` says in its own words, and what is of one file or one program.
+# In ``tokenizer_config.json``: what `Settings` has fields for, and what concerns one file or program.
 OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
 OWN_SETTINGS |= {"added_tokens_decoder"}
 PER_FILE_SETTINGS = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
@@ -111,7 +111,7 @@ def read_settings(folder: Location) -> Settings:
 
 
 def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, tokenizer_class: str) -> None:
-    """Write what `read_settings` reads of a tokenizer that is saved; the class is transformers' name for its kind."""
+    """Write the files that `read_settings` reads; `tokenizer_class` is transformers' name for the kind."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     template: Any = tokenizer.chat_template
     if settings.chat_templates:
@@ -175,7 +175,7 @@ def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
 
 
 def _templates(where: str, value: Any) -> dict[str, str]:
-    """One template, or a list of named ones, of which "default" is for chats, by their names."""
+    """Chat templates by name; a single one is the "default"."""
     if isinstance(value, list):
         found: dict[Any, Any] = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
     else:
