@@ -187,9 +187,12 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
 
 def step_at(folder: Location) -> Location | None:
     """A step of a training run, or the newest step in its folder; in a store the folder of all. None for anything else."""
-    found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
-    at_once = found is None or is_step(found) or isinstance(found, StoredPath)
-    return found if at_once else found / str(existing_step(found, None))
+    if not folder.is_dir():
+        return None
+    found = folder if is_step(folder) else find_checkpoints(folder)
+    if found is None or is_step(found) or isinstance(found, StoredPath):
+        return found
+    return found / str(existing_step(found, None))
 
 
 def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:

@@ -17,7 +17,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats import orbax_format
-from llama_jax.formats.adapters import OpenedAdapter, open_adapter, save_adapter
+from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter
 from llama_jax.formats.gguf import Blocks
 from llama_jax.formats.huggingface import from_params
 from llama_jax.formats.lazy_tensors import FLOATS, Opened
@@ -250,7 +250,7 @@ def _convert_adapter(
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
-    adapter = opened.read(config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
+    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
     save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
 
 

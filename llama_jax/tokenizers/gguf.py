@@ -48,6 +48,7 @@ NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_token"}
 STOPS = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
 PRE = "tokenizer.ggml.pre"
+TEMPLATE = "tokenizer.chat_template."  # before the name of a further template
 # What other settings of a tokenizer say.
 OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
 OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
@@ -191,9 +192,9 @@ class _Reader:
             pad_id=-1 if pad is None else pad,
             all_stop_ids=True,
             chat_templates={
-                named[1]: text
+                key.removeprefix(TEMPLATE): text
                 for key, text in self.fields.items()
-                if (named := re.fullmatch(r"tokenizer\.chat_template\.(\w+)", key)) and isinstance(text, str)
+                if re.fullmatch(rf"{re.escape(TEMPLATE)}\w+", key) and isinstance(text, str)
             },
             gguf={key: value for key, value in self.fields.items() if _only_here(key, value)},
             more={
@@ -421,7 +422,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the fields do not hold: other templates, and those of a GGUF that the vocabulary came from."""
-    found = {f"tokenizer.chat_template.{name}": text for name, text in settings.chat_templates.items()}
+    found = {f"{TEMPLATE}{name}": text for name, text in settings.chat_templates.items()}
     found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
     pre, wanted = settings.gguf.get(PRE), PRE_TOKENIZERS.get(named[PRE])
     if pre in PRE_TOKENIZERS and named["tokenizer.ggml.model"] == "gpt2" and wanted is not None:
