@@ -114,19 +114,11 @@ class StoreView:
         return self._alone.get(key)
 
     def size(self, key: str) -> int:
-        """Bytes of an object.
-
-        Raises:
-          OSError: there is none.
-        """
+        """Bytes of an object."""
         return self._object(key)[0]
 
     def read(self, key: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an object, all of them, as it was when it was first seen.
-
-        Raises:
-          OSError: it is missing, unreadable or was replaced, or the store gave no complete answer in all tries.
-        """
+        """Bytes [start, stop) of an object, all of them, as it was when it was first seen."""
         _, version = self._object(key)
         url = self.url(key)
 
@@ -145,11 +137,7 @@ class StoreView:
         return whole
 
     def write(self, key: str, file: Path) -> None:
-        """Put a file of this machine under a key: all of it at once, replacing what is there.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Put a file of this machine under a key: all of it at once, replacing what is there."""
         with_retries(self.url(key), lambda: self.store().write(key, file))
 
     def create(self, key: str, content: bytes) -> None:
@@ -173,11 +161,7 @@ class StoreView:
         with_retries(self.url(key), request)
 
     def delete(self, key: str) -> None:
-        """Remove an object.
-
-        Raises:
-          OSError: it cannot be removed.
-        """
+        """Remove an object."""
         with_retries(self.url(key), lambda: self.store().delete(key))
 
     def again(self) -> StoreView:
@@ -204,10 +188,7 @@ def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float]
     """The result of `request`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
 
     Args:
-      waits: seconds; None is WAITS.
-
-    Raises:
-      OSError: the last retry failed too, or TIMEOUT_TRIES tries timed out.
+      waits: seconds; None is WAITS. An OSError if the last retry fails too, or TIMEOUT_TRIES tries timed out.
     """
     waits = WAITS if waits is None else waits
     slow = 0

@@ -24,10 +24,6 @@ DATA = "datasets/"  # prefix of the names of dataset repositories
 def open_hub(root: str) -> Repository:
     """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for data sets
     hf://datasets/ORGANIZATION/NAME.
-
-    Raises:
-      UserError: huggingface_hub is not installed.
-      OSError: no such repository or revision, or no permission to read it.
     """
     try:
         from huggingface_hub import HfApi, HfFileSystem
@@ -92,9 +88,6 @@ class Repository:
 
         Returns:
           The folder that holds them under their keys.
-
-        Raises:
-          TransientError, OSError: as for `Store`; and errors of the disk.
         """
         from huggingface_hub import snapshot_download
 

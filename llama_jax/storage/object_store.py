@@ -41,11 +41,7 @@ Result = TypeVar("Result")
 
 
 def open_bucket(root: str) -> ObjectBucket:
-    """The bucket at s3://BUCKET or gs://BUCKET.
-
-    Raises:
-      UserError: obstore is not installed, or its settings in the environment are invalid.
-    """
+    """The bucket at s3://BUCKET or gs://BUCKET."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url

@@ -227,12 +227,7 @@ def _open(scheme: str, root: str) -> Store:
 
 
 def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
-    """The bytes of a file.
-
-    Raises:
-      UserError: of this kind, for what is no file or has more than `largest` bytes, which no `what` of a model has.
-      OSError: it cannot be read.
-    """
+    """The bytes of a file; an error of this `kind` for what is no file, or has more than `largest` bytes."""
     if not path.is_file():  # reading a pipe would wait for ever
         raise kind(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
