@@ -22,8 +22,8 @@ STRING, ARRAY = 8, 9
 # A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
 MAX_TEXTS = 1 << 20
 MAX_ENTRIES = 1 << 16
-WINDOW = 1 << 20  # bytes of texts that are looked at together
-READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
+TEXT_WINDOW = 1 << 20  # bytes of texts that are looked at together
+HEADER_READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
 
 
 def is_gguf(path: Location) -> bool:
@@ -39,7 +39,7 @@ def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
     Raises:
       UserError: of this kind, for a damaged file, or what the caller finds damaged in it.
     """
-    with path.open("rb", buffering=READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
+    with path.open("rb", buffering=HEADER_READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
             yield Header(path, kind, file)
         except UserError:
@@ -137,7 +137,7 @@ class Header:
         import numpy as np  # tokenizers alone need none
 
         zeros = 3 if self.length == "I" else 7
-        window = np.frombuffer(self.file.read(min(WINDOW, self.size - self.at)), np.uint8)
+        window = np.frombuffer(self.file.read(min(TEXT_WINDOW, self.size - self.at)), np.uint8)
         following = np.zeros(max(0, len(window) - zeros), np.uint8)
         for i in range(1, zeros + 1):
             following |= window[i : i + len(following)]

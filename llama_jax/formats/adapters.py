@@ -68,7 +68,7 @@ READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "us
 # Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 # By target: the tensor of the base that it changes.
-BASES: dict[str, tuple[Row, Share]] = {
+BASE_TENSORS: dict[str, tuple[Row, Share]] = {
     name: (row, share)
     for row in TABLE
     for share in shares_of(row)
@@ -78,7 +78,12 @@ BASES: dict[str, tuple[Row, Share]] = {
 
 
 # Metadata of a GGUF.
-TYPE, ADAPTER_TYPE, ALPHA, BASE_NAME = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
+GENERAL_TYPE, ADAPTER_TYPE, ALPHA_KEY, BASE_NAME_KEY = (
+    "general.type",
+    "adapter.type",
+    "adapter.lora.alpha",
+    "general.base_model.0.name",
+)
 
 
 class Adapter(NamedTuple):
@@ -113,12 +118,12 @@ def _peft_names(target: str, layer: int) -> tuple[str, str, str]:
 
 
 def _gguf_names(target: str, layer: int) -> tuple[str, str, str]:
-    name = gguf.NAMES[BASES[target][1].name].format(layer)
+    name = gguf.NAMES[BASE_TENSORS[target][1].name].format(layer)
     return f"{name}.lora_a", f"{name}.lora_b", ""
 
 
 def _module(target: str, layer: int) -> str:
-    return NAMES[BASES[target][1].name].format(layer).removesuffix(".weight")
+    return NAMES[BASE_TENSORS[target][1].name].format(layer).removesuffix(".weight")
 
 
 PEFT = AdapterLayout(_peft_names, is_interleaved)
@@ -378,9 +383,9 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
 def _open_gguf(path: Location) -> OpenedAdapter | None:
     """The adapter in a GGUF; None if it holds something else."""
     fields, tensors = gguf.read_file(path, texts=False)
-    if fields.get(TYPE) != "adapter":
+    if fields.get(GENERAL_TYPE) != "adapter":
         return None
-    base = _base_name(fields.get(BASE_NAME))
+    base = _base_name(fields.get(BASE_NAME_KEY))
 
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
         for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.kind))):
@@ -392,7 +397,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
             raise CheckpointError(
                 f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
             )
-        rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
+        rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA_KEY)
         try:
             lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds a change as it is
         except ConfigError as error:
@@ -408,8 +413,8 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, ba
             "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
         )
     tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
-    settings: dict[str, Any] = {TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA: float(lora.scale * lora.rank)}
-    settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME: base}
+    settings: dict[str, Any] = {GENERAL_TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA_KEY: float(lora.scale * lora.rank)}
+    settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME_KEY: base}
     listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
     with gguf.new_file(path, architecture_of(config.kind), settings, listed) as write:
         for name, array in tensors.items():
@@ -529,4 +534,4 @@ def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _shares_at(row: Row) -> list[tuple[str, Share]]:
-    return [(name, share) for name, (its_row, share) in BASES.items() if its_row is row]
+    return [(name, share) for name, (its_row, share) in BASE_TENSORS.items() if its_row is row]

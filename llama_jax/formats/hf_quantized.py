@@ -496,20 +496,13 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
         high, width = scheme.block
         need(end, SCALES, (-(-shape[0] // high), -(-shape[1] // width)))
         return Scaled(name, parts, shape, _in_groups(name, "fp8", width, shape[1]), scheme)
-    if layout == "packed":
-        rows, columns = sizes(".weight_packed")
-    elif layout == "gptq":
-        columns, rows = sizes(".qweight")
-    else:
-        columns, rows = sizes(".qweight")
-        rows *= PER_WORD
-    if layout in ("packed", "gptq"):
-        columns *= PER_WORD
+    is_packed = layout == "packed"
+    a, b = sizes(".weight_packed" if is_packed else ".qweight")
+    shape = rows, columns = (a, b * PER_WORD) if is_packed else (b, a * PER_WORD) if layout == "gptq" else (b * PER_WORD, a)
     width = scheme.group or columns
     groups = -(-columns // width)
     form = _in_groups(name, "int4" if scheme.symmetric else "int4_asym", width, columns)
-    shape = (rows, columns)
-    if layout == "packed":
+    if is_packed:
         need(".weight_packed", ("I32",), (rows, columns // PER_WORD))
         need(".weight_scale", SCALES, (rows, groups))
         need(".weight_shape", ("I64", "I32"), (2,))

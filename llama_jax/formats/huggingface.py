@@ -92,7 +92,7 @@ SUPPORTED = {
 # Our names of settings of a rope scaling by those in the file, where the two differ.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
 # What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
-ROPE = {
+ROPE_SETTINGS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -109,10 +109,10 @@ ROPE = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
-OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+OPTIONAL_ROPE = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 # What else it may say, since it changes nothing.
-HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
-ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
+IGNORED_ROPE = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+ATTEND_KEY = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
 MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
@@ -178,7 +178,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
-        attend=found.get(ATTEND),
+        attend=found.get(ATTEND_KEY),
         **more,
     )
     return config if note is None else with_note(config, note)
@@ -194,11 +194,11 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE:
-        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE))} are")
-    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+    if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
+        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE_SETTINGS))} are")
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind])]
     for name in extra:
-        if (name, scaling[name]) not in HARMLESS:
+        if (name, scaling[name]) not in IGNORED_ROPE:
             raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
     if kind == "default":
         return theta, None
@@ -216,10 +216,10 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
         for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
             scaling.pop(name, None)
-    missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
+    missing = [name for name in ROPE_SETTINGS[kind] if name not in scaling and name not in OPTIONAL_ROPE]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
-    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
+    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE_SETTINGS[kind] if name in scaling}
     if kind == "dynamic":  # the context in the file is what the model was first trained at
         settings["original_max_seq_len"] = context
     return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
@@ -268,7 +268,7 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        **({} if config.attend is None else {ATTEND: config.attend}),
+        **({} if config.attend is None else {ATTEND_KEY: config.attend}),
     } | family.settings(config, parameters)
 
 
@@ -310,7 +310,7 @@ FUSED = {
 IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # The two ways to store the weights, the better first: name of a single file, and of the index of several.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -547,7 +547,7 @@ def write_folder(
         tokenizer.save(folder)
         ids |= token_ids(tokenizer)
     write_about(folder, opened.about())
-    write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
+    write_config(folder, opened.config, dtype=CONFIG_DTYPES[kinds[0]], **ids)
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:

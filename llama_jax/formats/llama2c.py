@@ -31,8 +31,8 @@ from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
-HEADER = 256  # bytes, from version 1 on
+LLAMA2C_MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
+HEADER_BYTES = 256  # bytes, from version 1 on
 NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
 MAX_LLAMA2C_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
@@ -58,8 +58,8 @@ LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
 VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
 # In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
-PREFIX = "_orig_mod."
-MASK = re.compile(r"layers\.\d+\.attention\.mask")
+COMPILED_PREFIX = "_orig_mod."
+MASK_TENSOR = re.compile(r"layers\.\d+\.attention\.mask")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def recognizes(path: Location) -> bool:
         except CheckpointError:
             return False
     with path.open("rb") as file:
-        return file.read(4) == MAGIC or _legacy(path) is not None
+        return file.read(4) == LLAMA2C_MAGIC or _legacy(path) is not None
 
 
 def open_file(path: Location) -> Opened:
@@ -108,8 +108,8 @@ def open_file(path: Location) -> Opened:
     if is_torch(path):
         return _open_training(path)
     with path.open("rb") as file:
-        start = file.read(HEADER)
-    if start[:4] != MAGIC:
+        start = file.read(HEADER_BYTES)
+    if start[:4] != LLAMA2C_MAGIC:
         config = _legacy(path)
         if config is None:
             raise CheckpointError(
@@ -118,7 +118,7 @@ def open_file(path: Location) -> Opened:
         legacy = dict(_tensors(path, config, LEGACY, 28))
         _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
         return _opened("llama2.c", path, config, legacy)
-    if len(start) < HEADER:
+    if len(start) < HEADER_BYTES:
         raise CheckpointError(f"{path} ends inside its header; copy it again")
     version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
     if version not in (1, 2):
@@ -130,7 +130,7 @@ def open_file(path: Location) -> Opened:
     largest = path.stat().st_size
     if config.n_layers > MAX_LLAMA2C_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
-    tensors = dict(_tensors(path, config, VERSIONED, HEADER, group if version == 2 else None))
+    tensors = dict(_tensors(path, config, VERSIONED, HEADER_BYTES, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
         raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
@@ -230,9 +230,9 @@ def _open_training(path: Location) -> Opened:
     if not isinstance(args, dict):
         raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
     tensors = {
-        name.removeprefix(PREFIX): tensor
+        name.removeprefix(COMPILED_PREFIX): tensor
         for name, tensor in tensors_of(found.get("model"), path).items()
-        if not MASK.fullmatch(name.removeprefix(PREFIX))
+        if not MASK_TENSOR.fullmatch(name.removeprefix(COMPILED_PREFIX))
     }
     names = meta.NAMES
     table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))

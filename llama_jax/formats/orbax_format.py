@@ -52,7 +52,7 @@ from llama_jax.ops.weights.order import arranged
 from llama_jax.ops.weights.planes import FP8, INT4, packed
 from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import FULL, cannot_write
+from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
@@ -61,7 +61,7 @@ TRANSIENT_NAMES = (
     *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
     *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
 )
-WRITE_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+WRITE_ERRNOS = (*DISK_FULL_ERRNOS, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 TRANSIENT_ERRNOS = tuple(getattr(errno, name) for name in TRANSIENT_NAMES if hasattr(errno, name))
 
 

@@ -27,7 +27,7 @@ DESCRIPTION = "zarr.json"  # after the name of an array
 MANIFEST = "manifest.ocdbt"  # names the newest version of an index
 CHUNK_INDEX_BYTES = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
 MIN_READ_BYTES = 1 << 17  # bytes of a chunk to ask for at a time
-DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
+ZARR_DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
 
 
 class _Chunk(NamedTuple):
@@ -172,7 +172,7 @@ def _array(
     """An array by its description; None if that is not in the index, or its chunks are of another kind."""
     try:
         described = json.loads(entry["inline_value"])
-        shape, dtype = tuple(described["shape"]), DTYPES[described["data_type"]]
+        shape, dtype = tuple(described["shape"]), ZARR_DTYPES[described["data_type"]]
         (codec,), grid = described["codecs"], described["chunk_grid"]
         chunk, codecs = tuple(grid["configuration"]["chunk_shape"]), codec["configuration"]
         if (

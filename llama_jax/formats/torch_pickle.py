@@ -34,7 +34,7 @@ MAX_PICKLE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 1 << 20
 MAX_TORCH_AXES = 8
 MAX_PICKLE_KEY = 1 << 31
-MARK = object()
+STACK_MARK = object()
 
 
 class _Global(NamedTuple):
@@ -191,7 +191,7 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
 
     def since_mark() -> list[Any]:
         at = len(stack) - 1
-        while stack[at] is not MARK:
+        while stack[at] is not STACK_MARK:
             at -= 1
             if at < 0:
                 raise ValueError("a mark is missing")
@@ -206,7 +206,7 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
             case "PROTO" | "FRAME":
                 pass
             case "MARK":
-                stack.append(MARK)
+                stack.append(STACK_MARK)
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":

@@ -393,7 +393,7 @@ def _add(step: Path, name: str, content: bytes) -> None:
 
 
 def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    consistent_reader.with_retries(str(path), ask, (*consistent_reader.WAITS, *PATIENCE))
+    consistent_reader.with_retries(str(path), ask, (*consistent_reader.RETRY_WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:

@@ -31,7 +31,7 @@ except ImportError:  # on Windows, where nothing is locked
 
 # Beside the name until it is complete ("partial"), and what had the name until then ("old").
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _temporary(path: Path, kind: str) -> Path:
@@ -333,7 +333,7 @@ def remedy_for(error: BaseException) -> str:
     """The remedy for an error of writing, after a semicolon; "" if none is known. Libraries give only its text."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
-    if number in FULL or any(os.strerror(full) in text for full in FULL):
+    if number in DISK_FULL_ERRNOS or any(os.strerror(full) in text for full in DISK_FULL_ERRNOS):
         return "; the disk is full: make room there, or write to another one"
     if "requested and" in text:  # NumPy's error for a short write, without a reason
         return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"

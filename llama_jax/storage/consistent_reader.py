@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 # Seconds before each retry, a minute in all; each is shortened at random, so that not all hosts retry at once.
-WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 TIMEOUT_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
 MAX_REQUEST_BYTES = 1 << 26  # bytes requested at a time: more are requested in parts
 
@@ -188,9 +188,9 @@ def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float]
     """The result of `request`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
 
     Args:
-      waits: seconds; None is WAITS. An OSError if the last retry fails too, or TIMEOUT_TRIES tries timed out.
+      waits: seconds; None is RETRY_WAITS. An OSError if the last retry fails too, or TIMEOUT_TRIES tries timed out.
     """
-    waits = WAITS if waits is None else waits
+    waits = RETRY_WAITS if waits is None else waits
     slow = 0
     for tried, wait in enumerate((*waits, None), 1):
         try:

@@ -18,7 +18,7 @@ from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TransientErr
 
 Result = TypeVar("Result")
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
-DATA = "datasets/"  # prefix of the names of dataset repositories
+DATASETS_PREFIX = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
@@ -30,7 +30,7 @@ def open_hub(root: str) -> Repository:
     except ImportError:
         raise UserError(f"{root} is read by huggingface_hub, which is not installed; pip install huggingface_hub") from None
     name, _, revision = root.removeprefix("hf://").partition("@")
-    kind, at = ("dataset", name.removeprefix(DATA)) if name.startswith(DATA) else ("model", name)
+    kind, at = ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)
     commit = _call(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
     return Repository(root, name, str(commit), HfFileSystem())
 
@@ -100,8 +100,8 @@ class Repository:
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
-            kind = "dataset" if self._name.startswith(DATA) else "model"
-            name = self._name.removeprefix(DATA)
+            kind = "dataset" if self._name.startswith(DATASETS_PREFIX) else "model"
+            name = self._name.removeprefix(DATASETS_PREFIX)
             found = try_to_load_from_cache(name, key, revision=self._commit, repo_type=kind)
             self._cached[key] = Path(found) if isinstance(found, str) else None
         return self._cached[key]

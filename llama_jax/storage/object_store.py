@@ -17,22 +17,22 @@ from typing import Any, NamedTuple, TypeVar
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
 
-EXTRA = 'pip install -e ".[stores]"'
+INSTALL_COMMAND = 'pip install -e ".[stores]"'
 # Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
 # because obstore ignores that setting when it is given these.
-CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
+CLIENT_OPTIONS: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
 # Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
 # and in between the time of its bytes at MIN_RATE bytes per second.
 SHORT_SECONDS, MIN_SECONDS, MAX_SECONDS, MIN_RATE = 15.0, 120.0, 900.0, 32 << 10
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
-STATUS = re.compile(r"status code: (\d{3})")
+STATUS_CODE = re.compile(r"status code: (\d{3})")
 # A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
 MIN_PART_BYTES, MAX_PARTS = 16 << 20, 9_000
-WAITING = {408, 425, 429}  # the 4xx statuses that are not final
-SAID = re.compile(r"<(Code|Message)>([^<]*)<")
+TRANSIENT_STATUSES = {408, 425, 429}  # the 4xx statuses that are not final
+XML_MESSAGE = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
-SETTINGS = {
+CREDENTIAL_VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
 }
@@ -46,7 +46,7 @@ def open_bucket(root: str) -> ObjectBucket:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError:
-        raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
+        raise UserError(f"{root} is read by obstore, which is not installed; {INSTALL_COMMAND}") from None
 
     for name in ENDPOINTS:
         given = os.environ.get(name, "")
@@ -54,7 +54,7 @@ def open_bucket(root: str) -> ObjectBucket:
             raise UserError(f"{name}={shown(given)} must be a URL with a host, as https://HOST:PORT, or not be set")
 
     def within(seconds: float) -> Any:
-        options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
+        options: Any = CLIENT_OPTIONS | {"timeout": f"{round(seconds * 1000)}ms"}
         # Retries are made by `consistent_reader.with_retries`, which logs what it waits for.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
@@ -207,12 +207,12 @@ class ObjectBucket:
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", url)
         if any(each in line for each in NO_CREDENTIALS):
-            wanted = SETTINGS[self._root.partition(":")[0]]
+            wanted = CREDENTIAL_VARIABLES[self._root.partition(":")[0]]
             return PermissionError(errno.EACCES, f"no credentials were found: set {wanted} (docs/storage.md)", url)
         if "incorrectly configured region" in line:
             return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
-        status = STATUS.search(line)
-        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in WAITING:
+        status = STATUS_CODE.search(line)
+        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in TRANSIENT_STATUSES:
             return OSError(errno.EIO, f"the store refuses ({_store_message(error)})", url)
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
@@ -239,8 +239,8 @@ def _first_line(error: Exception) -> str:
 def _store_message(error: Exception) -> str:
     """The store's own message, if any, with the status; otherwise obstore's message, without the address."""
     line = _first_line(error)
-    words = ": ".join(text for _, text in SAID.findall(line))
-    status = STATUS.search(line)
+    words = ": ".join(text for _, text in XML_MESSAGE.findall(line))
+    status = STATUS_CODE.search(line)
     if status is not None:
         return reason_of(f"{status[1]} {words}".strip(), 160)
     return reason_of(line.rpartition(" - ")[2], 160)

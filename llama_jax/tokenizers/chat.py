@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, get_args
 
-from llama_jax.child_process import START, ChildProcess, isolated
+from llama_jax.child_process import START_SECONDS, ChildProcess, isolated
 from llama_jax.errors import GenerationError, reason_of, shown
 from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
 
@@ -205,7 +205,9 @@ class Renderer:
     def __init__(self) -> None:
         script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
         command, environment = isolated(script, RENDER_PACKAGES, *limits)
-        self._child = ChildProcess(command, environment, RENDER_SECONDS + START)  # unless halted it has a timer of its own
+        self._child = ChildProcess(
+            command, environment, RENDER_SECONDS + START_SECONDS
+        )  # unless halted it has a timer of its own
 
     def render(
         self,

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
 # for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
-MARK = "\ufdd0\ufdd1"
+TEXT_MARK = "\ufdd0\ufdd1"
 LONG_TEXT = 4000  # characters, which take the library a few milliseconds
 MAX_UNUSED_IDS = 1 << 16  # ids
 # The begin and end of a sequence where no file names them.
@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
             # What removes the marks runs after the search for special tokens and before all else.
-            steps = [normalizers.Replace(MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
+            steps = [normalizers.Replace(TEXT_MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
             library.no_padding()
@@ -130,10 +130,10 @@ class HuggingFaceTokenizer(PartsTokenizer):
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
-        self._pattern = special_pattern([*self.special_tokens, MARK])
+        self._pattern = special_pattern([*self.special_tokens, TEXT_MARK])
         hidden = any(self._pattern.search(name) for name in user_defined or ())
         self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
-        self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
+        self._first = {name[0] for name in (*self.special_tokens, TEXT_MARK) if name}
         self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.settings = settings
@@ -143,9 +143,9 @@ class HuggingFaceTokenizer(PartsTokenizer):
         pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
         text = "".join(pieces)
         check_text(text)
-        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != MARK]
+        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != TEXT_MARK]
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
-            text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
+            text = TEXT_MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
             if len(text) > LONG_TEXT:  # only in batches does the library let other threads of Python run
                 return self._within(self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -169,7 +169,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             if all(character in CHARACTER_BYTES for character in piece):
                 return bytes(CHARACTER_BYTES[character] for character in piece)
             return piece.encode()
-        byte = BYTE.fullmatch(piece)
+        byte = BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
     def save(self, folder: Path) -> None:
@@ -200,12 +200,12 @@ class HuggingFaceTokenizer(PartsTokenizer):
             return self._masked(text)
         names = {i: name for name, i in self._user_defined.items()}
         parts = split_longest(text, self._user_defined)
-        return MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
+        return TEXT_MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
 
     def _masked(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
             return text
-        return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
+        return self._pattern.sub(lambda found: found.group()[0] + TEXT_MARK + found.group()[1:], text)
 
 
 def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from llama_jax.errors import TokenizerError, reason_of, shown
 Part = str | int  # plain text, or the id of a special token
 # The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
 # calls its eos.
-ENDS = {
+END_NAMES = {
     *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
+        The end-of-sequence token, those of `END_NAMES` that are special, those that the model's own files name, and the
         begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Not the latter
         where a ``generation_config.json`` lists the ends and names the BOS apart, as a saved one does. Of a vocabulary in
         GGUF: exactly those at which llama.cpp ends.
@@ -309,7 +309,7 @@ def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool =
 
 def ending_names(names: Iterable[str]) -> set[str]:
     """The names that end generation; `<|end|>` and `</s>` do not beside certain others."""
-    found = ENDS.intersection(names)
+    found = END_NAMES.intersection(names)
     calls = found & {"<|call|>", "<|calls|>"}
     if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
         found.discard("<|end|>")

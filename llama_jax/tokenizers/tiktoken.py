@@ -21,7 +21,7 @@ from llama_jax.tokenizers.interface import (
 from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 # How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
-SPLIT = (
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -69,7 +69,7 @@ class TiktokenTokenizer(PartsTokenizer):
         with library_errors(f"{where} cannot be used as ranks"):
             self._encoding = tiktoken.Encoding(
                 where,
-                pat_str=SPLIT,
+                pat_str=LLAMA3_SPLIT,
                 mergeable_ranks={token: rank for rank, token in enumerate(self._bytes)},
                 special_tokens=self.special_tokens,
             )

@@ -10,7 +10,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TiktokenTokenizer
-from llama_jax.tokenizers.tiktoken import MAX_RUN, MAX_TEXT, SPLIT, cut, merges
+from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, MAX_RUN, MAX_TEXT, cut, merges
 from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
@@ -25,7 +25,7 @@ def llama3():
 def library():
     """tiktoken by itself, from its own reader of the file."""
     ranks = load_tiktoken_bpe(str(shared_data("tokenizers/llama3/tokenizer.model")))
-    return tiktoken.Encoding("llama3", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("llama3", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
 
 
 def test_ids_equal_llama_cpps_vectors():
