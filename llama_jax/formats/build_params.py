@@ -26,10 +26,10 @@ from llama_jax.formats.lazy_tensors import (
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
 from llama_jax.formats.tensor_names import shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
-from llama_jax.model.params import TABLE, Llama, Row, rows, shape_of
+from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build
-from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import padded_shapes_config
 from llama_jax.storage import StoredPath
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
@@ -132,7 +132,7 @@ def plan(opened: Opened) -> Llama:
             tensor = permute_rope(tensor, c.head_dim, interleave=False)
         return Part(f"{where}: tensor {name!r}", tensor, columns)
 
-    def array(row: Row, layer: int) -> ArrayParts:
+    def array(row: ParamSpec, layer: int) -> ArrayParts:
         """A parameter; if it has several shares they are concatenated along its second axis."""
         parts, first = [], 0
         for share in shares_of(row):
@@ -155,7 +155,7 @@ def plan(opened: Opened) -> Llama:
         if table not in opened.tensors:  # some writers keep the other name of the one tensor
             table = head
 
-    def parameter(row: Row) -> ArrayParts | StackParts:
+    def parameter(row: ParamSpec) -> ArrayParts | StackParts:
         return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
 
     found = build(c, parameter)
@@ -184,16 +184,18 @@ def _check_tied(opened: Opened) -> None:
 
 
 def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
-    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`."""
-    config, target = opened.config, laid_out(opened.config, sizes)
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.padding`."""
+    config, target = opened.config, padded_shapes_config(opened.config, sizes)
     plan(opened)  # errors about the file name the file's own shapes
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
+        tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)} & set(
+            tensors
+        )
         tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
-        shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
+        shares = [share.name for row in specs_for(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
         tensors |= {name: repeat_heads(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)

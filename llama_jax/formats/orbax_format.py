@@ -45,12 +45,12 @@ from llama_jax.formats.step_dirs import (
     verify,
 )
 from llama_jax.formats.tokenizer_files import About, read_about
-from llama_jax.model.params import Llama, Row, row_at
+from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
-from llama_jax.ops.weights import KINDS, JoinedWeight, MixedStack, Plane, QuantizedWeight, shardings_of_planes
-from llama_jax.ops.weights.order import arranged
-from llama_jax.ops.weights.planes import FP8, INT4, packed
-from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.ops.weights import QUANT_FORMATS, JoinedWeight, MixedStack, QuantField, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.device_layout import arranged
+from llama_jax.ops.weights.format_spec import FP8, INT4, packed
+from llama_jax.ops.weights.quantized_matmul import columns_on_each
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
@@ -168,7 +168,7 @@ def read_kinds(folder: Path) -> tuple[Kinds, str]:
         raise CheckpointError(f"{folder / KINDS_FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
         for each in _single_kinds(kind):
-            if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
+            if not (isinstance(each, str) and each in QUANT_FORMATS) and (each is not None or each is kind):
                 raise CheckpointError(
                     f"{folder / KINDS_FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
                 )
@@ -186,7 +186,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
     unused = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        name, row = name_of(path), row_at(path)
+        name, row = name_of(path), spec_at(path)
         kind = kinds.get(name)
         if kind is None:
             return leaf
@@ -204,7 +204,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
     def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
         if kind is None:
             return leaf
-        form, shape = KINDS[kind], leaf.shape
+        form, shape = QUANT_FORMATS[kind], leaf.shape
         if shape[-1] % form.block:
             raise CheckpointError(
                 f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
@@ -251,7 +251,7 @@ def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
 def to_arrays(params: Llama) -> Llama:
     """The parameters with their planes as they are written."""
 
-    def stored(array: Any, plane: Plane) -> Any:
+    def stored(array: Any, plane: QuantField) -> Any:
         if plane.dtype == FP8:
             return lax.bitcast_convert_type(array, jnp.uint8)
         return jax.jit(packed)(array) if array.dtype == INT4 else array
@@ -262,7 +262,7 @@ def to_arrays(params: Llama) -> Llama:
 def from_arrays(params: Llama) -> Llama:
     """The inverse of `to_arrays`."""
 
-    def restored(array: jax.Array, plane: Plane) -> jax.Array:
+    def restored(array: jax.Array, plane: QuantField) -> jax.Array:
         if plane.dtype == FP8:
             return arranged(plane, lax.bitcast_convert_type(array, FP8))
         found = arranged(plane, array)
@@ -273,7 +273,7 @@ def from_arrays(params: Llama) -> Llama:
     return _map_planes(params, restored)
 
 
-def _map_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+def _map_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
 
     def changed(leaf: Any) -> Any:
@@ -501,7 +501,7 @@ def _load_shares(
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
-    def parts(row: Row) -> ArrayParts | StackParts:
+    def parts(row: ParamSpec) -> ArrayParts | StackParts:
         shape = row.shape(stored.config)
         rows = math.prod(shape[:-1])
 

@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.formats import huggingface
 from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Opened
 from llama_jax.formats.tensor_names import shares_of
-from llama_jax.model.params import rows, shape_of
+from llama_jax.model.params import shape_of, specs_for
 
 CONFIG = llama_jax.LlamaConfig(
     vocab_size=32_000,
@@ -36,7 +36,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import llama_jax
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.trees import init
-from llama_jax.ops.weights.planes import bits_of
+from llama_jax.ops.weights.format_spec import bits_of
 
 def status(name):
     with open("/proc/self/status") as file:
@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
     path.mkdir()
     row = np.random.default_rng(0).standard_normal(5632).astype(FLOATS["BF16"])
     c = CONFIG
-    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in shares_of(row)}
+    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
     tensors = {
         name.format(i): ArrayTensor(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
         for part, name in huggingface.NAMES.items()
