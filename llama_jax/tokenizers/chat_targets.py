@@ -21,9 +21,8 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
     template_parts,
 )
-from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
+from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 

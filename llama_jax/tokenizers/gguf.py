@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
-from llama_jax.tokenizers.interface import END_NAMES, Tokenizer, ending_names, library_errors
+from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.interface import END_NAMES, SPACE, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers.interface import (
+    SPACE,
     Part,
     PartsTokenizer,
     check_ids,
@@ -29,7 +30,6 @@ from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 if TYPE_CHECKING:
     import tokenizers
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks

@@ -13,6 +13,7 @@ from typing import Protocol
 from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
 # The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
 # calls its eos.
 END_NAMES = {

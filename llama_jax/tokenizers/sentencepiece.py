@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
+    SPACE,
     Part,
     PartsTokenizer,
     check_ids,
@@ -24,7 +25,6 @@ from llama_jax.tokenizers.interface import (
 )
 from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_settings
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
 MAX_LINE_BYTES = 4000  # bytes; SentencePiece leaves out longer ones
