@@ -22,6 +22,7 @@ STRING, ARRAY = 8, 9
 # A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
 MAX_TEXTS = 1 << 20
 MAX_ENTRIES = 1 << 16
+MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 TEXT_WINDOW = 1 << 20  # bytes of texts that are looked at together
 HEADER_READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
 
@@ -30,6 +31,16 @@ def is_gguf(path: Location) -> bool:
     """Whether the file begins as GGUF does."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
+
+
+def short_decimal(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
+
+    A float64 beyond the range of float32, and what is no float, is returned unchanged.
+    """
+    import numpy as np  # tokenizers alone need none
+
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 
 
 @contextmanager

@@ -35,11 +35,11 @@ from llama_jax.formats.lazy_tensors import (
     read_bytes,
 )
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
-from llama_jax.formats.rope_conversion import settings_and_tensors, short_decimal, with_scaling
+from llama_jax.formats.rope_conversion import settings_and_tensors, with_scaling
 from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.tensor_names import with_layers
 from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
-from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header
+from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import join
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.formats.huggingface import read_config, write_config
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, WeightFormat, target_dtype
@@ -106,7 +106,7 @@ def root_cause(error: BaseException, most: int = 300) -> str:
     """The message of the innermost error, which names the file."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
-    return " ".join(str(error).split())[:most]
+    return reason_of(error, most)
 
 
 def write_error(error: BaseException) -> OSError:

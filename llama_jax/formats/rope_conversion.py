@@ -21,6 +21,7 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Tensor
+from llama_jax.gguf_header import short_decimal
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
@@ -98,7 +99,6 @@ FIXED_YARN = {
 # Those that architectures with all of yarn read, and our names of them.
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
 MAX_NOTE = 1 << 20  # characters
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def with_scaling(
@@ -257,13 +257,6 @@ def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, floa
     plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
     frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
-
-
-def short_decimal(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06. A float64
-    beyond the range of float32 is returned unchanged.
-    """
-    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

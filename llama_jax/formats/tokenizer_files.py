@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
@@ -130,7 +129,7 @@ def write_about(folder: Path, about: About) -> None:
 
 def about_from_fields(fields: Mapping[str, Any]) -> About:
     """The description in the metadata of a GGUF."""
-    plain = {key: _short(value) for key, value in fields.items() if _is_plain(value)}
+    plain = {key: short_decimal(value) for key, value in fields.items() if _is_plain(value)}
     general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
     sampling = {key.removeprefix("sampling."): value for key, value in general.items() if key.startswith("sampling.")}
     generation = {SAMPLING.get(key, key): value for key, value in sampling.items()}
@@ -160,11 +159,6 @@ def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
     return {f"general.{key}": value for key, value in card.items() if key not in PER_FILE_FIELDS} | {
         f"general.sampling.{key}": value for key, value in sampling.items()
     }
-
-
-def _short(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
