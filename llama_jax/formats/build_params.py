@@ -47,7 +47,7 @@ def build_params(
     """The parameters. All names and shapes are checked before the first tensor is read.
 
     Args:
-      dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
+      dtype: of all parameters; for None see `lazy_tensors.default_dtype`, and mixed files are then cast to it.
       quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.

@@ -105,7 +105,7 @@ class BlockTensor:
 
     @property
     def blocks(self) -> Tensor:
-        """See `tensors.blocks_of`."""
+        """See `lazy_tensors.blocks_of`."""
         width = self.shape[-1] // self.block[0] * self.block[1]
         return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
 

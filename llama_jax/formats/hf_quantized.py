@@ -228,7 +228,7 @@ class QuantizedTensor(ABC):
 
     @property
     def blocks(self) -> Tensor | None:
-        """See `tensors.blocks_of`."""
+        """See `lazy_tensors.blocks_of`."""
         return RowBytes(self)
 
     def part(self, end: str, start: int, stop: int) -> np.ndarray:

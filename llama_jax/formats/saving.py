@@ -180,24 +180,24 @@ def convert(
         _check_vocabulary(given, opened.config)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         opened = replace(opened, tokenizer=lambda: given)
-    if calibrate is not None and kind is not None:
-        check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+    sources = [locate(source), opened.path]
+    if calibrate is None and not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
+        _write(locate(path), opened, format, dtype, overwrite, progress, sources)
+        return
+    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
+    if calibrate is None:
+        halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16"
+        # A copy keeps the type that a CPU does not compute in, see `lazy_tensors.default_dtype`.
+        stored = jnp.float16 if halves and quantize is None else None
+        found = load(source, stored, quantize=quantize, tokenizer=tokenizer)
+        params = found.params
+    else:
         found = load(source, "float32", tokenizer=tokenizer)
-        config, params, vocabulary = found
-        tokens = _calibration(calibrate, config, vocabulary)
-        params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
+        tokens = _calibration(calibrate, found.config, found.tokenizer)
+        params = scale_channels(found.config, found.params, tokens, cast(str, kind), progress=cast(Any, progress))
         params = params if quantize is None else quantized_params(params, cast(FormatName, quantize))
-        options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
-        save(path, config, params, vocabulary, **options)
-        return
-    if not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
-        _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
-        return
-    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-    halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
-    # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
-    found = load(source, jnp.float16 if halves else None, quantize=quantize, tokenizer=tokenizer)
-    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+    options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+    save(path, found.config, params, found.tokenizer, **options)
 
 
 def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
