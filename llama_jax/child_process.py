@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-START = 60  # seconds that a process may take to start, from a slow disk
+START_SECONDS = 60  # seconds that a process may take to start, from a slow disk
 
 
 def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -27,12 +27,12 @@ class ChildProcess:
     """A process that answers one request after the other; started when it is first needed, and again after it was killed.
     It ends with this object, or with this process.
 
-    It writes one byte once it can be asked. Requests and answers are preceded by their lengths, as 8 bytes. From any thread.
+    It writes one byte when it is ready. Requests and answers are preceded by their lengths, as 8 bytes. Thread-safe.
 
     Args:
       command, environment: as `isolated` returns them.
       seconds: limit for a request, if no timer of its own ends the process before.
-      first: what each new process reads before it can be asked.
+      first: what each new process reads before it is ready.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], seconds: float, first: bytes = b"") -> None:
@@ -48,7 +48,7 @@ class ChildProcess:
         before it has the whole request, is first replaced, once.
 
         Args:
-          again: whether one that was asked before is replaced, once, also where it gives no answer.
+          again: whether a process that has answered before is also replaced, once, if it gives no answer.
         """
         with self._lock:
             if self.process is not None and self.process.poll() is not None:
@@ -96,7 +96,7 @@ class ChildProcess:
         self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(START, process.kill)
+        timer = threading.Timer(START_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:

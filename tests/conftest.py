@@ -221,3 +221,11 @@ def write_hf_folder(folder: Path, config, tensors: dict[str, np.ndarray] | None 
 def as_float64(params):
     """The same parameters in float64; use under `jax.enable_x64`."""
     return jax.tree.map(lambda a: jax.device_put(np.asarray(a, np.float64)), params)
+
+
+def same(a, b):
+    """Assert that two trees of arrays are equal: in structure, numbers and types."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.dtype == y.dtype

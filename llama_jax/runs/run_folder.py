@@ -25,7 +25,7 @@ from typing import Protocol
 
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, NUMBER_FILES, SUMS, fetch_files, files_in, is_step, sums_of
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs import locks
 from llama_jax.runs.locks import Lease, locked
@@ -307,7 +307,7 @@ class StoredShelf:
         if self._processes.first_of_host:
             shutil.rmtree(self._brought, ignore_errors=True)
             names = files_in(written)
-            numbers = [name for name in names if OF_NUMBERS.fullmatch(name)]
+            numbers = [name for name in names if NUMBER_FILES.fullmatch(name)]
             self._put_files(written, step, numbers)
             if self._writer is None:
                 small = [name for name in names if name not in numbers]
@@ -323,7 +323,7 @@ class StoredShelf:
 
     def put(self, written: Path, step: int) -> None:
         last = f"{ABOUT}/{SUMS}"
-        names = [name for name in files_in(written) if name != last and not OF_NUMBERS.fullmatch(name)]
+        names = [name for name in files_in(written) if name != last and not NUMBER_FILES.fullmatch(name)]
         self._put_files(written, step, names)
         self._put_files(written, step, [last])
         shutil.rmtree(written)
@@ -393,7 +393,7 @@ def _add(step: Path, name: str, content: bytes) -> None:
 
 
 def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    consistent_reader.with_retries(str(path), ask, (*consistent_reader.WAITS, *PATIENCE))
+    consistent_reader.with_retries(str(path), ask, (*consistent_reader.RETRY_WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:
