@@ -111,6 +111,12 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
+def pack_shuffled(sizes: np.ndarray, length: int, seed: int | None) -> list[list[int]]:
+    """`pack` documents into rows of T predicted tokens, in an order that the seed decides; None keeps theirs."""
+    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
+    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+
+
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
     """The documents that share each row of `length` = T predicted tokens, each of them whole: the same in every epoch.
 
@@ -129,8 +135,7 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
             f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
             " this length, or give longer rows"
         )
-    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
-    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+    return pack_shuffled(sizes, length, seed)
 
 
 def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:

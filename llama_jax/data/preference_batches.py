@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.batches import HostRows, fill_whole, pack
+from llama_jax.data.batches import HostRows, fill_whole, pack_shuffled
 from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
 from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
@@ -194,9 +194,7 @@ class PairRows:
           DataError: an invalid seed or batch.
         """
         self._host = HostRows(batch, seed, host, hosts)
-        order = np.arange(pairs.count) if seed is None else shuffled(pairs.count, seed, 0)
-        packed = pack(pairs.sizes[order].tolist(), length + 1)
-        self.members = [order[row].tolist() for row in packed]
+        self.members = pack_shuffled(pairs.sizes, length, seed)
         self.most = max(map(len, self.members))
         self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
         self._order = lru_cache(maxsize=1)(partial(row_order, len(self.members), seed))

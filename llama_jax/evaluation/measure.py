@@ -161,6 +161,17 @@ def measure_windows(
         yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
 
 
+def sum_windows(
+    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None = None
+) -> Any:
+    """The sums of `measure_windows` over the tokens of each window: its tree, of float64[windows]."""
+    sums: Any = None
+    for found, owner in measure_windows(corpus, windows, batch, measure, progress):
+        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
+        jax.tree.map(lambda total, one, at=owner: np.add.at(total, at, one), sums, found)
+    return sums
+
+
 def choose_sizes(
     config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None
 ) -> WindowSizes:

@@ -24,6 +24,7 @@ from llama_jax.evaluation.measure import (
     cut_windows,
     map_in_chunks,
     measure_windows,
+    sum_windows,
     token_mean,
     token_nats,
 )
@@ -104,10 +105,8 @@ def evaluate(
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measure_windows(corpus, windows, batch, partial(measure, params), progress):
-            np.add.at(sums, owner, nats)
+        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress)
     return summary(corpus, windows, sums)
 
 
@@ -196,14 +195,14 @@ def divergence(
     windows = cut_windows(corpus, length, stride)
     compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
-    of_tokens = []
+    token_kls = []
     measure = partial(compared, params, reference)
     with tracing_for(params):
         for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, measure, progress):
             for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
                 np.add.at(sums, owner, found)
-            of_tokens.append(kl)
-    kl = np.concatenate(of_tokens)
+            token_kls.append(kl)
+    kl = np.concatenate(token_kls)
     model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
     difference, difference_error = token_mean(windows, losses - others)
     mean, error = token_mean(windows, kls)
@@ -314,10 +313,8 @@ def pair_logprobs(
     texts = joined((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
     measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
-    sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measure_windows(texts, windows, batch, measure, progress):
-            np.add.at(sums, owner, nats)
+        sums = sum_windows(texts, windows, batch, measure, progress)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
     logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)

@@ -187,11 +187,11 @@ class Lease:
           TransientError, OSError: it cannot be renewed.
         """
         with self._lock:
-            self.look()
+            self.raise_if_lost()
             if _clock() - self._renewed > SECONDS / 2:
                 self._renew()
 
-    def look(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise TrainingError if another run is known to have taken it."""
         if self._lost is not None:
             raise self._lost
@@ -227,7 +227,7 @@ class Lease:
                 _log.warning("%s: not renewed (%s); trying again in %g s", self._object, error, SECONDS / RENEWALS)
 
     def _renew(self) -> None:
-        self.look()
+        self.raise_if_lost()
         self._content["renewals"] += 1
         while not self._write():
             found = self._read()

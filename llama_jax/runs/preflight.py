@@ -18,8 +18,8 @@ import numpy as np
 
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
-from llama_jax.data.data_files import Data, FoundData
-from llama_jax.data.documents import TOKENS, DocumentFormat, kind_of, read_documents
+from llama_jax.data.data_files import FoundData
+from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
@@ -248,11 +248,6 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     return found
 
 
-def is_given(paths: Data) -> bool:
-    """Whether there are any."""
-    return isinstance(paths, str | os.PathLike) or len(paths) > 0
-
-
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
@@ -310,7 +305,13 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
 
     def texts() -> Iterator[str]:
         try:
-            yield from _texts(data, recipe.reading)
+            for path in data:
+                if kind_of(path) in TOKENS:
+                    raise TrainingError(
+                        f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer"
+                    )
+                for document in read_documents(path, recipe.reading):
+                    yield document.text
         except UserError as error:
             failed.append(error)
             raise
@@ -321,14 +322,6 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
         if failed:
             raise failed[0] from None
         raise
-
-
-def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
-    for path in data:
-        if kind_of(path) in TOKENS:
-            raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
-        for document in read_documents(path, reading):
-            yield document.text
 
 
 def task_kind(recipe: Recipe) -> TaskKind:

@@ -9,7 +9,7 @@ from llama_jax.config import LlamaConfig, preset
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError
 from llama_jax.runs.recipe import Recipe, RewardSettings
-from llama_jax.runs.user_functions import result_of
+from llama_jax.runs.user_functions import call_function
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
@@ -181,7 +181,7 @@ def find(name: str) -> Recipe:
     file, colon, _ = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         raise TrainingError(f"no recipe {name!r}; give {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
-    recipe = result_of(name, "recipe")
+    recipe = call_function(name, "recipe")
     if not isinstance(recipe, Recipe):
         raise TrainingError(f"recipe {name!r} returned {type(recipe).__name__}; a llama_jax.runs.recipe.Recipe is needed")
     return recipe

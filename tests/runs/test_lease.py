@@ -82,7 +82,7 @@ def test_what_has_run_out_is_taken_and_its_holder_writes_nothing_more(store, qui
     with pytest.raises(TrainingError, match=r"run/lease.json was taken over by another run, process 2 on there"):
         one.check()
     with pytest.raises(TrainingError, match="taken over"):
-        one.look()
+        one.raise_if_lost()
     one.end()
     assert told(store)["holder"] == "2 on there"
     assert not told(store)["ended"]

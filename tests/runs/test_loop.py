@@ -213,7 +213,7 @@ def test_a_path_alone_a_recipe_by_name_and_nothing_printed(text, tmp_path, capfd
     name = f"{tmp_path / 'mine.py'}:few"
     result = train(name, tmp_path / "run", str(text), validation_data=text.with_name("other.txt"))
     assert result.step == 3
-    assert result.validation.documents > 1
+    assert result.validation.numbers["bits_per_byte"] > 0
     assert capfd.readouterr() == ("", "")
     with pytest.raises(TrainingError, match="no recipe 'tinny'; give tiny, shakespeare"):
         train("tinny", tmp_path / "none", text)

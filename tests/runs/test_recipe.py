@@ -194,8 +194,8 @@ def test_a_recipe_from_a_file(tmp_path):
     for name, message in (
         (f"{file}:slow", "has no function 'slow'"),
         (f"{file}:other", "returned int"),
-        (f"{file}:failing", "mine.py, line 8 fails with KeyError: 'x'"),
-        (f"{file}:asking", "fails with TypeError: .*missing 1 required positional argument"),
+        (f"{file}:failing", r"failing' failed with KeyError: 'x' \(.*mine.py, line 8, in failing"),
+        (f"{file}:asking", "failed with TypeError: .*missing 1 required positional argument"),
         (f"{tmp_path}/none.py:quick", "does not exist"),
         ("tin", "no recipe 'tin'; give tiny, shakespeare"),
     ):

@@ -101,8 +101,8 @@ def test_what_is_rewarded_becomes_more_probable(whole):
     assert 1 <= found[-1]["length"] <= ANSWER
     first, last = lines(folder, "validation")
     assert last["reward"] > first["reward"]
-    assert result.validation.reward == last["reward"] == -last["loss"]
-    assert result.validation.answers == 8 * 8
+    assert result.validation.numbers["reward"] == last["reward"] == -last["loss"]
+    assert result.validation.text.endswith("(64 answers)")
     assert "32 prompts to train on, of 8 tokens at most, 8 to evaluate" in said
     assert "on; 8 answers of at most 8 tokens to each of 4 prompts" in said
     assert "validation reward " in said
@@ -283,7 +283,7 @@ def test_what_fails_is_told_before_anything_is_compiled_or_where_it_is(file, pro
 
 @pytest.mark.slow
 def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"fails failed with KeyError: 'no such thing' \(.*judge.py, line 17, in fails"):
+    with pytest.raises(TrainingError, match=r"fails' failed with KeyError: 'no such thing' \(.*judge.py, line 17, in fails"):
         train(recipe_for(file, rewards={"functions": (f"{file}:fails",)}), tmp_path, [prompts])
 
 

@@ -30,7 +30,7 @@ from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.metrics import read_run
-from llama_jax.runs.run_folder import SharedStoredRun, opened
+from llama_jax.runs.run_folder import StoredRun, open_run
 from llama_jax.storage import locate, object_store
 
 RUN = "s3://bucket/run"
@@ -48,13 +48,13 @@ def store(monkeypatch):
 @pytest.fixture
 def run(store):
     """The folder of a run, that is the writer's."""
-    with opened(locate(RUN), Processes(), Log(quiet=True)) as run:
+    with open_run(locate(RUN), Processes(), Log(quiet=True)) as run:
         yield run
 
 
 @pytest.fixture
 def kept(run):
-    with CheckpointManager(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
+    with CheckpointManager(run.path / "checkpoints", store=run, keep_last=1) as kept:
         yield kept
 
 
@@ -117,7 +117,7 @@ def test_half_of_a_step_is_none_and_goes(store, kept):
     kept.wait()
     same(kept.restore(shapes_of())[0], state_of(20))
     store.objects["run/checkpoints/30/params/d/half"] = b"half"
-    kept._shelf.clear_up()
+    kept._store.clear_up()
     assert not [key for key in store.objects if "/30/" in key]
     assert kept.steps() == [20]
 
@@ -217,7 +217,7 @@ def test_who_loses_the_folder_writes_nothing_more(store, run, kept):
     save(kept, 10, 10)
     kept.wait()
     store.written["run/lease.json"] -= 100
-    other = run_folder.StoredRun(locate(RUN), Processes(), Log(quiet=True))
+    other = StoredRun(locate(RUN), Processes(), Log(quiet=True))
     run._lease._renewed -= 100  # this process stood still
     changes = len(store.changes)
     save(kept, 20, 20)
@@ -257,7 +257,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
     (run.path / "reference.npz").write_bytes(b"r")
     run.end(failed=False)
     assert (store.objects["run/trace/x"], store.objects["run/reference.npz"]) == (b"x", b"r")
-    with opened(locate(RUN), Processes(), Log(quiet=True)) as later:
+    with open_run(locate(RUN), Processes(), Log(quiet=True)) as later:
         assert [path.name for path in later.path.iterdir()] == ["reference.npz"]
         (later.path / "metrics.jsonl").write_text(line(20))
     assert store.objects["run/metrics/000005.jsonl"] == line(20).encode()
@@ -266,7 +266,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
 def test_hosts_whose_scratch_folder_is_the_same(run):
     second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
     with pytest.raises(TrainingError, match=r"cannot be made on \S+ \(File exists\); the variable TMPDIR must name"):
-        SharedStoredRun(locate(RUN), run.path, second)
+        StoredRun(locate(RUN), second, Log(quiet=True), run.path)
 
 
 def test_where_no_run_can_be():

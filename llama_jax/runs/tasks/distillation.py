@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import jax
-import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
-from llama_jax.evaluation.measure import WindowRows, choose_sizes, cut_windows, measure_windows, token_mean
-from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
+from llama_jax.evaluation.measure import choose_sizes, cut_windows, sum_windows, token_mean
+from llama_jax.evaluation.perplexity import compare_tokens, summary
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -30,21 +27,6 @@ from llama_jax.training.flops import step_flops
 from llama_jax.training.step import Loss
 
 EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom encode alike
-
-
-@dataclass(frozen=True)
-class DistillationEvaluation:
-    """The evaluation of a student.
-
-    Attributes:
-      loss: weighted sum of the divergence and the negative log-likelihood, at temperature 1.
-      kl: mean divergence of its predictions from the teacher's, in nats.
-      text: the student's own loss on the text.
-    """
-
-    loss: float
-    kl: float
-    text: Evaluation
 
 
 def options_of(recipe: Recipe) -> DistillOptions:
@@ -168,25 +150,13 @@ class DistillationBatchSource:
         rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
         windows = cut_windows(held, length, length)
 
-        def compare(rows: WindowRows) -> tuple[jax.Array, ...]:
-            return self._compare(model, self._params, rows)
-
-        losses, kls = np.zeros(len(windows.read)), np.zeros(len(windows.read))
-        for (nats, _, kl, _), owner in measure_windows(held, windows, rows, compare, None):
-            np.add.at(losses, owner, nats)
-            np.add.at(kls, owner, kl)
+        losses, _, kls, _ = sum_windows(held, windows, rows, partial(self._compare, model, self._params))
         found, kl = summary(held, windows, losses), token_mean(windows, kls)[0]
         weight = options_of(self._recipe).weight
-        loss = weight * kl + (1 - weight) * found.loss
-        numbers = {
-            "loss": loss,
-            "kl": kl,
-            "cross_entropy": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
-        }
-        words = f"loss {loss:.4f}, KL {kl:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return EvalResult(loss, numbers, words, DistillationEvaluation(loss, kl, found))
+        loss = weight * kl + (1 - weight) * found.loss  # at temperature 1
+        text, per_byte = found.perplexity, found.bits_per_byte
+        numbers = {"loss": loss, "kl": kl, "cross_entropy": found.loss, "perplexity": text, "bits_per_byte": per_byte}
+        return EvalResult(numbers, f"loss {loss:.4f}, KL {kl:.4f}, perplexity {text:.2f}, {per_byte:.4f} bits per byte")
 
     def close(self) -> None:
         self._feed.close()

@@ -7,7 +7,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -200,27 +200,6 @@ def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
     )
 
 
-@dataclass(frozen=True)
-class RewardEvaluation:
-    """How good answers to held-out prompts are.
-
-    Attributes:
-      loss: -`reward`, by which the best checkpoint is chosen.
-      reward: the mean of all answers.
-      standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
-      length: mean tokens of an answer.
-      stopped: share of the answers that a stop token ended.
-      answers: their number.
-    """
-
-    loss: float
-    reward: float
-    standard_error: float
-    length: float
-    stopped: float
-    answers: int
-
-
 class RewardBatchSource:
     """Answers sampled from the current model and judged; see `interface.BatchSource`."""
 
@@ -302,7 +281,11 @@ class RewardBatchSource:
         return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
 
     def evaluate(self, model: Llama) -> EvalResult:
-        """Evaluate answers to held-out prompts, sampled as in training."""
+        """Evaluate answers to held-out prompts, sampled as in training.
+
+        The numbers are the mean reward of all answers and its standard error from the spread between prompts, nan for a
+        single one; the mean tokens of an answer; the share of the answers that a stop token ended; and -reward as the loss.
+        """
         r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
         totals, lengths, stopped = [], [], []
         for begin in range(0, count, self._prompts):
@@ -321,11 +304,10 @@ class RewardBatchSource:
         error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
         mean = float(reward.mean())
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
-        found = RewardEvaluation(-mean, mean, error, length, ended, len(reward))
-        facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
+        numbers = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
         spread = "" if np.isnan(error) else f" ± {error:.4f}"
         text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
-        return EvalResult(-mean, facts, text, found)
+        return EvalResult(numbers, text)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -62,19 +62,19 @@ class Objective:
 
 
 class EvalResult(NamedTuple):
-    """The result of an evaluation.
+    """The result of an evaluation on held-out data.
 
     Attributes:
-      loss: by which the best checkpoints are chosen: lower is better.
-      numbers: for the line in metrics.jsonl, including `loss`.
+      numbers: for the line in metrics.jsonl; "loss" is what the best checkpoints are chosen by: lower is better.
       text: for the log: "loss 2.1, perplexity 8.2".
-      result: what `Result.validation` is; it has a `loss`.
     """
 
-    loss: float
     numbers: dict[str, float]
     text: str
-    result: Any
+
+    @property
+    def loss(self) -> float:
+        return self.numbers["loss"]
 
 
 class BatchSource(Protocol):

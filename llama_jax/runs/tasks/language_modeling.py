@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -170,25 +170,12 @@ class TextBatchSource:
             batch=program.layout.shares * default_batch(),
             measure=self._measure,
         )
-        numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}
+        numbers = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte")}
         text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return EvalResult(found.loss, numbers, text, found)
+        return EvalResult(numbers, text)
 
     def close(self) -> None:
         self._batches.close()
-
-
-@dataclass(frozen=True)
-class MixtureEvaluation:
-    """The evaluation of the sources of a mixture.
-
-    Attributes:
-      loss: the mean of their losses, weighted by their shares, in nats per token.
-      sources: the evaluation of each.
-    """
-
-    loss: float
-    sources: dict[str, Any]
 
 
 def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], EvalResult]) -> EvalResult:
@@ -202,8 +189,7 @@ def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], 
     loss = sum(float(source.share) * found[source.name].loss for source in held)
     numbers = {f"{key}/{name}": value for name, one in found.items() for key, value in one.numbers.items()}
     text = ", ".join(f"{name} {one.loss:.4f}" for name, one in found.items())
-    result = MixtureEvaluation(loss, {name: one.result for name, one in found.items()})
-    return EvalResult(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
+    return EvalResult({"loss": loss, **numbers}, f"loss {loss:.4f} ({text})")
 
 
 def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:

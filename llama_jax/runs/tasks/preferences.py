@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -54,29 +53,6 @@ from llama_jax.training.pairs import (
 from llama_jax.training.preferences import FREE, PreferenceOptions
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
-
-
-@dataclass(frozen=True)
-class PreferenceEvaluation:
-    """The evaluation of preferences; nan where a number does not exist.
-
-    Attributes:
-      loss: mean over pairs.
-      accuracy: the share of pairs whose chosen answer has the larger reward; none for KTO.
-      margin: mean reward of the chosen answers minus that of the rejected ones.
-      chosen_reward, rejected_reward: means; see `Preferred`. For KTO the chosen answers are the good ones.
-      chosen_logprob, rejected_logprob: means of the sums over an answer's tokens.
-      pairs: number of pairs, or of answers for KTO.
-    """
-
-    loss: float
-    accuracy: float
-    margin: float
-    chosen_reward: float
-    rejected_reward: float
-    chosen_logprob: float
-    rejected_logprob: float
-    pairs: int
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
@@ -259,11 +235,14 @@ class PreferenceBatchSource:
         return means(metrics)
 
     def evaluate(self, model: Llama) -> EvalResult:
-        found = compare(self._measure(model, self._held), self._of_held, self._held, self._options)
-        numbers = {name: value for name, value in asdict(found).items() if name != "pairs"}
-        if self._options.kind == "kto":
-            del numbers["accuracy"]
-        return EvalResult(found.loss, numbers, in_words(found), found)
+        """The numbers of `means`, and the mean loss over pairs, or answers for KTO."""
+        numbers, count = (
+            compare(self._measure(model, self._held), self._of_held, self._held, self._options),
+            self._held.count,
+        )
+        accuracy = f", accuracy {numbers['accuracy']:.3f}" if "accuracy" in numbers else ""
+        text = f"loss {numbers['loss']:.4f}{accuracy}, margin {numbers['margin']:.4f} ({count:,} held out)"
+        return EvalResult(numbers, text)
 
     def close(self) -> None:
         self._batches.close()
@@ -316,9 +295,7 @@ def digest_of(found: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def compare(
-    answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
-) -> PreferenceEvaluation:
+def compare(answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions) -> dict[str, float]:
     """The numbers of an evaluation, from the log-probabilities of N pairs by model and reference: float32[N, 2] each."""
     rows = PairBatch(
         *(None,) * 4,
@@ -333,12 +310,16 @@ def compare(
     given = AnswerSums(answers.logprobs[..., None], answers.lengths[..., None])
     found = preferred(given, rows, options)
     sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
-    numbers = {"accuracy": float("nan"), **means(sums)}
-    return PreferenceEvaluation(loss=float(found.losses.sum()) / pairs.count, pairs=pairs.count, **numbers)
+    return {"loss": float(found.losses.sum()) / pairs.count, **means(sums)}
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """The numbers of an evaluation, from the sums that `pair_loss` gives."""
+    """Numbers from the sums that `pair_loss` returns.
+
+    The margin is the mean reward of the chosen answers minus that of the rejected ones; rewards are described in
+    `Preferred`. The accuracy is the share of pairs whose chosen answer has the larger reward. KTO has none: its chosen
+    answers are the good ones. Log-probabilities are means of the sums over an answer's tokens.
+    """
     chosen, rejected = max(sums["chosen"], 1.0), max(sums["rejected"], 1.0)
     reward = sums["chosen_reward"] / chosen, sums["rejected_reward"] / rejected
     return {
@@ -349,9 +330,3 @@ def means(sums: dict[str, float]) -> dict[str, float]:
         "chosen_logprob": sums["chosen_logprob"] / chosen,
         "rejected_logprob": sums["rejected_logprob"] / rejected,
     }
-
-
-def in_words(found: PreferenceEvaluation) -> str:
-    """For the log."""
-    accuracy = "" if np.isnan(found.accuracy) else f", accuracy {found.accuracy:.3f}"
-    return f"loss {found.loss:.4f}{accuracy}, margin {found.margin:.4f} ({found.pairs:,} held out)"
