@@ -16,7 +16,7 @@ from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
-PREFETCHED = 8  # batches that are made before they are asked for
+PREFETCHED = 8  # batches that are made ahead
 OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
 
 
@@ -63,7 +63,7 @@ def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Ep
 
 
 def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:
-    """A batch [rows, length + 1] of padding, with a mask if asked for."""
+    """A batch [rows, length + 1] of padding, optionally with a mask."""
     tokens, segment_ids, positions = (np.zeros((rows, length + 1), np.int32) for _ in range(3))
     return Batch(tokens, segment_ids, positions, np.zeros(tokens.shape, bool) if masked else None)
 
@@ -139,8 +139,8 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
 
 
 def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:
-    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, whose targets are the
-    mask."""
+    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, and its
+    targets are the mask."""
     assert corpus.targets is not None
     begin = 0
     for segment, document in enumerate(members, 1):
@@ -267,7 +267,7 @@ class Rows:
         """With a seed, epoch after epoch; with None one pass in the order of a single corpus.
 
         Raises:
-          DataError: impossible sizes or seed, or a corpus with nothing to predict.
+          DataError: invalid sizes or seed, or a corpus with nothing to predict.
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
@@ -325,7 +325,7 @@ def training_batches(
       mixture: which rows come from which corpus. Each is read in the same order as alone, in its own epochs.
 
     Raises:
-      DataError: impossible sizes, seed or start, or a corpus with nothing to predict.
+      DataError: invalid sizes, seed or start, or a corpus with nothing to predict.
     """
     if start < 0:
         raise DataError(f"start={start} must be at least 0: batches are counted from there")

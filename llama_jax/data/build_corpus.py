@@ -1,8 +1,8 @@
 """Tokenizing many files ahead of training into one corpus file, on all cores.
 
 The result depends on the files, the tokenizer and the settings alone, not on the number of processes or of interruptions.
-The files are cut into spans of some megabytes, each of which becomes a part, a corpus file too; a part that is there is not
-made again. In the end the parts are joined.
+The files are cut into spans of some megabytes. Each becomes a part, which is a corpus file too; an existing part is not made
+again. In the end the parts are joined.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> No
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use, if the system says so; else of all cores."""
+    """The number of cores that this process may use, or of all cores if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

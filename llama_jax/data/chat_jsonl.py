@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
     Attributes:
       prompt: a text, or messages.
-      answers: of the same kind as the prompt: one, or two, the first of which is preferred; none of a prompt alone.
+      answers: of the same kind as the prompt: one; or two, of which the first is preferred; or none, for a prompt alone.
       tools: functions that the model may call.
       columns: all fields of the line, as they are there.
       line: the number of the line.
@@ -49,7 +49,7 @@ def read_chats(path: Path) -> Iterator[Example]:
     - `messages`, a chat: all of the assistant's messages are answers;
     - `conversations`, the same in ShareGPT's terms, `from` and `value`;
     - `prompt` and `completion`, both texts, without any chat format, or both messages;
-    - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, of which
+    - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, in which
       the input is a paragraph of its own, and its reply.
 
     A chat may have a `system` text, which is its first message, and `tools`, a list or the JSON of one. Other fields are not
@@ -124,7 +124,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
         yield line.example(prompt, chosen, rejected)
 
 
-def read_judged(path: Path) -> Iterator[Example]:
+def read_labeled(path: Path) -> Iterator[Example]:
     """Single answers, each labeled good or bad: `prompt` and `completion` as in `read_chats`, and `label`, which is true
     or false.
 
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 class _Line:
-    """The object of a line, whose fields are looked at one by one."""
+    """The object of a line; reads and checks its fields."""
 
     def __init__(self, path: Path, number: int, found: dict[str, Any]) -> None:
         self._where, self._number = f"{path}, line {number}", number
@@ -160,7 +160,7 @@ class _Line:
         return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
 
     def check_answer(self, answer: TextOrMessages, what: str) -> None:
-        """Raise an error that says `what` for messages of which none is the assistant's."""
+        """Raise an error with the text `what` for messages without any of the assistant's."""
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
             raise self.wrong(what)
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chat_jsonl import Example, read_chats, read_judged, read_preferences
+from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
@@ -98,7 +98,7 @@ class Preferences(NamedTuple):
     counts: ExampleCounts
 
 
-class Judged(NamedTuple):
+class LabeledAnswers(NamedTuple):
     """Single answers, and which of them are good: bool[N]."""
 
     answers: Corpus
@@ -133,10 +133,10 @@ def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: C
     return Preferences(found[0], found[1], counts)
 
 
-def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Judged:
-    """Single answers as tokens and targets, with their labels; see `read_judged`, and `open_chats` for the rest."""
-    found, counts, desirable = _read(paths, tokenizer, length, reading, read_judged)
-    return Judged(found[0], np.array(desirable, bool), counts)
+def open_labeled(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> LabeledAnswers:
+    """Single answers as tokens and targets, with their labels; see `read_labeled`, and `open_chats` for the rest."""
+    found, counts, desirable = _read(paths, tokenizer, length, reading, read_labeled)
+    return LabeledAnswers(found[0], np.array(desirable, bool), counts)
 
 
 def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, on_this_machine
+from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, local_copy
 from llama_jax.data.mixture import shares
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import resolved
@@ -101,7 +101,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = resolved(on_this_machine(path, DATA_SUFFIXES))
+        given = resolved(local_copy(path, DATA_SUFFIXES))
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():

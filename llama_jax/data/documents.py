@@ -235,7 +235,7 @@ Read = TypeVar("Read")
 
 
 def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
-    """Read with pyarrow, whose errors name no file, and turn them into a DataError that does."""
+    """Read with pyarrow; turn its errors, which name no file, into a DataError that does."""
     try:
         yield from rows
     except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
@@ -308,7 +308,7 @@ def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what a file holds, whether or not it is compressed."""
+    """The suffix of a file's kind, without that of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -334,7 +334,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def open_parquet(path: Path) -> Any:
-    """A Parquet file, of which only the metadata are read."""
+    """A Parquet file; only its metadata are read."""
     pyarrow_for(path)
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 

@@ -40,12 +40,12 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
 
 
 @lru_cache(maxsize=16)
-def interleaved(parts: tuple[int, ...]) -> np.ndarray:
+def interleave(parts: tuple[int, ...]) -> np.ndarray:
     """A sequence int32[sum(parts)] in which source i occurs parts[i] times, as evenly as possible.
 
     Among the first n each count is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment
-    problem), with the bound 1 - 1 / (2 k - 2) for k sources. The next one is, of those whose deficit is large enough, the
-    one with the earliest deadline.
+    problem), with the bound 1 - 1 / (2 k - 2) for k sources. Among the sources whose deficit is large enough the next
+    one is that with the earliest deadline.
 
     Args:
       parts: positive, of each.
@@ -65,7 +65,7 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
     return order
 
 
-class Stretch:
+class FixedMixture:
     """The assignment of rows, numbered from 0, to sources by their shares; it repeats after a period.
 
     Attributes:
@@ -76,7 +76,7 @@ class Stretch:
         self.shares = dict(shares)
         self._period = math.lcm(*(share.denominator for share in self.shares.values()))
         parts = tuple(int(share * self._period) for share in self.shares.values())
-        self._order = interleaved(parts)
+        self._order = interleave(parts)
         self._parts = np.array(parts, np.int64)
         self._before = np.empty(self._period, np.int64)  # rows of the same source that come before, in the period
         for source in range(len(parts)):
@@ -107,19 +107,19 @@ class Mixture:
     def __init__(self, changes: Sequence[tuple[int, Mapping[str, Fraction]]]) -> None:
         self.names = tuple(changes[0][1])
         self._firsts = [first for first, _ in changes]
-        self._stretches = [Stretch(shares) for _, shares in changes]
+        self._spans = [FixedMixture(shares) for _, shares in changes]
         self._done = [np.zeros(len(self.names), np.int64)]  # rows of each source before each change
-        for number, stretch in enumerate(self._stretches[:-1]):
+        for number, stretch in enumerate(self._spans[:-1]):
             rows = self._firsts[number + 1] - self._firsts[number]
             self._done.append(self._done[-1] + stretch.counts(rows))
 
     def place(self, row: int) -> tuple[int, int]:
         """The source of a row, by its place among `names`, and how many rows of it come before."""
         at = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        source, before = self._stretches[at].place(row - self._firsts[at])
+        source, before = self._spans[at].place(row - self._firsts[at])
         return source, int(self._done[at][source]) + before
 
     def counts(self, rows: int) -> np.ndarray:
         """int64[sources], how many of the first rows each has."""
         at = max(int(np.searchsorted(self._firsts, rows, side="right")) - 1, 0)
-        return self._done[at] + self._stretches[at].counts(rows - self._firsts[at])
+        return self._done[at] + self._spans[at].counts(rows - self._firsts[at])

@@ -1,16 +1,15 @@
-"""Pairs of answers as batches, of which each row holds several."""
+"""Batches of pairs of answers, several pairs in each row."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
 from llama_jax.data.batches import HostRows, fill_whole, pack_shuffled
-from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
+from llama_jax.data.corpus import Corpus, fingerprints, hold_out, row_order, unseen
 from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
 
@@ -21,8 +20,8 @@ class Pairs:
 
     Attributes:
       first, second: the chosen and the rejected answers; or, where `desirable` is there, answers and the same prompts with
-        the answers of others, see `mismatched`.
-      desirable: bool[N], which of the first are good; None of pairs of which the first is preferred.
+        the answers of others, see `mismatched_answers`.
+      desirable: bool[N], which of the first are good; None if the first of each pair is preferred.
     """
 
     first: Corpus
@@ -50,13 +49,6 @@ class Pairs:
         return Pairs(self.first.select(numbers), self.second.select(numbers), good)
 
 
-class PairSplit(NamedTuple):
-    """Pairs without a pair, and as a rule without a prompt, in common."""
-
-    train: Pairs
-    validation: Pairs
-
-
 def prompt_ends(corpus: Corpus) -> np.ndarray:
     """int64[N]: where in `tokens` the prompt of each document ends and its first target is."""
     assert corpus.targets is not None
@@ -71,39 +63,30 @@ def prompts_of(corpus: Corpus) -> Corpus:
     return replace(corpus, stops=prompt_ends(corpus))
 
 
-def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> PairSplit:
-    """Split pairs at random, the same way for the same seed. Pairs with the same prompt go to the same part, unless all have
-    the same prompt.
-
-    Args:
-      validation: the share to validate on, as near as prompts allow.
+def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, Pairs]:
+    """Split pairs at random, the same way for the same seed, into those to train on and a share to validate on, as near as
+    prompts allow: pairs with the same prompt go to the same part, unless all have the same prompt.
 
     Raises:
       DataError: there are fewer than two pairs, or all are the same.
     """
     if pairs.count < 2:
         raise DataError("the data is a single example, of which nothing can be kept for validation; give more")
-    order, chosen = shuffled(pairs.count, seed, 0), max(1, round(validation * pairs.count))
-    prompts = prompts_of(pairs.first)
-    same = len(np.unique(fingerprints(prompts))) < 2
-    order, chosen = keep_together(pairs.first if same else prompts, order, chosen)
-    return PairSplit(pairs.select(np.sort(order[chosen:])), pairs.select(np.sort(order[:chosen])))
+    marks = fingerprints(prompts_of(pairs.first))
+    if len(np.unique(marks)) < 2:
+        marks = fingerprints(pairs.first)
+    train, held = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed))
+    return train, held
 
 
 def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
-    """The pairs that are not among others.
-
-    Raises:
-      DataError: all of them are.
-    """
+    """The pairs that are not among others; DataError if all are."""
 
     def marks(found: Pairs) -> np.ndarray:
         with np.errstate(over="ignore"):
             return fingerprints(found.first) * np.uint64(31) + fingerprints(found.second)
 
-    left = np.flatnonzero(~np.isin(marks(pairs), marks(others)))
-    if not len(left):
-        raise DataError("all of the training data is in the validation data too; give others for one of them")
+    left = unseen(marks(pairs), marks(others), "pair")
     return pairs if len(left) == pairs.count else pairs.select(left)
 
 
@@ -117,7 +100,7 @@ def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
     return (lasts[run] + 1) % len(marks)
 
 
-def mismatched(answers: Corpus, length: int) -> Corpus:
+def mismatched_answers(answers: Corpus, length: int) -> Corpus:
     """Every prompt with the answer of the next document that has another prompt, of T + 1 tokens at most: of these KTO
     estimates its divergence (Ethayarajh et al. 2024, section 4.1).
 
@@ -153,7 +136,7 @@ def mismatched(answers: Corpus, length: int) -> Corpus:
     )
 
 
-def joined(corpora: tuple[Corpus, ...]) -> Corpus:
+def concatenate(corpora: tuple[Corpus, ...]) -> Corpus:
     """The documents of several corpora with targets as one, in order."""
     offsets = np.cumsum([0, *(len(one.tokens) for one in corpora)])
     shifted = [(one.starts + by, one.stops + by) for one, by in zip(corpora, offsets, strict=False)]
@@ -182,7 +165,7 @@ class PairRows:
         hosts: int = 1,
         reference: np.ndarray | None = None,
     ) -> None:
-        """With a seed, epoch after epoch; with None one pass in order, whose last batch is filled up with nothing.
+        """With a seed, epoch after epoch; with None one pass in order; the last batch is padded.
 
         Args:
           batch: B, rows of a step on all hosts together, each of both sides.

@@ -130,7 +130,7 @@ def evaluate_lengths(
         number, first, begin = job
         plan = plans[number]
         if begin == 0:
-            tokens, targets = _lay(corpus, plan, first)
+            tokens, targets = _pack_batch(corpus, plan, first)
             if first == 0:
                 options = without_needless_window(cache, plan.length)
                 kv = empty_cache(config, params, plan.batch, plan.capacity, options, plan.piece)
@@ -260,7 +260,7 @@ def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
     return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
 
 
-def _lay(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
+def _pack_batch(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a batch of windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
     tokens, targets = (np.full((plan.batch, plan.capacity), filling, np.int32) for filling in (0, -1))
     for row, start in enumerate(plan.starts[first : first + plan.batch]):

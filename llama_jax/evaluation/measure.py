@@ -118,23 +118,23 @@ def pack_rows(
     Returns:
       The rows, and int64[B, T], the window that predicts each target, or -1.
     """
-    laid = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
+    packed = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
     owner = np.full((batch, length), -1)
     for row, members in enumerate(rows):
         begin = 0
         for segment, window in enumerate(members, 1):
             start, read, context, _ = (int(column[window]) for column in windows)
             end, scored = begin + read, begin + context
-            laid.tokens[row, begin:end] = corpus.tokens[start : start + read]
-            laid.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
-            laid.segment_ids[row, begin:end] = segment
-            laid.positions[row, begin:end] = np.arange(read)
+            packed.tokens[row, begin:end] = corpus.tokens[start : start + read]
+            packed.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
+            packed.segment_ids[row, begin:end] = segment
+            packed.positions[row, begin:end] = np.arange(read)
             owner[row, scored:end] = window
             if corpus.targets is not None:
                 left_out = scored + np.flatnonzero(~corpus.targets[start + context + 1 : start + read + 1])
-                laid.targets[row, left_out] = owner[row, left_out] = -1
+                packed.targets[row, left_out] = owner[row, left_out] = -1
             begin = end
-    return laid, owner
+    return packed, owner
 
 
 def measure_windows(
@@ -153,8 +153,8 @@ def measure_windows(
     batch = min(batch, max(len(rows), MOST_PADDED))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
-        laid, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
-        return measure(laid), owner
+        packed, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
+        return measure(packed), owner
 
     for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
         predicted = owner >= 0

@@ -14,7 +14,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
-from llama_jax.data.preference_batches import Pairs, joined
+from llama_jax.data.preference_batches import Pairs, concatenate
 from llama_jax.evaluation.measure import (
     LOGIT_CHUNK,
     WindowRows,
@@ -233,7 +233,7 @@ def compare_tokens(
     *,
     compute: Compute,
 ) -> tuple[jax.Array, ...]:
-    """Of each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
+    """For each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
     tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
     places = Places(positions=positions, segment_ids=segment_ids)
     models = (config, params), (reference_config, reference)
@@ -310,7 +310,7 @@ def pair_logprobs(
       DataError: an invalid batch.
     """
     check_batch(batch, length)
-    texts = joined((pairs.first, pairs.second))
+    texts = concatenate((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
     measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
     with tracing_for(params):

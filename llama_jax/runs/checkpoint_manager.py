@@ -193,8 +193,7 @@ class CheckpointManager:
             raise pending.error
 
     def check(self) -> None:
-        """Tell of a failed save, or one that takes too long, as soon as it is known, without waiting; raises what `wait`
-        does."""
+        """Raise what `wait` raises as soon as it is known that a save failed or takes too long; never waits."""
         self._store.check()
         if self._pending is not None and (
             self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
@@ -287,7 +286,7 @@ class CheckpointManager:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
     def _can_read(self, shapes: TrainState, step: int) -> bool:
-        """By reading it, so that what is called whole is."""
+        """Whether a step is whole, found by reading it."""
         try:
             self._restore(shapes, step)
         except CheckpointError:
@@ -320,7 +319,7 @@ class CheckpointManager:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Clear up what a failed save left, and say what remains."""
+        """Clear up what a failed save left; return the error, which names the last good checkpoint."""
         left = ""
         wait_for_writers()
         self._store.check()
@@ -338,16 +337,16 @@ class CheckpointManager:
         return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
 
     def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
-        """What was written stays: somebody may be writing there yet."""
+        """What was written stays, since a hanging thread may still write there."""
         return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     @contextmanager
     def _watched(self, step: int) -> Iterator[None]:
-        """Tell where what is inside does not end in the time of a save: a device, or a disk, that does not answer."""
+        """Report it if the body takes longer than a save may: a device or a disk does not answer."""
 
         def tell() -> None:
             why = f"it could not be begun within {self._timeout:g} s (--save-timeout): a device or a disk does not answer"
-            # As it was last known, for to look would be to ask what does not answer.
+            # As it was last known: to look again would hang as well.
             error = StuckSaveError(f"{self._store.checkpoints}: step {step} is not saved: {why}; {self._last_known()}")
             if self._tell_stuck is None:
                 _log.error("%s", error)
@@ -395,7 +394,7 @@ class _Save(threading.Thread):
     the process waits for it.
 
     Attributes:
-      ended: set when it has, and `error` says how; never where the thread dies before it runs.
+      ended: set when it has, with or without an `error`; never set if the thread dies before it runs.
       began: by the monotonic clock.
     """
 

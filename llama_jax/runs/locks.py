@@ -36,7 +36,7 @@ OF_A_RUN = (RECIPE, METRICS)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[Callable[[], None]]:
+def folder_lock(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
 
     Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
@@ -73,7 +73,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _is_held(folder: Path, descriptor: int) -> bool:
-    """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
+    """Whether the lock's file in the folder is the one that is open; also if the file system does not answer."""
     try:
         return os.path.samestat((folder / RUN_LOCK).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +116,7 @@ _log = logging.getLogger("llama_jax.storage")
 
 
 class Lease:
-    """The right to write into a run's folder. `take` it first; `check` comes before every write."""
+    """The right to write into a run's folder. `acquire` it first; `check` comes before every write."""
 
     def __init__(self, folder: StoredPath) -> None:
         self._folder = folder
@@ -137,11 +137,11 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
 
-    def take(self, say: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         """Become the holder. If another lease is unexpired, wait until it is renewed or has expired.
 
         Args:
-          say: is called with a line about what is waited for.
+          say: called with a line about the lease that is waited for.
 
         Raises:
           TrainingError: another run holds it; the message names its process.
@@ -151,27 +151,27 @@ class Lease:
         deadline = 0.0
         while True:
             found = with_retries(str(self._object), self._read)
-            if found is None:
-                first = b""
-            else:
-                other = _content_of(found)
-                who = _holder(other)
-                if not other.get("ended"):
-                    if first is not None and found.content != first:
-                        raise TrainingError(
-                            f"{self._folder} is in use by another run, {who}; wait until that has ended, or give"
-                            " another --workdir"
+            other = {"ended": True} if found is None else _content_of(found)
+            if not other.get("ended"):
+                assert found is not None
+                if first is None:
+                    seconds = other.get("seconds")
+                    left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
+                    deadline = _clock() + left
+                    if left > 0:
+                        say(
+                            f"{self._folder} was in use by {_holder(other)}: waiting {left:.0f} s to see whether it still is"
                         )
-                    if first is None:
-                        seconds = other.get("seconds")
-                        left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
-                        deadline = _clock() + left
-                        if left > 0:
-                            say(f"{self._folder} was in use by {who}: waiting {left:.0f} s to see whether it still is")
-                first = found.content
-                if not other.get("ended") and _clock() < deadline:
+                elif found.content != first:
+                    raise TrainingError(
+                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or give another"
+                        " --workdir"
+                    )
+                if _clock() < deadline:
+                    first = found.content
                     time.sleep(min(POLL, max(0.0, deadline - _clock())))
                     continue
+            first = b"" if found is None else found.content
             with self._lock:
                 self._held = found
                 if with_retries(str(self._object), self._write):
@@ -201,7 +201,7 @@ class Lease:
         """Whether it was taken, and is not known to be lost."""
         return self._taken and self._lost is None
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Leave the folder to others, at once."""
         self._stop.set()
         with self._lock:

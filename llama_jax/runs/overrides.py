@@ -118,7 +118,7 @@ def _parse(text: str, kind: Any, key: str) -> Any:
 
 
 def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
-    """The items of a tuple: texts, of which a single one may stand for itself, numbers, or dataclasses as JSON objects."""
+    """The items of a tuple: texts, also a single one without brackets; numbers; or dataclasses as JSON objects."""
     if kind is str and not text.startswith("["):
         return (text,) if text else ()
     found = _json(text)

@@ -207,7 +207,7 @@ def log_compiling(log: Log, folder: Path) -> None:
 
 @contextmanager
 def explain_changed_data(note: dict[str, Any] | None) -> Iterator[None]:
-    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
+    """In a resumed run, report an error in opening the data as a change of the data, which could be read before."""
     try:
         yield
     except (DataError, TrainingError) as error:
@@ -341,8 +341,10 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     check_mesh(recipe, mesh, backend)
     if backend not in kind.backends:
         raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
-    if recipe.neftune and kind is not language_modeling.KIND:
-        raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
+    if mesh.context > 1 and not kind.divides_rows:
+        raise TrainingError(
+            f"mesh {mesh} divides rows over context, and {kind.name} need whole ones; use data, fsdp and tensor"
+        )
     kind.check(recipe, mesh)
 
 

@@ -224,8 +224,6 @@ class Recipe:
         for name in ("z_loss", "neftune", "epochs"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise TrainingError(f"{name}={getattr(self, name)} must be at least 0")
-        if self.neftune and self.loss is not None:
-            raise TrainingError("neftune is noise in the library's own loss, and loss gives another; leave one of them out")
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
@@ -235,9 +233,14 @@ class Recipe:
             raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; give a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
             raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
-        losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]
+        losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")
+        for name, others in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
+            if getattr(self, name) and others:
+                raise TrainingError(
+                    f"{name}={getattr(self, name)} is a part of the usual loss, and {losses[0]} is another; leave one out"
+                )
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:

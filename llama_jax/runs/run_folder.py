@@ -25,7 +25,7 @@ from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
 from llama_jax.parallel.processes import Processes
-from llama_jax.runs.locks import LEASE, Lease, locked
+from llama_jax.runs.locks import LEASE, Lease, folder_lock
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS
 from llama_jax.storage import Location, StoredPath, consistent_reader
@@ -128,7 +128,7 @@ def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFol
       TrainingError: another does, or it cannot be written to.
     """
     if isinstance(place, Path):
-        with locked(place) if processes.index == 0 else nullcontext(lambda: None) as check:
+        with folder_lock(place) if processes.index == 0 else nullcontext(lambda: None) as check:
             yield RunFolder(place, place, check)
         return
     if place.view.root.startswith("hf://"):
@@ -182,7 +182,7 @@ class StoredRun(RunFolder):
             ) from None
         try:
             if self._lease is not None:
-                self._lease.take(log.line)
+                self._lease.acquire(log.line)
             self._fetch()
         except BaseException as error:
             self.end(failed=True)
@@ -369,7 +369,7 @@ class StoredRun(RunFolder):
             if self._lease.is_held:
                 self.put_files(also_in_folders=True)
         finally:
-            self._lease.end()
+            self._lease.release()
 
     def _cannot_reach(self, error: OSError) -> str:
         """The message that a store does not answer, or refuses."""

@@ -52,8 +52,8 @@ class StopRequest:
 
 def ending_signals() -> list[signal.Signals]:
     """The signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without ignored ones, as under nohup."""
-    asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+    ending = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    return [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _say(text: str) -> None:
@@ -63,7 +63,7 @@ def _say(text: str) -> None:
 
 
 class Stopping:
-    """Whether to stop before the next step: all processes after the same one, whichever of them was asked.
+    """Whether to stop before the next step: all processes stop after the same one, whichever got the signal.
 
     They vote every half second, or at every step if one takes longer. The step of the next vote follows from the step time
     agreed on in the last one, so that it is the same in all processes.
@@ -97,7 +97,7 @@ class Stopping:
         self._steps += 1
         if self._steps >= self._every:
             now = time.perf_counter()
-            asked = 0 if self._request.name is None else int(signal.Signals[self._request.name])
-            self._vote.cast(asked, round((now - self._last) / self._steps * 1e6))
+            number = 0 if self._request.name is None else int(signal.Signals[self._request.name])
+            self._vote.cast(number, round((now - self._last) / self._steps * 1e6))
             self._steps, self._last = 0, now
         return False

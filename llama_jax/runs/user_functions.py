@@ -113,7 +113,7 @@ class Reward:
             if inspect.isgenerator(given):  # which may never end
                 given = list(islice(given, len(completions) + 1))
         if inspect.iscoroutine(given):
-            given.close()  # else Python warns of one that nobody waited for
+            given.close()  # else Python warns of a coroutine that was never awaited
         need = f"a list of {len(completions)} numbers, one for each answer, is needed"
         try:
             values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
@@ -164,7 +164,7 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
     return tuple(found)
 
 
-def digest_of(rewards: Sequence[Reward]) -> str:
+def rewards_digest(rewards: Sequence[Reward]) -> str:
     """A digest by which a resumed run recognizes them: of their names and files, wherever these lie."""
     found = hashlib.sha256()
     for reward in rewards:

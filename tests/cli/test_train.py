@@ -24,7 +24,7 @@ from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.locks import locked
+from llama_jax.runs.locks import folder_lock
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import choose_tokenizer
@@ -329,10 +329,10 @@ def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
 
 
 def test_a_folder_in_use_is_refused(run, tmp_path):
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
     assert f"{tmp_path} is in use by another run, process {os.getpid()} on " in err
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         pass  # the lock has ended with its holder, though the file stays
 
 
@@ -343,10 +343,13 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"), locked(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"),
+        folder_lock(tmp_path),
+    ):
         pass
     monkeypatch.setattr("llama_jax.storage.atomic_write.fcntl", None)  # as on Windows
-    with warnings.catch_warnings(), locked(tmp_path):
+    with warnings.catch_warnings(), folder_lock(tmp_path):
         warnings.simplefilter("error")
 
 

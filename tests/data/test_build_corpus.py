@@ -326,15 +326,6 @@ def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path)
             open_corpus(given, byte_tokenizer(), cache=tmp_path)
 
 
-def test_a_damaged_corpus_is_named(built, tokenizer, tmp_path):
-    content = (built[0] / CORPUS_NAME).read_bytes()
-    path = tmp_path / CORPUS_NAME
-    for damaged in (content[:-1], content[:1000] + b"?" + content[1001:]):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens; remove it, and build again"):
-            open_corpus(path, tokenizer, cache=tmp_path / "cache")
-
-
 def test_a_build_over_a_damaged_corpus_notices_it(files, tmp_path):
     build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     path = tmp_path / "out" / CORPUS_NAME

@@ -12,8 +12,8 @@ import pytest
 from conftest import jit_init, jit_logits
 from hypothesis import given
 from hypothesis import strategies as st
-from mortal_run import recipe, write_words
-from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from mortal_run import recipe
+from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # two fixtures
 
 import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError
@@ -41,11 +41,6 @@ RECIPE = replace(
     vocabulary="given",
     ema_decay=0.5,
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +175,7 @@ def test_recipes_that_cannot_be():
         ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
         ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; give lora.rank"),
         ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
-        ({"neftune": 5.0, "loss": print}, "neftune is noise in the library's own loss, and loss gives another"),
+        ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the usual loss, and loss is another"),
         ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
     ):
         with pytest.raises(TrainingError, match=message):

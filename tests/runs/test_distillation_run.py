@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 
 import jax
-import mortal_run
 import numpy as np
 import pytest
-from commands import DEVICES, run_here
-from mortal_run import environment_of, recipe, write_words
-from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from commands import run_here
+from mortal_run import recipe
+from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # two fixtures
 
 import llama_jax
 from llama_jax.errors import TrainingError
@@ -38,11 +34,6 @@ SMALL = replace(
     log_every=1,
     vocabulary="given",
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -113,25 +104,6 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, text, student, tmp_pa
     same(resumed.state, whole[1].state)
 
 
-@pytest.mark.nightly
-def test_a_killed_run_ends_with_the_same_bits(teacher, text, tmp_path):
-    """In the middle of a save, and then between two steps."""
-    program = Path(mortal_run.__file__)
-    # As many devices as here: how many a process has decides among how many threads XLA divides a matmul, and so rounding.
-    environment = environment_of(tmp_path / "cache") | {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(program.parents[2]), environment["PYTHONPATH"]])
-    run = ["--workdir", tmp_path / "run", "--data", text, "--teacher", teacher, "--resume", "--mesh", "data=1"]
-    given = f"{program}:distilling", *run
-    assert mortal_run.live(environment, *given, stage="writing", save=2) == -signal.SIGKILL
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()] == ["4"]
-    assert mortal_run.live(environment, *given, lines=6) == -signal.SIGKILL
-    told = replace(mortal_run.distilling(), distill=DistillOptions(str(teacher)))
-    resumed, whole = (train(told, tmp_path / name, [text], resume=True, log=StopAt()) for name in ("run", "whole"))
-    assert resumed.step == 12
-    same(resumed.state, whole.state)
-    assert lines(tmp_path / "run", "validation")[-1] == lines(tmp_path / "whole", "validation")[-1]
-
-
 def test_a_student_of_two_million_approaches_a_teacher_of_the_shape_of_15m(large, stories, tmp_path):
     """The shape of the bundled model; the teacher has its vocabulary, and has learned for a few steps."""
     config = llama_jax.load().config
@@ -185,7 +157,7 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
             {"model": replace(SMALL.model, vocab_size=384)},
             r"a vocabulary of 320, the student one of 384, .* anew, model",
         ),
-        ({"z_loss": 0.1}, r"z_loss=0.1 is no part of the loss of distillation"),
+        ({"z_loss": 0.1}, r"z_loss=0.1 is a part of the usual loss, and distill is another"),
     ):
         with pytest.raises(TrainingError, match=message):
             train(replace(student, **changes), folder, "missing.txt")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from mortal_run import preferring, recipe
-from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
+from running import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
 from llama_jax.data.data_files import find_data

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import environment_of, preferring, recipe, write_words
-from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError

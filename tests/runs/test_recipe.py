@@ -220,8 +220,8 @@ def test_preferences_on_the_command_line():
     ("changes", "mesh", "backend", "message"),
     [
         ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use jit"),
-        ({}, MeshSizes(context=2), "jit", "divides rows over context, and answers are read whole; use data, fsdp"),
-        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is no part of a preference loss; leave it at 0"),
+        ({}, MeshSizes(context=2), "jit", "divides rows over context, and preferences need whole ones; use data, fsdp"),
+        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is a part of the usual loss, and preference is another"),
         ({"loss": print}, MeshSizes(), "jit", "loss and preference exclude each other"),
     ],
 )

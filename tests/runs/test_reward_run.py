@@ -1,19 +1,14 @@
 """Training by rewards: what is judged better becomes more probable, whole and again after an interruption."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import DEVICES, run_here
-from mortal_run import environment_of, recipe, write_words
-from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from commands import run_here
+from mortal_run import recipe, write_words
+from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import ChatReading, DataError
 from llama_jax.errors import TrainingError
@@ -21,8 +16,8 @@ from llama_jax.formats.loading import bundled
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
+from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import RewardSettings
-from llama_jax.runs.tasks.grpo import check
 from llama_jax.training.optimizer import OptimizerSettings
 
 REWARDS = '''
@@ -121,33 +116,6 @@ def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, pr
         assert [ours[name] for name in names] == [theirs[name] for name in names]
 
 
-MORTAL = """
-from dataclasses import replace
-from test_reward_run import recipe_for
-
-def mine():
-    return recipe_for({file!r}, rewards={{"updates": 2}}, save_every=3)
-"""
-
-
-@pytest.mark.slow
-def test_killed_in_a_save_between_two_updates_it_is_the_whole(whole, file, prompts, tmp_path):
-    (tmp_path / "mine.py").write_text(MORTAL.format(file=str(file)))
-    tests = Path(__file__).parents[1]
-    paths = [tests / "runs", tests, tests.parent / "experiments", tests.parent]
-    # As many devices as here: how many a process has decides among how many threads XLA divides a matmul, and so rounding.
-    environment = environment_of(tmp_path) | {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, str(tests / "runs" / "mortal_run.py"), "writing", "2", "train", f"{tmp_path}/mine.py:mine"]
-    command += ["--mesh", "data=1"]
-    folder = tmp_path / "run"
-    killed = subprocess.run([*command, "--workdir", folder, "--data", prompts], env=environment, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()] == ["3"]
-    resumed = train(recipe_for(file, rewards={"updates": 2}, save_every=3), folder, [prompts], resume=True)
-    same(resumed.state, whole[1].state)
-
-
 @pytest.mark.slow
 def test_another_function_is_another_run(file, prompts, tmp_path):
     mine = tmp_path / "mine.py"
@@ -244,17 +212,17 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
     ("changes", "mesh", "message"),
     [
         ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
-        ({"z_loss": 1e-4}, MeshSizes(), "rewards have a loss of their own"),
+        ({"z_loss": 1e-4}, MeshSizes(), "z_loss=0.0001 is a part of the usual loss, and rewards is another"),
         ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
         ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; give a multiple"),
-        ({}, MeshSizes(context=2), "which context divides"),
+        ({}, MeshSizes(context=2), "rewards need whole ones"),
         ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
     ],
 )
 def test_recipes_that_cannot_be(changes, mesh, message):
     settings = recipe_for("judge.py")
     with pytest.raises(TrainingError, match=message):
-        check(replace(settings, **changes), mesh)
+        check_task(replace(settings, **changes), mesh, "jit")
 
 
 @pytest.mark.parametrize(

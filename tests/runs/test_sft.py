@@ -1,15 +1,13 @@
 """Fine-tuning by chats: what the assistant says is learned, whole and again after an interruption."""
 
-import io
 import json
-import signal
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
+from running import StopAt, lines, same
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
@@ -17,7 +15,6 @@ from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.formats.loading import bundled
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.runs.recipes import find
@@ -39,26 +36,9 @@ def chats(tmp_path_factory):
     return file
 
 
-class Interrupted(Log):
-    """Sends SIGTERM when a line begins so."""
-
-    def __init__(self, start="never"):
-        super().__init__(io.StringIO())
-        self.start = start
-
-    def _write(self, text, *, stays):
-        super()._write(text, stays=stays)
-        if text.startswith(self.start):
-            signal.raise_signal(signal.SIGTERM)
-
-    @property
-    def said(self):
-        return self._stream.getvalue()
-
-
 @pytest.fixture(scope="module")
 def whole(chats, tmp_path_factory):
-    folder, log = tmp_path_factory.mktemp("whole"), Interrupted()
+    folder, log = tmp_path_factory.mktemp("whole"), StopAt()
     return folder, train(RECIPE, folder, chats, log=log), log.said
 
 
@@ -79,11 +59,11 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
-    first = train(RECIPE, tmp_path, chats, log=Interrupted("step 40/"))
+    first = train(RECIPE, tmp_path, chats, log=StopAt("step 40/"))
     assert first.stopped == "SIGTERM"
     assert first.step < RECIPE.steps
     result = train(RECIPE, tmp_path, chats, resume=True)
-    jax.tree.map(np.testing.assert_array_equal, result.state, whole[1].state)
+    same(result.state, whole[1].state)
     with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
         train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
 
@@ -108,11 +88,6 @@ def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
     losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("alone", "mesh")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     np.testing.assert_allclose(*(result.validation.loss for result in found), rtol=1e-4)
-
-
-def lines(folder, kind):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.rl_prompts import (
-    Asking,
+    PromptBatch,
     PromptReading,
     PromptSet,
-    asking,
-    asking_held,
-    hold_apart,
+    held_prompt_batch,
     open_prompts,
-    without,
+    prompt_batch,
+    split_prompts,
+    without_prompts,
 )
 from llama_jax.errors import GenerationError, TrainingError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
@@ -50,7 +50,7 @@ from llama_jax.runs.tasks.interface import (
     compute_of,
 )
 from llama_jax.runs.tasks.language_modeling import check_vocabulary
-from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.training.answers import AnswerLoss, ScoredAnswers
 from llama_jax.training.batch import Batch
@@ -64,10 +64,6 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     r = settings_of(recipe)
     if recipe.chats is not None:
         raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
-    if recipe.loss is not None or recipe.z_loss:
-        raise TrainingError("rewards have a loss of their own, rewards.loss; leave loss and z_loss out")
-    if mesh.context > 1:
-        raise TrainingError("answers are sampled by whole rows, which context divides; use data, fsdp and tensor")
     if recipe.batch % r.group:
         raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
     prompts = recipe.batch // r.group
@@ -105,16 +101,16 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
 
     if inputs.validation_data:
         whole, held = read(inputs.data), read(inputs.validation_data)
-        train = without(whole, held)
+        train = without_prompts(whole, held)
         if len(train) < len(whole):
             twice = len(whole) - len(train)
             warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
     else:
-        train, held = hold_apart(read(inputs.data), recipe.validation, recipe.seed)
+        train, held = split_prompts(read(inputs.data), recipe.validation, recipe.seed)
     for prompts in (train, held):
         check_columns(rewards, tuple(prompts.columns))
     check_vocabulary(recipe, inputs.tokenizer.vocab_size)
-    digests = {"train": train.digest, "validation": held.digest, "rewards": digest_of(rewards)}
+    digests = {"train": train.digest, "validation": held.digest, "rewards": rewards_digest(rewards)}
     reference = None
     if r.beta and recipe.lora is None:
         if inputs.weights is None:
@@ -139,7 +135,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
 
 
-KIND = TaskKind("rewards", open_task, check)
+KIND = TaskKind("rewards", open_task, check, divides_rows=False)
 
 
 def settings_of(recipe: Recipe) -> RewardSettings:
@@ -237,9 +233,9 @@ class RewardBatchSource:
         r = self._settings
         options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
         sample = make_sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
-        asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
+        chosen = self._prompt_arrays(self._train, prompt_batch(len(self._train), self._prompts, r.group, seed=0, number=0))
         jitted: Any = self._program.jit(sample)
-        return jitted.lower(model, asked).compile()
+        return jitted.lower(model, chosen).compile()
 
     def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """The trainer's log-probabilities of the rows, computed part by part as in the step."""
@@ -290,8 +286,8 @@ class RewardBatchSource:
         totals, lengths, stopped = [], [], []
         for begin in range(0, count, self._prompts):
             numbers = np.arange(begin, begin + self._prompts)
-            answers, texts, values, _ = self._answered(
-                model, self._held, asking_held(numbers % count, r.group, self._recipe.seed)
+            answers, texts, values, _ = self._answer(
+                model, self._held, held_prompt_batch(numbers % count, r.group, self._recipe.seed)
             )
             real = np.repeat(numbers < count, r.group)
             totals.append(weighted(self._rewards, values)[real])
@@ -320,12 +316,12 @@ class RewardBatchSource:
     def _judged(self, model: Llama) -> ScoredAnswers:
         """Rows to learn from."""
         r = self._settings
-        asked = asking(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
-        answers, texts, values, seconds = self._answered(model, self._train, asked)
+        chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
+        answers, texts, values, seconds = self._answer(model, self._train, chosen)
         rewards = weighted(self._rewards, values)
         advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
-        rows = answer_rows([self._train.ids[i] for i in asked.numbers], answers, learned, self._length)
+        rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
         judged = rows._replace(advantages=np.asarray(advantages.values))
         if self._score is not None:
             judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
@@ -345,10 +341,10 @@ class RewardBatchSource:
         self._found.append({name: float(value) for name, value in found.items()})
         return judged
 
-    def _answered(self, model: Llama, prompts: PromptSet, asked: Asking) -> tuple[Answers, list[str], np.ndarray, float]:
+    def _answer(self, model: Llama, prompts: PromptSet, chosen: PromptBatch) -> tuple[Answers, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
         began = time.perf_counter()
-        found = self._sample(model, self._asked(prompts, asked))
+        found = self._sample(model, self._prompt_arrays(prompts, chosen))
         answers = Answers(*(np.asarray(part) for part in found))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
@@ -358,7 +354,7 @@ class RewardBatchSource:
         texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
         group = self._settings.group
         columns = {
-            name: [values[i] for i in asked.numbers for _ in range(group)] for name, values in prompts.columns.items()
+            name: [values[i] for i in chosen.numbers for _ in range(group)] for name, values in prompts.columns.items()
         }
         columns[STOPPED] = answers.stopped.tolist()
         return answers, texts, self._agreed(texts, columns), seconds
@@ -382,12 +378,12 @@ class RewardBatchSource:
             raise TrainingError("the rewards of process 0 failed; it says why")
         return values
 
-    def _asked(self, prompts: PromptSet, asked: Asking) -> Prompts:
-        tokens = np.zeros((len(asked.numbers), self._width), np.int32)
-        lengths = np.array([len(prompts.ids[i]) for i in asked.numbers], np.int32)
-        for row, i in zip(tokens, asked.numbers, strict=True):
+    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> Prompts:
+        tokens = np.zeros((len(chosen.numbers), self._width), np.int32)
+        lengths = np.array([len(prompts.ids[i]) for i in chosen.numbers], np.int32)
+        for row, i in zip(tokens, chosen.numbers, strict=True):
             row[: len(prompts.ids[i])] = prompts.ids[i]
-        return Prompts(tokens, lengths, asked.seeds)
+        return Prompts(tokens, lengths, chosen.seeds)
 
 
 def make_sampler(

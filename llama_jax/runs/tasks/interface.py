@@ -230,6 +230,7 @@ class TaskKind:
       open: reads the data; raises DataError or TrainingError.
       backends: those that support it.
       mixes: whether it supports mixtures of sources.
+      divides_rows: whether a mesh may divide rows over its context axis.
       tokenizer: for a new model if neither --tokenizer nor --weights gives one.
     """
 
@@ -238,6 +239,7 @@ class TaskKind:
     check: Callable[[Recipe, MeshSizes], None] = field(default=lambda recipe, mesh: None)
     backends: tuple[Backend, ...] = ("jit",)
     mixes: bool = False
+    divides_rows: bool = True
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
 
 

@@ -14,14 +14,13 @@ import jax
 import numpy as np
 
 from llama_jax.data.batches import Batches
-from llama_jax.data.chat_tokens import open_judged, open_preferences
+from llama_jax.data.chat_tokens import open_labeled, open_preferences
 from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.load_corpus import Progress
-from llama_jax.data.preference_batches import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
+from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mismatched_answers, split_pairs, without_pairs
 from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
 from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.recipe import Recipe, fit_to_data
@@ -53,16 +52,6 @@ from llama_jax.training.pairs import (
 from llama_jax.training.preferences import FREE, PreferenceOptions
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
-
-
-def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """Raise an error for settings that preferences do not support; see `TaskKind.check`."""
-    if recipe.loss is not None:
-        raise TrainingError("loss and preference exclude each other: a preference is a loss; leave one of them out")
-    if recipe.z_loss:
-        raise TrainingError(f"z_loss={recipe.z_loss} is no part of a preference loss; leave it at 0")
-    if mesh.context > 1:
-        raise TrainingError(f"mesh {mesh} divides rows over context, and answers are read whole; use data, fsdp and tensor")
 
 
 def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
@@ -113,7 +102,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
 
 
-KIND = TaskKind("preferences", open_task, check)
+KIND = TaskKind("preferences", open_task, divides_rows=False)
 
 
 def options_of(recipe: Recipe) -> PreferenceOptions:
@@ -148,7 +137,7 @@ def objective(recipe: Recipe, most: int) -> Objective:
     )
 
 
-def is_judged(paths: Sequence[Path]) -> bool:
+def is_labeled(paths: Sequence[Path]) -> bool:
     """Whether the first line is a single answer with a label."""
     lines = (found for path in paths if path.suffix.lower() == ".jsonl" for found, _, _ in islice(jsonl_objects(path), 1))
     first = next(lines, {})
@@ -159,7 +148,7 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
     """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
-    judged = is_judged(paths)
+    judged = is_labeled(paths)
     if judged and not kto:
         raise TrainingError(
             f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; give that, or chosen and"
@@ -167,16 +156,16 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
         )
     try:
         if judged:
-            answers, desirable, counts = open_judged(paths, tokenizer, length, reading)
+            answers, desirable, counts = open_labeled(paths, tokenizer, length, reading)
         else:
             chosen, rejected, counts = open_preferences(paths, tokenizer, length, reading)
             if not kto:
                 return Pairs(chosen, rejected), counts
-            answers = joined((chosen, rejected))
+            answers = concatenate((chosen, rejected))
             desirable = np.arange(answers.document_count) < chosen.document_count
     except GenerationError as error:  # no format
         raise TrainingError(f"{error}; in training as chats.format=plain") from None
-    return Pairs(answers, mismatched(answers, length), desirable), counts
+    return Pairs(answers, mismatched_answers(answers, length), desirable), counts
 
 
 class PreferenceBatchSource:
@@ -191,7 +180,7 @@ class PreferenceBatchSource:
         self._reference: dict[str, str] = {}
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
-            if context.base is not None:  # the adapters switched off; of the training data each step asks anew
+            if context.base is not None:  # the adapters switched off; each step computes those of its own rows
                 self._of_held = np.asarray(self._measure(context.base, self._held).logprobs)
             else:
                 found, digest = self._cached(context, {"train": train, "validation": held})
@@ -210,7 +199,7 @@ class PreferenceBatchSource:
             if context.processes.index == 0:
                 with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
-            return made, digest_of(made)
+            return made, arrays_digest(made)
         try:
             with path.open("rb") as file, np.load(file) as arrays:
                 found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
@@ -219,7 +208,7 @@ class PreferenceBatchSource:
                 f"{path}, the log-probabilities of the model that the run began with, cannot be read ({error}); copy it from"
                 " where the run was, or begin anew in another --workdir"
             ) from None
-        digest = digest_of(found)
+        digest = arrays_digest(found)
         if context.data_state.get("reference") != digest:
             raise TrainingError(f"{path} is not of this run: its numbers are others; copy it from where the run was")
         return found, digest
@@ -268,7 +257,7 @@ class PairMeasure:
         self._recipe, self._program, self._read = recipe, program, program.jit(read)
 
     def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerSums:
-        """Of N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
+        """For N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
         batch, length = self._recipe.batch, self._recipe.length
         share, shares = self._program.share
         rows = PairRows(pairs, batch, length, seed=None, host=share, hosts=shares)
@@ -287,7 +276,7 @@ class PairMeasure:
         return AnswerSums(*found)
 
 
-def digest_of(found: dict[str, np.ndarray]) -> str:
+def arrays_digest(found: dict[str, np.ndarray]) -> str:
     """SHA-256 of arrays by name."""
     digest = hashlib.sha256()
     for name, array in sorted(found.items()):
