@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -157,29 +157,58 @@ def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequenc
 # --- batches -------------------------------------------------------------------------------------------------------------
 
 
-Made = TypeVar("Made", covariant=True)
+BatchT = TypeVar("BatchT")
 
 
-class Numbered(Protocol[Made]):
-    """Batches by number, as grain takes a source of data."""
+class HostBatches(Generic[BatchT]):
+    """The batches of one host by number, made of its rows: all rows are numbered on through all batches of all hosts.
 
-    def __len__(self) -> int: ...
+    Args:
+      epoch_rows: rows in an epoch.
+      batch: B, rows of a step on all hosts together.
+      seed: None for a single pass.
+      host, hosts: this host's number and how many there are.
 
-    def __getitem__(self, number: int) -> Made: ...
+    Raises:
+      DataError: invalid sizes, or an invalid seed.
+    """
+
+    def __init__(self, epoch_rows: int, batch: int, seed: int | None, host: int, hosts: int) -> None:
+        if hosts < 1 or not 0 <= host < hosts:
+            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        if batch < 1 or batch % hosts:
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+        if seed is not None:
+            check_seed(seed)
+        self.batch, self._epoch_rows, self._seed = batch, epoch_rows, seed
+        self._share, self._first = batch // hosts, batch // hosts * host
+
+    def __len__(self) -> int:
+        return -(-self._epoch_rows // self.batch) if self._seed is None else ENDLESS
+
+    def rows(self, number: int) -> range:
+        """This host's rows of a batch."""
+        begin = number * self.batch + self._first
+        return range(begin, begin + self._share)
+
+    def __getitem__(self, number: int) -> BatchT:
+        """This host's rows of a global batch."""
+        raise NotImplementedError
 
 
-class Batches(Iterator[Made], Generic[Made]):
+class Batches(Iterator[BatchT]):
     """Batches one by one, with the next ones prepared in the background. The only state is the number of the next batch."""
 
-    def __init__(self, rows: Numbered[Made], start: int) -> None:
+    def __init__(self, rows: HostBatches[BatchT], start: int) -> None:
         import grain
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
-        self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
+        source: Any = rows
+        self._batches: Any = iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
         self._next = start
 
-    def __next__(self) -> Made:
-        batch = next(self._batches)
+    def __next__(self) -> BatchT:
+        batch: BatchT = next(self._batches)
         self._next += 1
         return batch
 
@@ -191,38 +220,6 @@ class Batches(Iterator[Made], Generic[Made]):
     def close(self) -> None:
         """Stop making batches."""
         self._batches.close()
-
-
-class HostRows:
-    """The rows of a host in each batch, of all rows numbered on through all batches.
-
-    Args:
-      batch: B, rows of a step on all hosts together.
-      seed: None for a single pass.
-      host, hosts: this host's number and how many there are.
-
-    Raises:
-      DataError: invalid sizes, or an invalid seed.
-    """
-
-    def __init__(self, batch: int, seed: int | None, host: int, hosts: int) -> None:
-        if hosts < 1 or not 0 <= host < hosts:
-            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
-        if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
-        if seed is not None:
-            check_seed(seed)
-        self.batch, self._seed = batch, seed
-        self._share, self._first = batch // hosts, batch // hosts * host
-
-    def batch_count(self, rows: int) -> int:
-        """Batches of a corpus with so many rows in an epoch."""
-        return -(-rows // self.batch) if self._seed is None else ENDLESS
-
-    def rows(self, number: int) -> range:
-        """This host's rows of a batch."""
-        begin = number * self.batch + self._first
-        return range(begin, begin + self._share)
 
 
 class _Source:
@@ -251,8 +248,8 @@ class _Source:
             fill_row(batch, at, self._corpus, epoch_order, int(epoch_order.rows[row]))
 
 
-class Rows:
-    """The batches of one host by number."""
+class Rows(HostBatches[Batch]):
+    """Packed rows of documents; see `HostBatches`."""
 
     def __init__(
         self,
@@ -271,28 +268,25 @@ class Rows:
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
-        self._host = HostRows(batch, seed, host, hosts)
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
             raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
         self._sources = [_Source(corpus, length, seed) for corpus in several]
         if len({source.masked for source in self._sources}) > 1:
             raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
+        super().__init__(self._sources[0].rows, batch, seed, host, hosts)
         self._mixture = mixture
         self._length = length
 
-    def __len__(self) -> int:
-        return self._host.batch_count(self._sources[0].rows)
-
     def epochs(self, number: int) -> list[float]:
         """How many times the first `number` batches of all hosts have read each corpus."""
-        rows = number * self._host.batch
+        rows = number * self.batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
 
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        rows = self._host.rows(number)
+        rows = self.rows(number)
         batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
         for at, row in enumerate(rows):
             source, own = (0, row) if self._mixture is None else self._mixture.place(row)

@@ -42,9 +42,9 @@ PART_NAME, ALL_PARTS = "part-{:05d}.unfinished", "part-*.unfinished"
 BUILD_LOCK = ".lock"
 Call = tuple[Any, ...]
 """A function of a module, and its arguments: whatever can be pickled."""
-Progress = Callable[[int, int], None]
+CallProgress = Callable[[int, int], None]
 """Called after each call with how many are done, of how many."""
-Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
+Workers = Callable[[Sequence[Call], CallProgress | None], list[Any]]
 """Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
 
 
@@ -84,7 +84,7 @@ def build(
     options: BuildOptions = BuildOptions(),
     processes: int | None = None,
     workers: Workers | None = None,
-    progress: Progress | None = None,
+    progress: CallProgress | None = None,
 ) -> CorpusInfo:
     """Tokenize files into ``tokens.corpus`` in a folder, which `open_corpus` and ``train`` map.
 
@@ -119,7 +119,7 @@ def _build(
     tokenizer: str | os.PathLike[str],
     options: BuildOptions,
     workers: Workers,
-    progress: Progress | None,
+    progress: CallProgress | None,
 ) -> CorpusInfo:
     where, reading = os.fspath(resolved(locate(tokenizer))), options.reading
     vocabulary = examine(load_tokenizer(tokenizer))
@@ -279,7 +279,7 @@ def process_pool(processes: int) -> Iterator[Workers]:
         yield partial(_call_in, pool)
 
 
-def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def call_serially(calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """Workers that are this process."""
     found = []
     for function, *args in calls:
@@ -289,7 +289,7 @@ def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> li
     return found
 
 
-def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """Run calls in a pool; those that have begun are finished also where another one fails."""
     running: list[Future[Any]] = [pool.submit(*call) for call in calls]
     try:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from llama_jax.data.batches import HostRows, fill_whole, pack_shuffled
+from llama_jax.data.batches import HostBatches, fill_whole, pack_shuffled
 from llama_jax.data.corpus import Corpus, fingerprints, hold_out, row_order, unseen
 from llama_jax.errors import DataError
 from llama_jax.training.pairs import PairBatch
@@ -151,8 +151,8 @@ def concatenate(corpora: tuple[Corpus, ...]) -> Corpus:
     )
 
 
-class PairRows:
-    """The batches of one host by number, for `Batches`."""
+class PairRows(HostBatches[PairBatch]):
+    """Packed rows of pairs; see `HostBatches`."""
 
     def __init__(
         self,
@@ -176,18 +176,15 @@ class PairRows:
         Raises:
           DataError: an invalid seed or batch.
         """
-        self._host = HostRows(batch, seed, host, hosts)
         self.members = pack_shuffled(pairs.sizes, length, seed)
+        super().__init__(len(self.members), batch, seed, host, hosts)
         self.most = max(map(len, self.members))
-        self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
+        self._pairs, self._length, self._reference = pairs, length, reference
         self._order = lru_cache(maxsize=1)(partial(row_order, len(self.members), seed))
-
-    def __len__(self) -> int:
-        return self._host.batch_count(len(self.members))
 
     def __getitem__(self, number: int) -> PairBatch:
         """This host's rows of a global batch."""
-        rows = self._host.rows(number)
+        rows = self.rows(number)
         share, most, pairs = len(rows), self.most, self._pairs
         tokens, segment_ids, positions = (np.zeros((share, 2, self._length + 1), np.int32) for _ in range(3))
         there = np.zeros((share, most), bool)
@@ -213,5 +210,5 @@ class PairRows:
 
     def row(self, number: int, at: int) -> list[int]:
         """The pairs of row `at` of this host's share of a batch."""
-        epoch, row = divmod(self._host.rows(number)[at], len(self.members))
+        epoch, row = divmod(self.rows(number)[at], len(self.members))
         return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]

@@ -164,8 +164,8 @@ class Lease:
                         )
                 elif found.content != first:
                     raise TrainingError(
-                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or give another"
-                        " --workdir"
+                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or give"
+                        " another --workdir"
                     )
                 if _clock() < deadline:
                     first = found.content

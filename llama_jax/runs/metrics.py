@@ -178,10 +178,11 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
         raise UserError("no run was given; give the folder of at least one")
     places = [resolved(locate(folder)) for folder in folders]
     parts = [tuple(str(place).split("/")) if isinstance(place, StoredPath) else place.parts for place in places]
-    runs = []
     for i, folder in enumerate(folders):
         if parts[i] in parts[:i]:
             raise UserError(f"{folder} is given twice; one curve would hide the other")
+    runs = []
+    for i, folder in enumerate(folders):
         ends = (parts[i][-depth:] for depth in range(1, len(parts[i]) + 1))
         end = next(end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1)
         runs.append(replace(read_run(folder), name=os.path.join(*end)))

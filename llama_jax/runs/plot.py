@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -103,7 +103,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
         axes.set_visible(False)
 
     handles = []
-    looks = cycle((color, dashes) for dashes in DASHES for color in COLORS)
+    looks: Iterator[tuple[str, Any]] = cycle((color, dashes) for dashes in DASHES for color in COLORS)
     for run, (color, dashes) in zip(runs, looks, strict=False):
         x = run.train[by]
         for name, axes in panels.items():

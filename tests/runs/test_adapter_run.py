@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -27,7 +26,6 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.runs.pretrained import describe_weights, digest, load_frozen
-from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.training.optimizer import OptimizerSettings
 
 FULL = replace(recipe(), steps=4, evaluate_every=4, save_every=4, log_every=4, ema_decay=0.0)
@@ -288,12 +286,3 @@ def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_pat
     merged = merge(params, adapter.params, adapter.lora)
     tokens = np.arange(1, 9)[None]
     np.testing.assert_allclose(jit_logits(config, one, tokens), jit_logits(config, merged, tokens), atol=1e-4)
-
-
-def test_other_adapters_are_another_recipe():
-    now = json.loads(json.dumps(to_dict(RECIPE)))
-    before = json.loads(json.dumps(now))
-    now["lora"]["dora"] = True
-    assert differences(before, now) == ["lora.dora: False in the folder, True now"]
-    before["lora"] = None
-    assert any(line.startswith("lora.rank: None in the folder") for line in differences(before, now))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from commands import run_here
@@ -13,14 +12,11 @@ from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # t
 
 import llama_jax
 from llama_jax.errors import TrainingError
-from llama_jax.formats.loading import bundled
 from llama_jax.model.adapters import Lora
-from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions
-from llama_jax.training.optimizer import OptimizerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -40,37 +36,6 @@ SMALL = replace(
 def teacher(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     train(LARGE, folder, [text], log=StopAt())
-    return folder
-
-
-LARGE_OF_STORIES = replace(
-    LARGE,
-    model=replace(llama_jax.preset("stories-15m"), vocab_size=4096),
-    steps=12,
-    batch=8,
-    length=32,
-    optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=2),
-    vocabulary="given",
-)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory):
-    """What the bundled model writes."""
-    config, params, tokenizer = llama_jax.load()
-    prompts = [tokenizer.encode("Once upon a time")] * 16
-    sampling = llama_jax.Sampling(seed=list(range(16)))
-    found = llama_jax.generate(config, params, prompts, max_new_tokens=120, sampling=sampling, stop_tokens=())
-    path = tmp_path_factory.mktemp("stories") / "stories.txt"
-    path.write_text("\n<|endoftext|>\n".join(tokenizer.decode(one.tokens) for one in found))
-    return path
-
-
-@pytest.fixture(scope="module")
-def large(stories, tmp_path_factory):
-    """A model of the shape of stories15M, with the vocabulary of the bundled one, that has learned a little."""
-    folder = tmp_path_factory.mktemp("large")
-    train(LARGE_OF_STORIES, folder, [stories], tokenizer=bundled(), log=StopAt())
     return folder
 
 
@@ -102,16 +67,6 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, text, student, tmp_pa
     assert 12 <= stopped.step < 30
     resumed = train(student, tmp_path, [text], resume=True, log=StopAt())
     same(resumed.state, whole[1].state)
-
-
-def test_a_student_of_two_million_approaches_a_teacher_of_the_shape_of_15m(large, stories, tmp_path):
-    """The shape of the bundled model; the teacher has its vocabulary, and has learned for a few steps."""
-    config = llama_jax.load().config
-    assert sum(x.size for x in jax.tree.leaves(param_shapes(config))) == pytest.approx(2.4e6, rel=0.1)
-    recipe = replace(LARGE_OF_STORIES, model=config, evaluate_every=6, distill=DistillOptions(str(large)))
-    train(recipe, tmp_path, [stories], log=StopAt())
-    first, *_, last = (line["kl"] for line in lines(tmp_path, "validation"))
-    assert last < 0.5 * first
 
 
 @pytest.mark.parametrize(

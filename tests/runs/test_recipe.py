@@ -12,7 +12,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe, differences, to_dict
-from llama_jax.runs.recipes import BUILT_IN, check_weights, find, tiny
+from llama_jax.runs.recipes import BUILT_IN, find, tiny
 from llama_jax.training.preferences import PreferenceOptions
 
 
@@ -212,8 +212,6 @@ def test_preferences_on_the_command_line():
         override(found, ["preference.margin=1"])
     with pytest.raises(TrainingError, match="preference needs data that are read as chats; give chats, too"):
         replace(found, chats=None)
-    with pytest.raises(TrainingError, match="the recipe dpo continues the training of a model; give one with --weights"):
-        check_weights("dpo", given=False)
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,12 @@ from llama_jax.runs.recipe import RewardSettings
 from llama_jax.training.optimizer import OptimizerSettings
 
 REWARDS = '''
-import random
-
 def letters(completions, **columns):
     """The share of characters that are letters."""
     return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 def vowels(completions, **columns):
     return [text.count("a") / max(len(text), 1) for text in completions]
-
-def shuffled(completions, **columns):
-    found = letters(completions)
-    random.Random(sum(map(len, completions))).shuffle(found)
-    return found
 
 def fails(completions, prompt, **columns):
     raise KeyError("no such thing")
@@ -182,20 +175,6 @@ def test_with_all_parameters_the_reference_is_what_training_began_with(file, pro
 
 
 @pytest.mark.slow
-def test_by_shuffled_rewards_nothing_is_learnt(file, prompts, tmp_path):
-    optimizer = OptimizerSettings(learning_rate=1e-2, schedule="constant", weight_decay=0.0)
-    settings = recipe_for(file, steps=40, batch=64, evaluate_every=0, optimizer=optimizer)
-    means = {}
-    for name in ("letters", "shuffled"):
-        told = replace(settings, rewards=replace(settings.rewards, functions=(f"{file}:{name}",)))
-        train(told, tmp_path / name, [prompts])
-        rewards = [line["reward"] for line in lines(tmp_path / name, "train")]
-        means[name] = np.mean(rewards[-5:]) - np.mean(rewards[:5])
-    assert means["letters"] > 0.4
-    assert abs(means["shuffled"]) < 0.1
-
-
-@pytest.mark.slow
 def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplog):
     class Counting(StopAt):
         def _write(self, text, *, stays):
@@ -251,7 +230,7 @@ def test_what_fails_is_told_before_anything_is_compiled_or_where_it_is(file, pro
 
 @pytest.mark.slow
 def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"fails' failed with KeyError: 'no such thing' \(.*judge.py, line 17, in fails"):
+    with pytest.raises(TrainingError, match=r"fails' failed with KeyError: 'no such thing' \(.*judge.py, line 10, in fails"):
         train(recipe_for(file, rewards={"functions": (f"{file}:fails",)}), tmp_path, [prompts])
 
 
