@@ -50,7 +50,7 @@ Workers = Callable[[Sequence[Call], CallProgress | None], list[Any]]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a corpus is made.
+    """Settings of a build.
 
     Attributes:
       reading: where documents end, see `DocumentFormat`.

@@ -25,7 +25,7 @@ TooLong = Literal["cut", "drop"]
 
 @dataclass(frozen=True)
 class ChatReading:
-    """How lines of chats become tokens.
+    """Settings for reading chats as tokens.
 
     Attributes:
       format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
@@ -177,7 +177,7 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
 
 
 def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
-    """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
+    """At most T + 1 tokens of an example; None if it is longer and `too_long` is "drop"."""
     if len(encoded.ids) <= length + 1:
         return encoded
     return None if too_long == "drop" else EncodedExample(encoded.ids[: length + 1], encoded.targets[: length + 1])
@@ -229,7 +229,7 @@ def _read(
 def _take(
     sides: list[_CorpusBuilder], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
 ) -> bool:
-    """Add an example to the corpora, or to those that are dropped; whether it is kept."""
+    """Add an example to the corpora unless it is dropped; count it, and return whether it was kept."""
     kept = [shortened(encoded, length, too_long) for encoded in found]
     whole = [encoded for encoded in kept if encoded is not None]
     if len(whole) < len(kept):
@@ -270,7 +270,7 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
 
 @dataclass
 class _CorpusBuilder:
-    """Documents with their targets as they come."""
+    """Collects documents with their targets."""
 
     vocab_size: int
     tokens: array[int] = field(default_factory=lambda: array("I"))

@@ -26,8 +26,10 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`;
-    ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
+    """The settings by which documents are read.
+
+    A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`; ``.txt`` and ``.jsonl``
+    may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around a document is not part of it.
@@ -261,7 +263,7 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
 
 
 def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None]:
-    """Where a file is cut, into parts of about `size` bytes; None stands for a file that is read as a whole."""
+    """The spans of about `size` bytes into which a file is cut; None stands for a file that is read as a whole."""
     return list(_spans_of(path, reading, size))
 
 

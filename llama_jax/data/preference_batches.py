@@ -44,7 +44,7 @@ class Pairs:
         return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
 
     def select(self, numbers: np.ndarray) -> Pairs:
-        """These alone, in that order."""
+        """The pairs with these numbers, in that order."""
         good = None if self.desirable is None else self.desirable[numbers]
         return Pairs(self.first.select(numbers), self.second.select(numbers), good)
 

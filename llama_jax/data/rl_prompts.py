@@ -23,7 +23,7 @@ ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside thos
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How lines of prompts become tokens.
+    """Settings for reading prompts as tokens.
 
     Attributes:
       format: of prompts that are messages, see `tokenizers.resolve_format`. A text has none.
@@ -67,7 +67,7 @@ class PromptSet:
         return np.frombuffer(b"".join(digests), "<u8")
 
     def select(self, numbers: Sequence[int] | np.ndarray) -> PromptSet:
-        """These alone, by their numbers here, in that order."""
+        """The prompts with these numbers, in that order."""
         columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
         ids = tuple(self.ids[i] for i in numbers)
         return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)

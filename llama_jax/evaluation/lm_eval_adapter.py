@@ -100,12 +100,12 @@ class HarnessModel(LM):
         return self.texts.chat_template if chat_template else None
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to the configuration in its results."""
+        """Facts that the harness adds to the configuration in its results."""
         return {"model": self.name, "max_length": self.max_length}
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness' cache of requests is named by."""
+        """The name of the harness' cache of requests."""
         return self.name.replace("/", "__")
 
     def _cached(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:

@@ -79,7 +79,7 @@ class _Run(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What it takes of a row: a row of T tokens has no more than T targets."""
+        """The tokens of a row that it needs: a row of T tokens has no more than T targets."""
         return max(len(self.read), self.targets)
 
 

@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LengthLoss:
-    """What `evaluate_lengths` found at one length; nan or infinite where the model's outputs are not finite.
+    """The result of `evaluate_lengths` at one length; nan or infinite if the model's outputs are not finite.
 
     Attributes:
       length: T, tokens of a window.
@@ -104,7 +104,7 @@ def evaluate_lengths(
       progress: wraps the range of all pieces, as `tqdm.tqdm` does.
 
     Returns:
-      What was found at each length, the shortest first.
+      The result at each length, the shortest first.
 
     Raises:
       DataError: an invalid length, a text too short for it, a limit that leaves nothing, or a corpus of another
@@ -177,7 +177,7 @@ def choose_lengths(
 
 
 def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
-    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one to follow: int64[n]."""
+    """The beginnings in `corpus.tokens` of spans with `length` tokens to read and one to follow: int64[n]."""
     counts = (corpus.stops - corpus.starts - 1).clip(0) // length
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     spans = np.repeat(corpus.starts, counts) + number * length
@@ -188,7 +188,7 @@ def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray
 
 
 class _WindowPlan(NamedTuple):
-    """How one length is read.
+    """The windows of one length, and how they are read.
 
     Attributes:
       length: T, tokens of a window.

@@ -140,7 +140,7 @@ def pack_rows(
 def measure_windows(
     corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """What `measure` gives for all predicted tokens of the windows, one batch of B rows at a time.
+    """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
 
     Args:
       measure: from rows to a tree of arrays [B, T].

@@ -40,7 +40,7 @@ TokenMeasure = Callable[[Llama, WindowRows], jax.Array]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; nan where a model's outputs are not finite, or a text has no bytes.
+    """The result of `evaluate`; nan if the model's outputs are not finite, or the text has no bytes.
 
     Attributes:
       loss: mean negative log-likelihood of a predicted token, in nats.
@@ -129,7 +129,7 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What `divergence` found; nan where a model's outputs are not finite.
+    """The result of `divergence`; nan if a model's outputs are not finite.
 
     Standard errors are from the spread between windows, see `evaluate`; nan for a single window.
 
@@ -254,7 +254,7 @@ def compare_tokens(
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """What `preference_accuracy` found of N pairs; the means are over pairs, in nats.
+    """The result of `preference_accuracy` for N pairs; the means are over pairs, in nats.
 
     Attributes:
       accuracy: the share of pairs whose chosen answer is more probable than the rejected one; against a reference, whose

@@ -26,7 +26,7 @@ USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a text is to be continued.
+    """Settings of a continuation.
 
     Attributes:
       max_new_tokens: at most.
@@ -131,11 +131,11 @@ class TextModel:
 
     @property
     def prefix(self) -> int:
-        """What the first token of a text without a context is predicted from."""
+        """The token from which the first token of a text without a context is predicted."""
         return self.tokenizer.bos_id if self.tokenizer.bos_id >= 0 else self.tokenizer.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that something follows."""
+        """Ids of a text that a continuation follows."""
         name = self._names.get(self.tokenizer.bos_id)
         bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
         return self.tokenizer.encode(text, bos=bos, eos=False, special=True)

@@ -69,7 +69,7 @@ class CheckpointManager:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
 
     With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
-    have one folder, or those of each host their own of the same name (`CheckpointStore.shared`).
+    share one folder, or each host has a folder of the same name (`CheckpointStore.shared`).
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class CheckpointManager:
         return True
 
     def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
-        """In the thread: wait for orbax, then delete what need not stay."""
+        """Runs in the thread: waits for orbax, then deletes the steps that are not kept."""
         with until_written:
             try:
                 saving.result()
@@ -337,7 +337,7 @@ class CheckpointManager:
         return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
 
     def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
-        """What was written stays, since a hanging thread may still write there."""
+        """The error of a save that hangs; what was written stays, since its thread may still write there."""
         return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     @contextmanager
@@ -382,7 +382,7 @@ class CheckpointManager:
         return self.folder / f"{step}{SAVING}"
 
     def _clear_up(self) -> None:
-        """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
+        """Remove what is not a checkpoint, and restore one whose replacement was never completed."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
@@ -390,8 +390,8 @@ class CheckpointManager:
 
 
 class _Save(threading.Thread):
-    """A save that goes on beside the training. It may hang, in a disk or a network that does not answer, so that no end of
-    the process waits for it.
+    """A save in the background. It may hang on a disk or a network that does not answer, so the process never waits for it
+    when it ends.
 
     Attributes:
       ended: set when it has, with or without an `error`; never set if the thread dies before it runs.
@@ -417,7 +417,7 @@ class _Save(threading.Thread):
 
 @dataclass(frozen=True)
 class _About:
-    """What a step's folder holds besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
+    """The files of a step besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
 
     note: str
     config: LlamaConfig
@@ -439,13 +439,13 @@ class _About:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """What orbax writes of a state, by the name of its folder; `rest` has None in the place of the others."""
+    """The parts of a state that orbax writes, by the name of their folder; `rest` has None in the place of the others."""
     average = {} if state.ema is None else {EMA: state.ema}
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
 
 def _writing(store: CheckpointStore) -> ocp.Context:
-    """How orbax is to write."""
+    """The settings with which orbax writes."""
     context = ocp.Context()
     if not store.shared:
         # Each host makes its folder, and its index of what it has written there. What orbax notes of arrays beside them it

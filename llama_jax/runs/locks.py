@@ -1,9 +1,9 @@
 """One run at a time in a folder: by a locked file on a disk, by an object that is renewed in a store.
 
-On a disk the lock ends with the process. A store has none: there the lease is an object that its holder renews, and that
-another run takes when it has expired. Every change of it is conditional on the version that was read before, so of two runs
-one gets it, and who has lost it learns so at the next renewal, which comes before every other write. Its age is measured by
-the store's clock alone: the clocks of two machines are never compared.
+On a disk the lock ends with the process. A store has no locks: there the lease is an object that its holder renews, and that
+another run takes when it has expired. Every change of it is conditional on the version that was read before, so exactly one
+of two runs gets it, and the one that lost it finds out at its next renewal, which precedes every other write. Its age is
+measured by the store's clock alone: the clocks of two machines are never compared.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from llama_jax.training.step import TrainState
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
       step: the last one.

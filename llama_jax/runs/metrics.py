@@ -57,7 +57,7 @@ class Metrics:
             ) from None
 
     def close(self) -> None:
-        """End it."""
+        """Close the file."""
         with suppress(OSError):  # what could not be written was reported
             self._file.close()
 

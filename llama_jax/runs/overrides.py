@@ -136,7 +136,7 @@ def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """What a text is as JSON; None where it is none, or nests too deep to be a setting."""
+    """A text parsed as JSON; None if it is not JSON, or nests too deep to be a setting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -49,7 +49,7 @@ NOT_NEGATIVE = ("steps", "seed", "evaluate_every", "evaluate_tokens", "save_ever
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How answers are sampled and judged, and the loss that is computed from the rewards.
+    """Settings of training by rewards: how answers are sampled and judged, and the loss.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The

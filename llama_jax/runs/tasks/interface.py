@@ -111,8 +111,8 @@ class TrainingProgram:
       step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
       place: puts the rows that this process reads onto its devices.
       share: which part of a batch these rows are, and of how many.
-      start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
-        not to be used again.
+      start: the state before the first step, from random parameters or from given ones: sharded by `param_specs`, and not
+        to be used again.
       shapes: of the state, with shardings, for `CheckpointManager.restore`.
       adopt: turns a restored state into one that `step` accepts.
       model: the model of trained parameters: they themselves, or adapters joined with their base.
@@ -175,7 +175,7 @@ class Task:
       facts: lines about the data, for the log.
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
-      begin: makes the feed, once everything is compiled.
+      begin: makes the batch source, once everything is compiled.
       mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
         if there is nothing. Called when the data of all processes are known to be the same.
