@@ -45,7 +45,7 @@ def row_count(corpus: Corpus, length: int) -> int:
     """
     tokens = corpus.token_count
     if tokens < 2:
-        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; give more data")
+        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; add more data")
     return -(-(tokens - 1) // length)
 
 
@@ -128,12 +128,12 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
     """
     sizes = corpus.stops - corpus.starts
     if not len(sizes):
-        raise DataError("the corpus has no documents; give more data")
+        raise DataError("the corpus has no documents; add more data")
     longest = int(sizes.max())
     if longest > length + 1:
         raise DataError(
             f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
-            " this length, or give longer rows"
+            " this length, or use longer rows"
         )
     return pack_shuffled(sizes, length, seed)
 

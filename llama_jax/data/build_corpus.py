@@ -105,7 +105,7 @@ def build(
     files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
     for path in map(locate, [paths] if isinstance(paths, str | os.PathLike) else paths):
         if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
-            raise DataError(f"{folder} is inside {path}, and would be read as data next time; give a folder elsewhere")
+            raise DataError(f"{folder} is inside {path}, and would be read as data next time; use a folder elsewhere")
     for file in files:
         if kind_of(file) in TOKENS:
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
@@ -217,7 +217,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _taken(folder: Path, holder: str) -> DataError:
-    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or give another folder")
+    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or use another folder")
 
 
 def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
@@ -248,7 +248,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
         except OSError as error:
             raise DataError(cannot_write(folder, error)) from None
         if other is not None:
-            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or a new one")
+            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; use an empty folder, or a new one")
     with write_atomically(noted, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None
@@ -257,7 +257,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
 def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     changed = [name for name, value in plan.items() if found.get(name) != value]
     if changed:
-        raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
+        raise DataError(f"{folder} was built with other {', '.join(changed)}; use another folder, or remove that one")
 
 
 # --- processes -----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def read_prompts(path: Path) -> Iterator[Example]:
         for name in sorted(set(columns) ^ set(line.found)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
             raise line.wrong(
-                f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some"
+                f"{shown(name, 40)} is a field of {where} and not {other}; put it into all lines, as null in some"
             )
         yield line.example(line.with_system(line.content("prompt")))
 
@@ -107,7 +107,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
     for line in _lines(path):
         missing = [name for name in ("chosen", "rejected") if name not in line.found]
         if missing:
-            raise line.wrong(f"{missing[0]} is missing; give prompt, chosen and rejected; the fields are {line.fields()}")
+            raise line.wrong(f"{missing[0]} is missing; write prompt, chosen and rejected; the fields are {line.fields()}")
         chosen, rejected = line.content("chosen"), line.content("rejected")
         line.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
@@ -134,7 +134,7 @@ def read_labeled(path: Path) -> Iterator[Example]:
     for line in _lines(path):
         for name in ("prompt", "completion", "label"):
             if name not in line.found:
-                raise line.wrong(f"{name} is missing; give prompt, completion and label; the fields are {line.fields()}")
+                raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; leave the line out")
         label = line.found["label"]
@@ -194,7 +194,7 @@ class _Line:
     def same_kind(self, name: str, value: TextOrMessages, other: str, also: TextOrMessages) -> None:
         if isinstance(value, str) != isinstance(also, str):
             kinds = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
-            raise self.wrong(f"{kinds[0]}, but {kinds[1]}; give both as texts, or both as messages")
+            raise self.wrong(f"{kinds[0]}, but {kinds[1]}; write both as texts, or both as messages")
 
     def with_system(self, content: TextOrMessages) -> Any:
         """Messages, after the one that the field `system` stands for, where it has a text and they have no such message."""
@@ -209,7 +209,7 @@ class _Line:
             try:
                 value = json.loads(value) if value.strip() else None
             except (ValueError, RecursionError):
-                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; give a list of objects") from None
+                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; write a list of objects") from None
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

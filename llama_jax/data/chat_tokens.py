@@ -148,7 +148,7 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     files = find_files(paths)
     for file in files:
         if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is not a .jsonl, which has one object a line; give files of that name")
+            raise DataError(f"{file} is not a .jsonl, which has one object a line; use files of that name")
     for file in files:
         source = describe(file)
         yield from ((file, example) for example in read(file))
@@ -256,14 +256,14 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
             warnings.warn(
                 f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so a model trained"
                 " on this never ends one; put the end of a turn into {% generation %} in the chat template, name the"
-                " token as eos_token beside the vocabulary, or give longer rows if all are cut",
+                " token as eos_token beside the vocabulary, or use longer rows if all are cut",
                 stacklevel=4,
             )
             break
     if spelled:
         warnings.warn(
             f"{spelled} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
-            " with special=True, or give messages",
+            " with special=True, or use messages",
             stacklevel=4,
         )
 

@@ -137,7 +137,7 @@ def unseen(marks: np.ndarray, others: np.ndarray, what: str = "document") -> np.
     """
     left = np.flatnonzero(~np.isin(marks, others))
     if not len(left):
-        raise DataError(f"every {what} of the training data is in the validation data too; give others for one of them")
+        raise DataError(f"every {what} of the training data is in the validation data too; use others for one of them")
     return left
 
 
@@ -175,7 +175,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
     chosen = validation if isinstance(validation, int) else max(1, round(validation * count)) if 0 < validation < 1 else 0
     if count < 2:
         raise DataError(
-            "the corpus is a single document, of which nothing can be split off; give files of their own for validation,"
+            "the corpus is a single document, of which nothing can be split off; pass files of their own for validation,"
             " or cut a long text into more by a smaller DocumentFormat(longest=...)"
         )
     if not 0 < chosen < count:

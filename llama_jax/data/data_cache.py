@@ -116,11 +116,11 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
             if name.lower().endswith(suffixes) or name.rpartition("/")[2] in DESCRIPTIONS
         }
         if not any(name.lower().endswith(suffixes) for name in found):
-            raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; give the files by name")
+            raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; pass the files by name")
     elif (alone := place.view.look(place.key)) is not None:
         base, single, found = place.parent, place.name, {place.name: alone}
     else:
-        raise DataError(f"{place}: nothing is stored there; give files of text, or a folder of them")
+        raise DataError(f"{place}: nothing is stored there; pass files of text, or a folder of them")
     listing = json.dumps([str(place), sorted((name, *listed) for name, listed in found.items())])
     objects = cache_folder() / OBJECTS
     folder = objects / hashlib.sha256(listing.encode()).hexdigest()[:32]

@@ -251,7 +251,7 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
       DataError: a file that is damaged, or of another kind, such as token ids.
     """
     if kind_of(path) in TOKENS:
-        raise DataError(f"{path} holds token ids already; give text, JSONL, Parquet or Arrow")
+        raise DataError(f"{path} holds token ids already; use text, JSONL, Parquet or Arrow")
     kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
@@ -400,7 +400,7 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
             if binary >= 0:
                 at = line + chunk.count(b"\n", 0, binary)
                 raise DataError(
-                    f"{path}, line {at} holds a zero byte, so it is not text; give text in UTF-8, or files that end in"
+                    f"{path}, line {at} holds a zero byte, so it is not text; use text in UTF-8, or files that end in"
                     " .jsonl, .bin or .array_record"
                 )
             try:

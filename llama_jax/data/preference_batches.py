@@ -71,7 +71,7 @@ def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, P
       DataError: there are fewer than two pairs, or all are the same.
     """
     if pairs.count < 2:
-        raise DataError("the data is a single example, of which nothing can be kept for validation; give more")
+        raise DataError("the data is a single example, of which nothing can be kept for validation; add more")
     marks = fingerprints(prompts_of(pairs.first))
     if len(np.unique(marks)) < 2:
         marks = fingerprints(pairs.first)
@@ -114,7 +114,7 @@ def mismatched_answers(answers: Corpus, length: int) -> Corpus:
     count, partner = len(marks), next_that_differs(marks)
     if partner is None:
         raise DataError(
-            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; give more"
+            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; add more"
             " prompts, or another preference.kind"
         )
     ends = prompt_ends(answers)

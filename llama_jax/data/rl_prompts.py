@@ -111,11 +111,11 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
             except (GenerationError, TokenizerError) as error:
                 raise DataError(f"{file}, line {example.line}: {error}") from None
             if not found:
-                raise DataError(f"{file}, line {example.line}: prompt='' has no token; give at least one")
+                raise DataError(f"{file}, line {example.line}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
             if set(columns) != set(example.columns):
                 others = ", ".join(sorted(set(columns) ^ set(example.columns)))
-                raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
+                raise DataError(f"{file} has other fields than the files before it ({others}); use the same in all")
             sizes.append(len(found))
             if len(found) <= longest:
                 ids.append(tuple(found))
@@ -125,7 +125,7 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     if not ids:
         named = ", ".join(map(str, find_files(paths)))
         short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
-        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; give longer rows, or shorter answers")
+        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; use longer rows, or shorter answers")
     return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
 
 
@@ -138,7 +138,7 @@ def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSe
     """
     marks = prompts.marks
     if len(np.unique(marks)) < 2:
-        raise DataError("the data has a single prompt, so none can be held out; give more, or others with --validation-data")
+        raise DataError("the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data")
     train, held = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
     return replace(train, dropped=prompts.dropped), held
 

@@ -227,7 +227,7 @@ def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary)
     if len(outside):
         at = int(outside[0])
         raise DataError(
-            f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; give the tokenizer that wrote"
+            f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; use the tokenizer that wrote"
             " it, or the token_type it was written with"
         )
     # The upper halves of uint32 read as uint16, where a small vocabulary leaves them empty.

@@ -177,7 +177,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
         context, continuation = (token_ids(f"{name} {number}", ids) for name, ids in zip(pair._fields, pair, strict=True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if not len(ids):
-                raise GenerationError(f"{name} {number} is empty; give at least one token")
+                raise GenerationError(f"{name} {number} is empty; pass at least one token")
             check_tokens(config, ids)
         if len(continuation) > most:
             raise GenerationError(

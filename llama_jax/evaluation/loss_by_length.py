@@ -156,7 +156,7 @@ def choose_lengths(
 ) -> tuple[int, ...]:
     """The sorted lengths, after all checks of `evaluate_lengths`; see there for arguments and errors."""
     if not len(lengths):
-        raise DataError("lengths are empty; give the tokens of a window at least once")
+        raise DataError("lengths are empty; pass the tokens of a window at least once")
     for length in lengths:
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
@@ -167,10 +167,10 @@ def choose_lengths(
     if max(lengths) >= longest:
         raise DataError(
             f"length={max(lengths)} needs a document of one token more, and the text's longest has {longest};"
-            " give a longer text, or one that is cut less by a larger `longest`"
+            " use a longer text, or one that is cut less by a larger `longest`"
         )
     if max_tokens is not None and max_tokens < max(lengths):
-        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; give at least that")
+        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; set at least that")
     if batch is not None:
         check_batch(batch, max(lengths))
     return tuple(sorted(map(int, lengths)))

@@ -186,7 +186,7 @@ def choose_sizes(
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
-            " give more data"
+            " add more data"
         )
     batch = default_batch() if batch is None else batch
     check_batch(batch, length)

@@ -117,7 +117,7 @@ class CheckpointManager:
                 self._store.clear_up()
         except OSError as error:
             where = self._store.checkpoints
-            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); give another folder") from None
+            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); use another folder") from None
         _wait_for_all("opened")
         with suppress(OSError):
             self.latest()
@@ -186,7 +186,7 @@ class CheckpointManager:
             if self._left(pending) <= 0:
                 raise self._stuck(
                     pending,
-                    f"it has not been written within {self._timeout:g} s; where writing takes so long, give more with"
+                    f"it has not been written within {self._timeout:g} s; where writing takes so long, set more with"
                     " --save-timeout (save_timeout=)",
                 )
         if pending.error is not None:

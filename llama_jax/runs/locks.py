@@ -56,7 +56,7 @@ def folder_lock(folder: Path) -> Iterator[Callable[[], None]]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = hold_lock(folder / RUN_LOCK, partial(_taken, folder), "run")
     except OSError as error:
-        raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
+        raise TrainingError(f"{folder} cannot be written to ({error.strerror}); use another --workdir") from None
     try:
         try:
             sign_lock(descriptor)
@@ -92,7 +92,7 @@ def _check(folder: Path, descriptor: int) -> None:
 
 def _taken(folder: Path, holder: str) -> TrainingError:
     return TrainingError(
-        f"{folder} is in use by another run, process {holder}; wait until that has ended, or give another --workdir"
+        f"{folder} is in use by another run, process {holder}; wait until that has ended, or use another --workdir"
     )
 
 

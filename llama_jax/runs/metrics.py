@@ -126,7 +126,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     with reading(where, UserError):
         files = _files(resolved(where))
         if not files:
-            raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+            raise UserError(f"{folder} holds no {METRICS}; pass the folder of a run, the --workdir of llama-jax train")
 
         def read(file: Location) -> bytes:
             with file.open("rb") as opened:
@@ -175,7 +175,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
       UserError: no folder, one that is given twice, or one without metrics.
     """
     if not folders:
-        raise UserError("no run was given; give the folder of at least one")
+        raise UserError("no run was given; pass the folder of at least one")
     places = [resolved(locate(folder)) for folder in folders]
     parts = [tuple(str(place).split("/")) if isinstance(place, StoredPath) else place.parts for place in places]
     for i, folder in enumerate(folders):

@@ -37,9 +37,9 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
         for part in outer:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise TrainingError(f"{change!r} comes after {part}= was given whole; give that first part by part")
+                raise TrainingError(f"{change!r} comes after {part}= was given whole; set that first part by part")
         if isinstance(place.get(last), dict):
-            raise TrainingError(f"{key}= is given whole and in parts; give one of them")
+            raise TrainingError(f"{key}= is given whole and in parts; use one of them")
         place[last] = value
     return _apply(settings, type(settings), nested, "", keys_of(settings))
 
@@ -66,7 +66,7 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
         name for name, f in fields.items() if dataclasses.MISSING is f.default is f.default_factory and name not in values
     ]
     if missing:
-        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; give both")
+        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; set both")
     return kind(**values)
 
 
@@ -114,7 +114,7 @@ def _parse(text: str, kind: Any, key: str) -> Any:
             raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
     if origin is tuple:
         return _items(text, get_args(kind)[0], key)
-    raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
+    raise TrainingError(f"{key} cannot be given whole on the command line; set its parts, as {key}.NAME=VALUE")
 
 
 def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     if not 0 <= smoothing < 1:
         raise UserError(f"smoothing={smoothing} must be a fraction of a run, at least 0 and below 1")
     if not runs:
-        raise UserError("no run was given; give at least one")
+        raise UserError("no run was given; pass at least one")
     for run in runs:
         if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
             raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")

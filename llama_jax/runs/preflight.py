@@ -112,19 +112,19 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
     """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
     kind = task_kind(recipe)
     if len(training) > 1 and not kind.mixes:
-        raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
+        raise TrainingError(f"{kind.name} are not mixed by weights; pass the files without names and weights")
     names, held = ([source.name for source in sources] for sources in (training, validation))
     if held and held != [""] and sorted(held) != sorted(names):
         raise TrainingError(
             f"the validation data are of {', '.join(filter(None, held))}, and the data of"
-            f" {', '.join(filter(None, names)) or 'no named source'}; give files for each of the latter, or without names"
+            f" {', '.join(filter(None, names)) or 'no named source'}; pass files for each of the latter, or without names"
         )
 
 
 def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+        raise TrainingError(f"{folder} is a file; pass a folder for the run with --workdir")
     check_trace(recipe, trace)
     check_task(recipe, mesh, backend)
 
@@ -141,7 +141,7 @@ def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe
     if latest is None:
         return None
     if not resume:
-        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or use another --workdir")
     step = folder / CHECKPOINTS / str(latest)
     try:
         verify(step, {ABOUT})
@@ -152,7 +152,7 @@ def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:
-        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
+        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; use another --workdir")
     check_recipe(note, folder, recipe)
     return note
 
@@ -167,7 +167,7 @@ def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None
         if any(difference.startswith("steps:") for difference in changed):
             longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
         raise TrainingError(
-            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or use another --workdir"
             f"{longer}"
         )
 
@@ -295,7 +295,7 @@ def choose_tokenizer(
             return _learn(data, recipe)
         case _:
             raise TrainingError(
-                "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
+                "the recipe needs a tokenizer; pass one with --tokenizer, or add vocabulary=bpe to learn one from the data"
             )
 
 
@@ -308,7 +308,7 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
             for path in data:
                 if kind_of(path) in TOKENS:
                     raise TrainingError(
-                        f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer"
+                        f"{path} holds tokens and no text to learn a vocabulary from; pass theirs with --tokenizer"
                     )
                 for document in read_documents(path, recipe.reading):
                     yield document.text

@@ -215,9 +215,9 @@ class Recipe:
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
             adapter_shapes(self.model, self.lora)  # raises for targets that the model does not have
         elif self.optimizer.lora_plus != 1:
-            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; give lora.rank, too")
+            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; set lora.rank, too")
         elif self.quantize != "none":
-            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; give lora.rank, too")
+            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; set lora.rank, too")
         Compute(attention=self.attention, attend=self.attend)
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
@@ -226,13 +226,13 @@ class Recipe:
                 raise TrainingError(f"{name}={getattr(self, name)} must be at least 0")
         if not 0 < self.validation < 1:
             raise TrainingError(
-                f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
+                f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"
                 " files of their own with --validation-data"
             )
         if self.chats is not None and self.vocabulary == "bpe":
-            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; give a tokenizer, or byte")
+            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; use a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
-            raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
+            raise TrainingError("preference needs data that are read as chats; set chats, too, as chats.format=auto")
         losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")

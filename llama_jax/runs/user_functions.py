@@ -153,9 +153,9 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
       TrainingError: no name, a missing file or function, a file that fails, or another number of weights.
     """
     if not names:
-        raise TrainingError("rewards need a function that gives them; give one with --reward FILE.py:FUNCTION")
+        raise TrainingError("rewards need a function that gives them; pass one with --reward FILE.py:FUNCTION")
     if weights and len(weights) != len(names):
-        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; give one for each")
+        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; pass one for each")
     found = []
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         function = load_function(name, "reward")

@@ -190,7 +190,7 @@ def test_what_cannot_be_built(files, built, tmp_path):
         (tmp_path / "cut.parquet", "out3", SMALL, "cut.parquet is not a whole Parquet file"),
         (files[0] / "d.parquet", "out4", column, r"d.parquet has no column 'body'; it has \['text'\]"),
         (files[0] / "a.txt", "other", SMALL, "other holds 'thing', and no build"),
-        (files[0] / "a.txt", built[0], SMALL, "was built with other files, sources; give another folder"),
+        (files[0] / "a.txt", built[0], SMALL, "was built with other files, sources; use another folder"),
     ):
         with pytest.raises(DataError, match=message):
             build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
@@ -301,7 +301,7 @@ def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path,
 def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
     other = BuildOptions(unit=3000, drop_duplicates=True)
-    with pytest.raises(DataError, match="out was built with other drop_duplicates, unit; give another folder"):
+    with pytest.raises(DataError, match="out was built with other drop_duplicates, unit; use another folder"):
         build(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
 
 

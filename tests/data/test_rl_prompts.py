@@ -54,7 +54,7 @@ def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
         ([{"prompt": 3}], "line 1: prompt=3 must be a text, or messages"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line and not here"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line and not in the first"),
-        ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; give longer rows"),
+        ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; use longer rows"),
     ],
 )
 def test_lines_that_cannot_be_used_are_named(tmp_path, lines, message):
@@ -80,7 +80,7 @@ def test_a_share_is_kept_apart_with_all_that_are_the_same(tmp_path):
     assert sorted(train.columns["i"] + held.columns["i"]) == list(range(20))
     assert split_prompts(whole, 0.2, seed=0)[1].digest == held.digest
     one = open_prompts(written(tmp_path / "q.jsonl", [{"prompt": "a"}, {"prompt": "a"}]), Tokenizer(), 20)
-    with pytest.raises(DataError, match="a single prompt, so none can be held out"):
+    with pytest.raises(DataError, match="a single prompt, which cannot be held out"):
         split_prompts(one, 0.2, seed=0)
 
 

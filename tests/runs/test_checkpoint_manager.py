@@ -259,7 +259,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         with pytest.raises(
             StuckSaveError,
             match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
-            r" give more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+            r" set more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
         ):
             other.wait()
         other.check()  # it was told

@@ -106,7 +106,7 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
     for changes, message in (
         (
             {"distill": replace(student.distill, teacher="")},
-            "distillation needs a teacher; give a model's folder",
+            "distillation needs a teacher; pass a model's folder",
         ),
         (
             {"model": replace(SMALL.model, vocab_size=384)},

@@ -167,7 +167,7 @@ def test_a_path_alone_a_recipe_by_name_and_nothing_printed(text, tmp_path, capfd
     assert result.step == 3
     assert result.validation.numbers["bits_per_byte"] > 0
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(TrainingError, match="no recipe 'tinny'; give tiny, shakespeare"):
+    with pytest.raises(TrainingError, match="no recipe 'tinny'; use tiny, shakespeare"):
         train("tinny", tmp_path / "none", text)
     assert not (tmp_path / "none").exists()
 
@@ -318,7 +318,7 @@ def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, change
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocabulary": "given"}, "needs a tokenizer; give one with --tokenizer"),
+        ({"vocabulary": "given"}, "needs a tokenizer; pass one with --tokenizer"),
         ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, the model a vocabulary of 100"),
     ],
 )

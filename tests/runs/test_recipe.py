@@ -197,7 +197,7 @@ def test_a_recipe_from_a_file(tmp_path):
         (f"{file}:failing", r"failing' failed with KeyError: 'x' \(.*mine.py, line 8, in failing"),
         (f"{file}:asking", "failed with TypeError: .*missing 1 required positional argument"),
         (f"{tmp_path}/none.py:quick", "does not exist"),
-        ("tin", "no recipe 'tin'; give tiny, shakespeare"),
+        ("tin", "no recipe 'tin'; use tiny, shakespeare"),
     ):
         with pytest.raises(TrainingError, match=message):
             find(name)
@@ -210,7 +210,7 @@ def test_preferences_on_the_command_line():
     assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
     with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
         override(found, ["preference.margin=1"])
-    with pytest.raises(TrainingError, match="preference needs data that are read as chats; give chats, too"):
+    with pytest.raises(TrainingError, match="preference needs data that are read as chats; set chats, too"):
         replace(found, chats=None)
 
 

@@ -170,7 +170,7 @@ def test_with_all_parameters_the_reference_is_what_training_began_with(file, pro
     assert found[0] < 1e-6 < found[-1]
     resumed = train(told, tmp_path / "half", [prompts], weights=base, resume=True)
     same(resumed.state, whole.state)
-    with pytest.raises(TrainingError, match=r"rewards.beta is for a divergence from the model .*; give --weights"):
+    with pytest.raises(TrainingError, match=r"rewards.beta is for a divergence from the model .*; pass --weights"):
         train(replace(told, vocabulary="byte"), tmp_path / "none", [prompts])
 
 
@@ -193,7 +193,7 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
         ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
         ({"z_loss": 1e-4}, MeshSizes(), "z_loss=0.0001 is a part of the usual loss, and rewards is another"),
         ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
-        ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; give a multiple"),
+        ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; use a multiple"),
         ({}, MeshSizes(context=2), "rewards need whole ones"),
         ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
     ],
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be(changes, message):
 
 
 def test_what_fails_is_told_before_anything_is_compiled_or_where_it_is(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"give one with --reward FILE.py:FUNCTION"):
+    with pytest.raises(TrainingError, match=r"pass one with --reward FILE.py:FUNCTION"):
         train(recipe_for(file, rewards={"functions": ()}), tmp_path, [prompts])
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"text": "a"}\n')

@@ -100,7 +100,7 @@ def test_the_command(whole, chats, tmp_path):
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):
-    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; give one with --weights"):
+    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; pass one with --weights"):
         train("sft", tmp_path, chats)
     assert find("sft").chats == ChatReading()
     talk = tmp_path / "talk.jsonl"

@@ -131,9 +131,9 @@ def test_functions_that_are_not_there(file, tmp_path):
         find_rewards([f"{file}:f"])
     with pytest.raises(TrainingError, match=r"has no function 'number': it is no function"):
         find_rewards([f"{file}:number"])
-    with pytest.raises(TrainingError, match=r"give one with --reward FILE.py:FUNCTION"):
+    with pytest.raises(TrainingError, match=r"pass one with --reward FILE.py:FUNCTION"):
         find_rewards([])
-    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; give one for each"):
+    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"):
         find_rewards([f"{file}:length", f"{file}:exact"], [1.0])
     for text, message in (
         ("import absent_module\n", "failed with ModuleNotFoundError: .*line 1"),

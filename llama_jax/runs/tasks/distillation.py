@@ -41,12 +41,12 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
     """
     path = options_of(recipe).teacher
     if not path:
-        raise TrainingError("distillation needs a teacher; give a model's folder or file with --teacher (distill.teacher=)")
+        raise TrainingError("distillation needs a teacher; pass a model's folder or file with --teacher (distill.teacher=)")
     config = open_checkpoint(path).config
     if config.vocab_size != recipe.model.vocab_size:
         raise TrainingError(
             f"the teacher {path} has a vocabulary of {config.vocab_size}, the student one of {recipe.model.vocab_size}, and"
-            " predictions are compared token by token; give a teacher of the same vocabulary, or, where the student is made"
+            " predictions are compared token by token; use a teacher of the same vocabulary, or, where the student is made"
             f" anew, model.vocab_size={config.vocab_size}"
         )
     if config.max_seq_len < recipe.length:
@@ -73,7 +73,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     theirs = tokenizer_of(recipe)
     if theirs is not None and theirs.encode(EXAMPLE, bos=False) != inputs.tokenizer.encode(EXAMPLE, bos=False):
         raise TrainingError(
-            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; give a"
+            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; use a"
             " teacher of the same vocabulary"
         )
     corpora = language_modeling.read_data(recipe, inputs)

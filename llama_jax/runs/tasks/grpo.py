@@ -28,7 +28,7 @@ from llama_jax.data.rl_prompts import (
     split_prompts,
     without_prompts,
 )
-from llama_jax.errors import GenerationError, TrainingError, shown
+from llama_jax.errors import TrainingError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
@@ -47,9 +47,10 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
+    check_vocabulary,
     compute_of,
+    name_format_setting,
 )
-from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.training.answers import AnswerLoss, ScoredAnswers
@@ -70,7 +71,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     if prompts % mesh.rows:
         raise TrainingError(
             f"batch={recipe.batch} / rewards.group={r.group} = {prompts} prompts, which cannot be divided over"
-            f" data*fsdp={mesh.rows}; give a multiple"
+            f" data*fsdp={mesh.rows}; use a multiple"
         )
     if r.answer > recipe.length:
         raise TrainingError(f"rewards.answer={r.answer} leaves no room for a prompt in length={recipe.length}")
@@ -78,7 +79,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
         raise TrainingError(
             f"with rope scaling {scaling.kind!r} generation caches other keys than a pass over a row of"
-            f" over {scaling.original_max_seq_len} tokens at once; give a length below that"
+            f" over {scaling.original_max_seq_len} tokens at once; set a length below that"
         )
 
 
@@ -94,10 +95,8 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     reading, longest = PromptReading(r.format, r.special), recipe.length + 1 - r.answer
 
     def read(paths: Any) -> PromptSet:
-        try:
+        with name_format_setting("rewards.format"):
             return open_prompts(paths, inputs.tokenizer, longest, reading)
-        except GenerationError as error:  # no format
-            raise TrainingError(f"{error}; in training as rewards.format=plain") from None
 
     if inputs.validation_data:
         whole, held = read(inputs.data), read(inputs.validation_data)
@@ -114,7 +113,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     reference = None
     if r.beta and recipe.lora is None:
         if inputs.weights is None:
-            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
+            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; pass --weights")
         reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
     if not recipe.steps:  # a prompt has `group` answers, and each answer is learned from in `updates` steps
@@ -351,7 +350,7 @@ class RewardBatchSource:
             raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
         stops = set(prompts.stops)
         ids = [row[valid].tolist() for row, valid in zip(answers.tokens, answers.valid, strict=True)]
-        texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
+        texts = [answer_text(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
         group = self._settings.group
         columns = {
             name: [values[i] for i in chosen.numbers for _ in range(group)] for name, values in prompts.columns.items()
@@ -400,7 +399,7 @@ def make_sampler(
     return sample
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text that an answer adds to its prompt, with a leading space if it begins with one."""
     stream = TextStream(tokenizer)
     return "".join([*map(stream.push, ids), stream.finish()])

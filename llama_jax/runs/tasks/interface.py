@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
+from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
@@ -241,6 +243,24 @@ class TaskKind:
     mixes: bool = False
     divides_rows: bool = True
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
+
+
+def check_vocabulary(recipe: Recipe, size: int) -> None:
+    """Raise TrainingError for a vocabulary larger than the model's."""
+    if size > recipe.model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
+        )
+
+
+@contextmanager
+def name_format_setting(setting: str) -> Iterator[None]:
+    """Raise TrainingError that names a recipe's setting for messages without a chat format."""
+    try:
+        yield
+    except GenerationError as error:
+        raise TrainingError(f"{error}; in training as {setting}=plain") from None
 
 
 def compute_of(recipe: Recipe) -> Compute:

@@ -18,7 +18,7 @@ from llama_jax.data.chat_tokens import open_labeled, open_preferences
 from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.load_corpus import Progress
 from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mismatched_answers, split_pairs, without_pairs
-from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
 from llama_jax.progress import progress_bar
@@ -33,8 +33,9 @@ from llama_jax.runs.tasks.interface import (
     TaskInputs,
     TaskKind,
     TrainingProgram,
+    check_vocabulary,
+    name_format_setting,
 )
-from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
@@ -148,14 +149,14 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
     """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
-    judged = is_labeled(paths)
-    if judged and not kto:
+    labeled = is_labeled(paths)
+    if labeled and not kto:
         raise TrainingError(
-            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; give that, or chosen and"
+            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; use that, or chosen and"
             " rejected answers"
         )
-    try:
-        if judged:
+    with name_format_setting("chats.format"):
+        if labeled:
             answers, desirable, counts = open_labeled(paths, tokenizer, length, reading)
         else:
             chosen, rejected, counts = open_preferences(paths, tokenizer, length, reading)
@@ -163,8 +164,6 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
                 return Pairs(chosen, rejected), counts
             answers = concatenate((chosen, rejected))
             desirable = np.arange(answers.document_count) < chosen.document_count
-    except GenerationError as error:  # no format
-        raise TrainingError(f"{error}; in training as chats.format=plain") from None
     return Pairs(answers, mismatched_answers(answers, length), desirable), counts
 
 
