@@ -138,7 +138,9 @@ def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSe
     """
     marks = prompts.marks
     if len(np.unique(marks)) < 2:
-        raise DataError("the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data")
+        raise DataError(
+            "the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data"
+        )
     train, held = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
     return replace(train, dropped=prompts.dropped), held
 
