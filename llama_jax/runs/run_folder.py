@@ -283,7 +283,7 @@ class StoredRun(RunFolder):
     def remove_step(self, step: int) -> None:
         """The checksums, which make it a step, are removed first."""
         for path in sorted(_below(self.now() / str(step)), key=lambda path: path.name != SUMS):
-            self._with_lease(path, lambda path=path: path.view.store().delete(path.key))
+            self._delete(path)
 
     @contextmanager
     def local_step(self, step: int) -> Iterator[Path]:
@@ -317,6 +317,9 @@ class StoredRun(RunFolder):
 
     def _write(self, path: StoredPath, content: Path | bytes) -> None:
         self._with_lease(path, lambda: path.view.store().write(path.key, content))
+
+    def _delete(self, path: StoredPath) -> None:
+        self._with_lease(path, lambda: path.view.store().delete(path.key))
 
     def _put_step_files(self, written: Path, step: int, names: Sequence[str]) -> None:
         place = self.now() / str(step)

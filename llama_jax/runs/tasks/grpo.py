@@ -299,10 +299,10 @@ class RewardBatchSource:
         error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
         mean = float(reward.mean())
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
-        numbers = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
+        means = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
         spread = "" if np.isnan(error) else f" ± {error:.4f}"
         text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
-        return EvalResult(numbers, text)
+        return EvalResult(means, text)
 
     def close(self) -> None:
         """Nothing to close."""
