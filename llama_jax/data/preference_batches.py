@@ -11,7 +11,7 @@ import numpy as np
 from llama_jax.data.batches import HostBatches, fill_whole, pack_shuffled
 from llama_jax.data.corpus import Corpus, fingerprints, hold_out, row_order, unseen
 from llama_jax.errors import DataError
-from llama_jax.training.pairs import PairBatch
+from llama_jax.training.preference_batch import PairBatch
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from pathlib import Path
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
-from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.locks import LEASE, Lease, folder_lock
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS

@@ -12,7 +12,7 @@ from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # t
 
 import llama_jax
 from llama_jax.errors import TrainingError
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer

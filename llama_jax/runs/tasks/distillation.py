@@ -13,7 +13,7 @@ from llama_jax.evaluation.perplexity import compare_tokens, summary
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import check_model, layout_over
+from llama_jax.parallel.sharding import check_model, training_sharding
 from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import language_modeling
@@ -82,8 +82,8 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     held = language_modeling.limit_tokens(corpora, recipe.evaluate_tokens)
 
     def loss(frozen: FrozenModels) -> Loss:
-        fitted, layout = layout_over(config, make_mesh(inputs.mesh))
-        return distillation_loss(options, Teacher(fitted, frozen.other, layout))
+        fitted, sharding = training_sharding(config, make_mesh(inputs.mesh))
+        return distillation_loss(options, Teacher(fitted, frozen.other, sharding))
 
     task = replace(
         task,
