@@ -379,7 +379,7 @@ def prepare(arguments: Arguments) -> Path:
     mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
     settings = folder / "settings.json"
     if settings.exists() and json.loads(settings.read_text()) != json.loads(json.dumps(mine)):
-        raise SystemExit(f"{folder} is of another run; remove it, or use another --workdir")
+        raise SystemExit(f"{folder} is of another run; remove it, or give another --workdir")
     write_report(settings, mine)
     return folder
 
