@@ -82,7 +82,7 @@ def test_a_line_that_is_not_whole_is_said(run, folders):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], r"no run was given; give the folder of at least one"),
+        ([], r"no run was given; pass the folder of at least one"),
         (["one", "--output", "curves.jpg"], r"output=curves.jpg must end in .png, .pdf, .svg"),
         (["one", "--output", "two.png"], r"output=two.png is a folder; give a file"),
         (["."], r"holds no metrics.jsonl"),

@@ -24,7 +24,7 @@ from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.locks import locked
+from llama_jax.runs.locks import folder_lock
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import choose_tokenizer
@@ -231,7 +231,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("smal --data text.txt", "no recipe 'smal'; give tiny, shakespeare"),
+        ("smal --data text.txt", "no recipe 'smal'; use tiny, shakespeare"),
         ("missing.py:small --data text.txt", "missing.py does not exist"),
         ("recipes.py:smal --data text.txt", "has no function 'smal'"),
         ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
@@ -252,7 +252,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
         ("tiny --data ids.corpus", "ids.corpus holds tokens and no text to learn a vocabulary from"),
-        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; give other files with"),
+        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; pass other files with"),
         ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
         ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
@@ -274,7 +274,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
             "is 81 tokens; a sample needs at least 1 and fewer than the model's",
         ),
         ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
-        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; give one with --tokenizer"),
+        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; pass one with --tokenizer"),
         ("SMALL --data text.txt --weights missing", "missing does not exist"),
         ("SMALL --data text.txt --weights missing model.dim=8", "model.dim=8 and --weights exclude each other"),
         ("SMALL --data text.txt --weights missing model.rope_scaling.kind=yarn", "missing does not exist"),
@@ -297,7 +297,7 @@ def test_wrong_usage_exits_with_2(run, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or give another --workdir"),
+        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or use another --workdir"),
         (
             ["--data", "text.txt", "--resume", "model.hidden_dim=96", "optimizer.b2=0.9"],
             "(model.hidden_dim: 64 in the folder, 96 now; optimizer.b2: 0.95 in the folder, 0.9 now)",
@@ -329,10 +329,10 @@ def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
 
 
 def test_a_folder_in_use_is_refused(run, tmp_path):
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
     assert f"{tmp_path} is in use by another run, process {os.getpid()} on " in err
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         pass  # the lock has ended with its holder, though the file stays
 
 
@@ -343,10 +343,13 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"), locked(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"),
+        folder_lock(tmp_path),
+    ):
         pass
     monkeypatch.setattr("llama_jax.storage.atomic_write.fcntl", None)  # as on Windows
-    with warnings.catch_warnings(), locked(tmp_path):
+    with warnings.catch_warnings(), folder_lock(tmp_path):
         warnings.simplefilter("error")
 
 
@@ -398,7 +401,7 @@ def test_a_workdir_that_is_read_only(start, tmp_path):
     folder.mkdir(mode=0o555)
     process = start(PERMISSIONS_HOLD, SMALL, "--workdir", folder, "--data", "text.txt")
     out, err = process.communicate(timeout=120)
-    assert "cannot be written to (Permission denied); give another --workdir" in refused((process.returncode, out, err))
+    assert "cannot be written to (Permission denied); use another --workdir" in refused((process.returncode, out, err))
 
 
 HANGING = """
