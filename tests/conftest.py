@@ -28,12 +28,11 @@ import jax
 import make_goldens
 import numpy as np
 import pytest
-import tyro
 from hypothesis import settings
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.cli.arguments import arranged
+from llama_jax.cli.argv import arranged, parsed
 from llama_jax.formats.build_params import build_params
 from llama_jax.formats.huggingface import NAMES, config_to_dict
 from llama_jax.formats.lazy_tensors import ArrayTensor, Opened
@@ -183,7 +182,8 @@ def calling(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
 
     def call(command, *arguments):
-        tyro.cli(command, args=arranged([command.__name__.lower(), *map(str, arguments)])[1:]).run()
+        name, *rest = arranged([command.__name__.lower(), *map(str, arguments)])
+        parsed(command, name, rest).run()
         return capsys.readouterr()
 
     return call

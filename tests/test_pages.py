@@ -21,7 +21,7 @@ from commands import run_here
 import llama_jax
 import llama_jax.cli
 from llama_jax import OptimizerSettings, Recipe
-from llama_jax.cli.arguments import CHANGE
+from llama_jax.cli.argv import CHANGE
 from llama_jax.errors import UserError
 from llama_jax.formats.loading import bundled
 from llama_jax.runs.overrides import override

@@ -13,6 +13,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 FLOOR = {
     "errors": 0,
+    "settings": 0.5,
     "storage": 0.5,  # what is small is read from it, and the kernel for CPUs is a file
     "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
     "ops": 1,

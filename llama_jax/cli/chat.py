@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
+from llama_jax.cli.draft import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import GenerationError, UserError
+from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Chat(ModelOptions):
     format: Format = "auto"
     """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
     In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int, at_least(1)] | None = None
     """Most tokens of a reply; by default 512, or half of the context where that is less."""
-    context: int | None = None
+    context: Annotated[int, at_least(1)] | None = None
     """Tokens of history and reply together; by default the model's whole context."""
 
     def run(self) -> None:
@@ -63,20 +63,13 @@ class Chat(ModelOptions):
 
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        parse_draft(self.draft)
-        for name in ("max_new_tokens", "context"):
-            value = getattr(self, name)
-            if value is not None:
-                require_positive_int(name, value)
 
         start_backend()
         config, params, tokenizer = self.load()
         draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
         if context > config.max_seq_len:
-            raise GenerationError(
-                f"context={context} exceeds the model's context of {config.max_seq_len}; choose at most that"
-            )
+            raise GenerationError(f"context={context} exceeds the model's context of {config.max_seq_len}; lower it")
         reply_room = min(USUAL_REPLY, max(1, context // 2)) if self.max_new_tokens is None else self.max_new_tokens
         if reply_room >= context:
             raise GenerationError(

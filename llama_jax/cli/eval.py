@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from llama_jax.cli.eval_options import Subject, TextOptions, numbers
-from llama_jax.cli.options import ATTENTION, RememberOptions
-from llama_jax.cli.page import columns, printable
-from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.rope import say_beyond
+from llama_jax.cli.options import AttentionOption, ModelPath, RememberOptions, say_beyond
+from llama_jax.cli.output_format import columns, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
 
@@ -35,7 +33,7 @@ CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instructio
 
 
 @dataclass(frozen=True)
-class Eval(TextOptions, RememberOptions):
+class Eval(AttentionOption, TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
@@ -68,8 +66,6 @@ class Eval(TextOptions, RememberOptions):
     batch: int | None = None
     """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere, or with --lengths as
     many as make up 32,768 tokens."""
-    attention: ATTENTION = "auto"
-    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
     lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
     """Several windows without overlap, as in 256,512,1024: does context help, and how far?
     They may go beyond the model's context."""
@@ -237,18 +233,14 @@ class Eval(TextOptions, RememberOptions):
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
-        self.check()
         self.cache_options()
-        cache = None if self.cache == "auto" else self.cache
-        alone = {"max_tokens": self.max_tokens, "cache": cache, "window": self.window}
-        for name, value in alone.items():
-            if value is not None and not self.lengths:
-                raise UserError(f"{name}={value} goes with --lengths alone")
-        for name, given in (("length", self.length), ("stride", self.stride), ("against", self.against)):
-            if given is not None and self.lengths:
-                raise UserError(
-                    f"{name}={given} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
-                )
+        for name in ("max_tokens", "cache", "window", "length", "stride", "against"):
+            value, by_length = getattr(self, name), name in ("max_tokens", "cache", "window")
+            if value in (None, "auto") or by_length == bool(self.lengths):
+                continue
+            if by_length:
+                raise UserError(f"{name}={value} needs --lengths")
+            raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
         return numbers("lengths", self.lengths, int) if self.lengths else ()
 
     def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
@@ -274,18 +266,18 @@ class Eval(TextOptions, RememberOptions):
         if sizes[0] != sizes[1]:
             raise UserError(
                 f"against={path} has a vocabulary of {sizes[0]}, the model one of {sizes[1]}: their predictions cannot be"
-                " compared; give a model of the same vocabulary"
+                " compared; choose a model with the same vocabulary"
             )
         theirs = opened.tokenizer()
         if theirs is not None and theirs.encode(TEXT, bos=False) != subject.tokenizer.encode(TEXT, bos=False):
             raise UserError(
-                f"against={path} has another vocabulary than the model: its tokens stand for other text; give a model of the"
-                " same vocabulary"
+                f"against={path} has another vocabulary than the model: its tokens stand for other text; choose a model with"
+                " the same vocabulary"
             )
         return opened.config
 
     def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
-        """What was found of the reference, and between both, as JSON has it."""
+        """The results of the reference, and the differences, for JSON."""
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
@@ -305,7 +297,7 @@ def _losses(found: Evaluation | Divergence | tuple[LengthLoss, ...]) -> list[tup
 
 
 def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
-    """What was found as JSON has it."""
+    """The results by length, for JSON."""
     names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
     return {
         "lengths": [
@@ -325,7 +317,7 @@ def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
 
 
 def _plus_minus(error: float) -> str:
-    """A standard error; nothing where there is none."""
+    """A standard error as text; empty for NaN."""
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 

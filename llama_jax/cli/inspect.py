@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from llama_jax.cli.page import columns, printable, size
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import ModelPath
+from llama_jax.cli.output_format import columns, printable, size
 from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import ModelPath
 from llama_jax.errors import UserError
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -55,7 +55,7 @@ class Plot:
         if self.output.suffix.lower() not in FORMATS:
             raise UserError(f"output={self.output} must end in {', '.join(FORMATS)}")
         if self.output.is_dir():
-            raise UserError(f"output={self.output} is a folder; give a file")
+            raise UserError(f"output={self.output} is a folder, not a file")
         if not self.output.parent.is_dir():
-            raise UserError(f"output={self.output}: there is no folder {self.output.parent}; make it")
+            raise UserError(f"output={self.output}: the folder {self.output.parent} does not exist; create it")
         return self.output

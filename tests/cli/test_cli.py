@@ -305,7 +305,7 @@ def test_a_terminal_that_cannot_show_a_character(process, environment, monkeypat
     ],
 )
 def test_what_a_library_says_is_one_line_with_a_remedy(run, monkeypatch, error, said):
-    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", failing(error))
+    monkeypatch.setattr("llama_jax.cli.setup.Quickstart.run", failing(error))
     done = run("quickstart")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"llama-jax: error: {said}\n"
@@ -334,7 +334,7 @@ def test_a_current_folder_that_is_gone_is_said(run, tmp_path, monkeypatch):
 def test_a_save_that_hangs_ends_the_process_at_once(run, monkeypatch):
     """An end in order would wait for its threads."""
 
-    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", failing(StuckSaveError("step 4 is not saved")))
+    monkeypatch.setattr("llama_jax.cli.setup.Quickstart.run", failing(StuckSaveError("step 4 is not saved")))
     monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code + 40))
     done = run("quickstart")
     assert (done.returncode, done.stderr) == (42, "llama-jax: error: step 4 is not saved\n")

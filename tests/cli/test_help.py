@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.arguments import recipe_asked_about
-from llama_jax.cli.parsing import parsed
+from llama_jax.cli.argv import requested_recipe
+from llama_jax.cli.argv import parsed
 from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
@@ -89,14 +89,14 @@ def test_the_help_of_a_recipe_lists_its_settings():
 
 
 def test_which_recipe_is_asked_about():
-    assert recipe_asked_about(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
-    assert recipe_asked_about(["train", "tiny", "-h"]) == ("tiny", [])
+    assert requested_recipe(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
+    assert requested_recipe(["train", "tiny", "-h"]) == ("tiny", [])
     for line in (["train", "--help"], ["train", "tiny", "--data", "x"], ["generate", "tiny", "--help"], ["train"]):
-        assert recipe_asked_about(line) is None
+        assert requested_recipe(line) is None
 
 
 def test_the_completion_of_a_shell(capsys, tmp_path):
-    from llama_jax.cli.completion import Completion
+    from llama_jax.cli.setup import Completion
 
     Completion("bash").run()
     script = capsys.readouterr().out

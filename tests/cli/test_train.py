@@ -19,7 +19,7 @@ import pytest
 
 import llama_jax
 from llama_jax.cli import main
-from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.argv import changes_last
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
@@ -215,7 +215,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
 def test_only_changes_are_moved(arguments):
     words = arguments.split()
     options = [word for word in words if word not in ("a=1", "b.c=2")]
-    assert changes_together(words) == [*options, "a=1", "b.c=2"]
+    assert changes_last(words) == [*options, "a=1", "b.c=2"]
 
 
 @pytest.mark.slow

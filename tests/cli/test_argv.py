@@ -3,7 +3,7 @@
 import pytest
 import tyro
 
-from llama_jax.cli.arguments import FLAGS, arranged, check_settings
+from llama_jax.cli.argv import FLAGS, arranged, check_settings
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.train import Train
 from llama_jax.errors import UserError

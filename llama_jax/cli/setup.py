@@ -1,23 +1,65 @@
-"""``llama-jax compile``: make the executables of a model ahead."""
+"""``llama-jax quickstart``, ``compile`` and ``completion``: check the installation, and prepare it."""
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from llama_jax.cli.options import LoadOptions
-from llama_jax.cli.paths import ModelPath
-from llama_jax.config.validation import require_positive_int
+from llama_jax.cli.argv import MARKERS, RULES
+from llama_jax.cli.options import LoadOptions, ModelPath
 from llama_jax.errors import GenerationError
+from llama_jax.settings import at_least
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+# tyro's scripts complete file names only after options whose type is a path, and ours are texts, for they may be URLs: let
+# them complete file names wherever they know no word.
+FILES = (
+    ('[[ "$completions" == ', '[[ -z "$completions" || "$completions" == '),  # bash and zsh
+    (  # fish, whose script gives all options and leaves it to fish which of them fit
+        'if test "$results" = ',
+        'if begin; not string match -q -- "-*" (commandline -ct); and not string match -qv -- "-*" $results; end'
+        '; or test "$results" = ',
+    ),
+    (  # with a slash after a folder, and names with spaces as one; "$cur" has the words before as well
+        'COMPREPLY=($(compgen -f -- "$cur"))',
+        "local IFS=$'\\n'; compopt -o filenames; COMPREPLY=($(compgen -f -- \"${COMP_WORDS[COMP_CWORD]}\"))",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Run a small random model once and print the shape of its logits: (2, 16, 1000)."""
+
+    def run(self) -> None:
+        import jax
+
+        import llama_jax
+
+        config = llama_jax.LlamaConfig(
+            vocab_size=1000,
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            hidden_dim=192,
+            max_seq_len=128,
+            norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_embeddings=False,
+        )
+        params = llama_jax.init(config, jax.random.key(0))
+        tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
+        print(llama_jax.logits(config, params, tokens).shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +76,7 @@ class Compile(LoadOptions):
     """A model's folder or file, as for generate; by default the small stories model that comes with the package."""
     purpose: Annotated[Literal["generate", "serve"], tyro.conf.arg(name="for")] = "generate"
     """The command to compile for, with its default options; chat has the programs of generate."""
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, at_least(1)] = 1024
     """With --for generate: most tokens of a prompt and its continuation, at most the model's context."""
 
     def run(self) -> None:
@@ -42,15 +84,14 @@ class Compile(LoadOptions):
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
         from llama_jax.compiled import store
 
-        require_positive_int("max_tokens", self.max_tokens)
         if self.no_cache:
-            raise GenerationError("no_cache=True keeps nothing of what compile makes; leave it out")
+            raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
         use_compilation_cache()
         folder = store.folder()
         if folder is None or compiled.refusal(folder):
             reason = compiled.refusal(folder) if folder else f"{compiled.VARIABLE} or JAX's settings turn them off"
             raise GenerationError(f"executables are not kept: {reason}; set {compiled.VARIABLE} to a folder of your own")
-        # What cannot be stored is said.
+        # Programs that cannot be stored are logged.
         logging.basicConfig(format="llama-jax: %(message)s")
         logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)
         started, before = time.perf_counter(), _sizes(folder)
@@ -108,3 +149,36 @@ def _sizes(folder: Path) -> dict[str, int]:
     from llama_jax.compiled.store import SUFFIX
 
     return {path.name: path.stat().st_size for path in folder.glob(f"*{SUFFIX}")}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Print a script that lets your shell complete the commands of llama-jax, their options and their values.
+
+    bash: llama-jax completion bash > ~/.local/share/bash-completion/completions/llama-jax
+
+    zsh: llama-jax completion zsh > _llama-jax, in a folder of $fpath
+
+    fish: llama-jax completion fish > ~/.config/fish/completions/llama-jax.fish
+    """
+
+    shell: tyro.conf.Positional[Annotated[Literal["bash", "zsh", "fish"], tyro.conf.arg(metavar="bash|zsh|fish")]]
+    """The shell that the script is for."""
+
+    def run(self) -> None:
+        from llama_jax.cli import COMMANDS, command_type
+
+        commands: list[Any] = []
+        for group in COMMANDS.values():
+            for name, (_, about) in group.items():
+                named = tyro.conf.subcommand(name, description=about, prefix_name=False)
+                commands.append(Annotated[command_type(name), named])
+        all_of_them: Any = Union[tuple(commands)]  # noqa: UP007
+        written, args = io.StringIO(), ["--tyro-print-completion", self.shell]
+        with redirect_stdout(written), suppress(SystemExit):
+            tyro.cli(all_of_them, prog="llama-jax", args=args, config=MARKERS, registry=RULES)
+        script = written.getvalue()
+        for plain, more in FILES:
+            script = script.replace(plain, more)
+        # An optional choice is not written as None.
+        print(re.sub(r"'choices': \[[^]]*\]", lambda found: re.sub(r"'None', |, 'None'", "", found[0]), script), end="")
