@@ -142,7 +142,7 @@ class Arguments:
     skip: str = ""
     """Names of programs to leave out."""
     flags: Literal["on", "off"] = "on"
-    """With the flags that the commands set (`llama_jax/flags.py`), or XLA's defaults in rows of their own, to compare."""
+    """With the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in rows of their own, to compare."""
     output: Path | None = None
 
 
@@ -219,13 +219,13 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     import jax
 
     from llama_jax import preset
-    from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.cache import PAGE
     from llama_jax.model.options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
     from llama_jax.serving.served_model import BURST
+    from llama_jax.xla_flags import decode_options_on_tpu
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
@@ -268,7 +268,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode = replace(decode, per_token=0)
     else:
         run = lambda *args: programs.step(config, *args, compute, layout)
-    told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
+    told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
     return replace(
         decode,
         name=case.kind,

@@ -8,15 +8,6 @@ import pytest
 from llama_jax.tokenizers import load_tokenizer
 
 
-def test_its_text_has_the_size_that_was_asked_for_and_repeats_nothing():
-    texts = ["One small story about a llama.<|endoftext|>" + "Another one about a dog. " * 200]
-    found = list(bench_data.documents(texts, 40_000))
-    size = sum(len(text.encode()) + len(bench_data.SEPARATOR) for text in found)
-    assert 40_000 <= size < 43_000
-    assert len(set(found)) > 0.9 * len(found)
-    assert found == list(bench_data.documents(texts, 40_000))
-
-
 @pytest.mark.slow
 def test_both_vocabularies_are_measured_in_turns(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("Once upon a time there was a llama who saw a dog. " * 400)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import quantization
 import real_context_extension
-import real_finetuning
 import scaling
 import shakespeare
 import soak_serve
@@ -29,7 +28,6 @@ from llama_jax.formats.loading import bundled
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.weights import KINDS
 from llama_jax.ops.weights.kinds import MADE
-from llama_jax.runs import recipes
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
@@ -45,18 +43,6 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("module", [shakespeare, stories])
-def test_recipes_are_found_by_file_and_function(module):
-    for made in module.RECIPES.values():
-        assert recipes.find(f"{module.__file__}:{made.__name__}") == made()
-
-
-def test_stories_read_as_many_tokens_a_step_as_llama2c():
-    for size in stories.LLAMA2C:
-        recipe = stories.RECIPES[size]()
-        assert recipe.batch * recipe.length == 131_072
-
-
 def test_a_law_is_found_again():
     n, d = (x.ravel() for x in np.meshgrid(np.geomspace(3e4, 1e6, 5), np.geomspace(6e4, 1e6, 4)))
     law = scaling.Law(0.9, (30.0, 200.0), (0.4, 0.5))
@@ -67,30 +53,12 @@ def test_a_law_is_found_again():
     np.testing.assert_allclose(found(scales * 10), law(scales * 10), rtol=1e-3)
 
 
-def test_a_law_has_no_floor_below_zero():
-    scales = np.geomspace(1e3, 1e6, 8)[:, None]
-    found = scaling.fit(scales, 5 * scales[:, 0] ** -0.1 - 0.5)
-    assert found.floor == 0
-
-
-def test_a_loss_that_does_not_fall_is_its_floor():
-    scales = np.geomspace(1e3, 1e6, 8)[:, None]
-    found = scaling.fit(scales, 2 + 0.1 * np.log(scales[:, 0]))
-    assert found.factors == (0,)
-    assert 2.6 < found.floor < 3.4
-
-
 def test_the_frontier_is_what_no_other_run_and_no_other_size_betters():
     runs = {1: [(1, 3), (2, 3.5), (3, 2.5), (9, 2)], 2: [(2, 3.2), (8, 1.5)], 3: [(5, 2.3), (9, 2)]}
     points = [scaling.Point(32, 2, n, 1, flops, loss, 0, 0) for n, found in runs.items() for flops, loss in found]
     found = [(p.parameters, p.flops, p.loss) for p in scaling.frontier(points)]
     # The third size begins below the first, but above the second between its runs.
     assert found == [(1, 1, 3), (1, 3, 2.5), (2, 8, 1.5)]
-
-
-def test_text_is_not_read_twice(text, tmp_path):
-    with pytest.raises(SystemExit, match="none twice"):
-        scaling.run_all(scaling.Arguments(data=(text,), validation_data=(text,), workdir=tmp_path))
 
 
 @pytest.mark.slow
@@ -289,14 +257,6 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
-    found = soft_cap.main(soft_cap.Arguments(steps=25, new_tokens=6))
-    assert found["after"] < found["before"] - 1
-    assert "nats per token" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
 def test_an_attention_of_ones_own_is_the_one_that_is_used():
     config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
     params = llama_jax.init(config, jax.random.key(1))
@@ -356,11 +316,6 @@ def test_kinds_that_are_compared():
     assert quantization.kinds_of(quantization.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
     with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
         quantization.kinds_of(quantization.Arguments(kinds=("q3",)))
-
-
-def test_answers_to_problems_are_judged_by_the_number_at_their_end():
-    texts = ["6 + 1 = 7\n#### 7", "#### 1,007", "#### $7.0 ", "#### 8", "#### 7 apples", "7", "#### 7\nor #### 9"]
-    assert real_finetuning.judged(texts, ["7", "1007", "7", "7", "7", "7", "7"]) == [1, 1, 1, 0.2, 0, 0, 0.2]
 
 
 @pytest.mark.slow

@@ -71,17 +71,6 @@ def test_signatures_estimate_the_similarity_of_shingles():
     np.testing.assert_array_equal((one == other).mean(1)[-3:], [1, similarity(*pairs[-2]), 1])
 
 
-def test_signatures_do_not_depend_on_what_is_signed_with_them(monkeypatch):
-    rng = np.random.default_rng(0)
-    texts = [story(rng, int(words)) for words in rng.integers(1, 300, 30)]
-    together = near.signatures(texts)
-    for block in (1, 3000):
-        monkeypatch.setattr(near, "BLOCK", block)
-        np.testing.assert_array_equal(near.signatures(texts), together)
-    np.testing.assert_array_equal(np.concatenate([near.signatures([text]) for text in texts]), together)
-    assert near.signatures([]).shape == (0, near.MINIMA)
-
-
 @pytest.mark.parametrize("least", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_pairs_that_are_near_enough_are_compared(least):
     count, rows = near.bands(least)

@@ -24,8 +24,8 @@ FLOOR = {
     "tokenizers": 3,
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded
-    "exporting": 4,  # names the trees of both
-    "flags": 1,
+    "export": 4,  # names the trees of both
+    "xla_flags": 1,
     "child_process": 1,
     "progress": 0,
     "gguf_header": 1,

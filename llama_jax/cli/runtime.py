@@ -16,7 +16,7 @@ import platformdirs
 
 from llama_jax import compiled
 from llama_jax.errors import UserError, reason_of
-from llama_jax.flags import keep_freed_memory, set_flags
+from llama_jax.xla_flags import keep_freed_memory, set_flags
 
 LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
@@ -65,7 +65,7 @@ def _no_room(folder: Path) -> str | None:
 
 
 def start_backend(*, training: bool = False) -> None:
-    """Start JAX's device backend with the flags of its platform, see `llama_jax.flags`.
+    """Start JAX's device backend with the flags of its platform, see `llama_jax.xla_flags`.
 
     A missing backend is an error of one line, before anything is loaded; flags unknown to this version of XLA are reported.
     """

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from llama_jax import compiled, ops
 from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
-from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, check_turns, room_before_turning, token_ids, turning_point
 from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
@@ -28,6 +27,7 @@ from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import device_elsewhere
+from llama_jax.xla_flags import decode_options_on_tpu
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
@@ -338,5 +338,5 @@ def prefill_piece(options: CacheOptions, longest: int) -> int:
 
 @functools.cache
 def _decode_for(platform: str) -> CompiledFunction:
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.argv import requested_recipe
-from llama_jax.cli.argv import parsed
+from llama_jax.cli.argv import parsed, requested_recipe
 from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of

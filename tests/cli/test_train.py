@@ -236,7 +236,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("recipes.py:smal --data text.txt", "has no function 'smal'"),
         ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
         ("SMALL --data missing.txt", "missing.txt does not exist"),
-        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; give NAME=PATH:WEIGHT"),
+        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; write NAME=PATH:WEIGHT"),
         (
             "SMALL --data text.txt --reweigh",
             "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",

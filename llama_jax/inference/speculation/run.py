@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax import ops
-from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.drafting import MOST_DRAFTED, Counts, DraftedPiece, Drafter, Prompts
 from llama_jax.inference.generate import LONGEST_PIECE, Run, capacity_for, pack, piece_of, transferring, unpack
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.inference.state import CHUNK, Piece, State
 from llama_jax.model.cache import CacheOptions
+from llama_jax.xla_flags import decode_options_on_tpu
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a piece; after it the number of drafts may change
 HOST = 0.0005  # fixed seconds per piece, at most half of its time
@@ -167,5 +167,5 @@ def _platform(state: State) -> str:
 
 @functools.cache
 def _passes_on(platform: str) -> Callable[..., tuple[State, Any, jax.Array]]:
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return jax.jit(_run_packed, static_argnums=6, donate_argnums=(2, 3), compiler_options=options)

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import llama_jax
-from llama_jax.exporting import register_for_export
+from llama_jax.export import register_for_export
 from llama_jax.inference.requests import prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import decode, empty_reading, read, start
