@@ -62,21 +62,6 @@ def test_quickstart(run):
     assert (done.returncode, done.stdout) == (0, "(2, 16, 1000)\n")
 
 
-def test_help_imports_nothing_heavy(environment):
-    """The start of --help is quick because of what it does not import; seconds would depend on the machine."""
-    code = (
-        "import sys; sys.argv[1:] = ['generate', '--help']\n"
-        "from llama_jax.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code\n"
-        "heavy = {'jax', 'numpy', 'flax', 'orbax', 'optax', 'sentencepiece', 'safetensors'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "--max-new-tokens" in done.stdout
-
-
 def test_generate_streams_text_and_statistics(process, stories_folder):
     done = process("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 40)
     assert done.returncode == 0, done.stderr
