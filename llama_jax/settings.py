@@ -40,7 +40,8 @@ def at_least(minimum: int) -> Bounds:
 
 def check_bounds(settings: Any) -> None:
     """Raise UserError for the first field of a dataclass, or of a dataclass in it, that is out of the bounds in its type."""
-    for name, bounds in _bounds_of(type(settings)).items():
+    kind: type = type(settings)
+    for name, bounds in _bounds_of(kind).items():
         value = getattr(settings, name)
         if is_dataclass(value):
             check_bounds(value)

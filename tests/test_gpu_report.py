@@ -14,7 +14,7 @@ import device_programs
 import jax
 import numpy as np
 import pytest
-from gpu_parts import attention, attention_one, correctness, decode, options, prefill, training, training_one, weights
+from gpu_parts import attention, attention_one, correctness, decode, prefill, training, training_one
 from gpu_parts.plan import GOAL_SHAPE, SMALL, SMALL_GQA
 from gpu_parts.run import Run
 
@@ -137,20 +137,6 @@ def test_no_time_left_skips_everything(report, tmp_path):
     assert len(found["sections"]["decode"]) == 4
 
 
-def test_refused_compiler_option_is_a_finding(monkeypatch):
-    def compile_something(*_, compiler_options):
-        return {"compiled": str(jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=compiler_options))}
-
-    monkeypatch.setattr(options, "COMPILER_OPTIONS", ({}, {"xla_no_such_option": True}))
-    monkeypatch.setattr(options, "measure_decode", compile_something)
-    monkeypatch.setattr(weights.Weights, "made", lambda self: None)
-    run = Run(SimpleNamespace(platform="gpu"), SMALL, time_limit=100)
-    usual, refused = options.compiler_options(run)
-    assert "compiled" in usual
-    assert "xla_no_such_option" in refused["refused"]
-    assert "error" not in refused
-
-
 def attentions(monkeypatch, measure, **given):
     """The rows of the section when `measure(backend, tokens, direction)` stands for every measurement."""
     monkeypatch.setattr(attention, "measure_attention", lambda run, *case: measure(*case))
@@ -190,16 +176,6 @@ def test_attention_is_measured_and_compared():
     assert row["attention_tflop"] * 1e12 == pytest.approx(3.5 * forward)
     if jax.default_backend() == "cpu":
         assert "needs an NVIDIA GPU" in attention_one.measure_attention(run, "cudnn", 64, "forward")["refused"]
-
-
-def test_attention_that_is_wrong_is_a_failure():
-    shapes = ([(1, 1, 8, 1, 4)], [(1, 1, 8, 4)] * 2)
-    given = [[jax.ShapeDtypeStruct(shape, "bfloat16") for shape in some] for some in shapes]
-    arrays = [array for some in given for array in attention_one.attention_arrays(some)]
-    right = attention_one.attend("reference", 4, *arrays)
-    assert not attention_one.against_reference(right * 1.1, arrays, 4)["ok"]
-    broken = attention_one.against_reference(right * np.float32("nan"), arrays, 4)
-    assert (broken["ok"], broken["max_diff"]) == (False, "nan")
 
 
 @pytest.mark.parametrize(

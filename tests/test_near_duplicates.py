@@ -8,8 +8,6 @@ import pytest
 pytest.importorskip("rensa", reason="the recipe needs rensa")
 import near_duplicates as near
 
-from llama_jax.errors import UserError
-
 WORDS = [
     "the",
     "llama",
@@ -120,10 +118,3 @@ def test_planted_copies_are_left_out_and_listed(processes, tmp_path, monkeypatch
     heading, *lines = (tmp_path / "kept.tsv").read_text().splitlines()
     assert heading.split("\t") == ["file", "document", "near_file", "near_document", "similarity"]
     assert lines[59].split("\t")[:4] == [repr(str(files[1])), "30", repr(str(files[0])), "60"]
-
-
-def test_what_it_refuses(tmp_path):
-    (tmp_path / "a.txt").write_text("Once.")
-    for out, least in (("kept.txt", 0.8), ("kept.jsonl", 0.0), ("kept.jsonl", 1.1)):
-        with pytest.raises(UserError, match=r"must be a \.jsonl, and similarity=.* above 0"):
-            near.main(near.Arguments(files=(tmp_path / "a.txt",), out=tmp_path / out, similarity=least))

@@ -104,12 +104,12 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """Of its arguments."""
+        """The mesh of its arguments."""
         return jax.tree.leaves(self.arguments)[0].sharding.mesh
 
     @property
     def platform(self) -> str:
-        """Of the mesh: "cpu", "gpu" or "tpu"; the devices need not be there, see `aot_compile`."""
+        """The platform of the mesh: "cpu", "gpu" or "tpu"; the devices need not exist, see `aot_compile`."""
         return self.mesh.devices.flat[0].platform
 
     def lower(self) -> jax.stages.Lowered:
@@ -277,7 +277,7 @@ def decode_programs(
       attention: how it is computed, see `Compute`.
 
     Raises:
-      ConfigError: matrices that cannot be quantized so.
+      ConfigError: matrices that cannot be quantized in that kind.
       MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -336,9 +336,9 @@ def decode_programs(
         done=per_row(bool, sharding=whole),
     )
     out = jax.tree.map(lambda a: a.sharding, state), whole, Piece(whole, whole, whole)
-    told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
+    options = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
     turn = partial(decode, config, most=1, compute=compute, layout=layout)
-    run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
+    run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=options)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [
         reading,

@@ -176,7 +176,7 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # Takes the lowest number that is free. Writing to stdout then fails, as everywhere: what is lost was asked for.
+            # Takes the lowest number that is free. Writing to stdout then fails, as for any closed stream.
             os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

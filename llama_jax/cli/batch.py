@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions, unless_auto
+from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
+from llama_jax.cli.output_format import note
 from llama_jax.cli.prompts import PromptLine, read_lines
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.progress import progress_bar
@@ -46,23 +47,21 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
 
     def run(self) -> None:
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.options import Compute
         from llama_jax.serving.options import EngineOptions
 
         use_compilation_cache(self.no_cache)
         options = EngineOptions(
             rows=self.rows,
             prefix_bytes=self.prefix_cache * 2**20,
-            cache=CacheOptions(dtype=unless_auto(self.cache)),
-            compute=Compute(attention=self.attention),
+            cache=self.cache_options(),
+            compute=self.compute(),
         )
         self.check_stops()
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
-        for asked in {line.adapter for line in prompts} - {None, *numbers}:
+        for adapter in {line.adapter for line in prompts} - {None, *numbers}:
             there = ", ".join(numbers) or "none"
-            raise GenerationError(f"{self.prompts} asks for the adapter {shown(asked, 40)}, and --adapter names {there}")
+            raise GenerationError(f"{self.prompts} asks for the adapter {shown(adapter, 40)}, and --adapter names {there}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.sampling(seed)
@@ -70,7 +69,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         done.check(settings)
         left = [line for line in range(1, len(prompts) + 1) if line not in done.lines]
         if done.lines:
-            print(f"llama-jax: {self.out} has {len(done.lines)} of {len(prompts)} prompts", file=sys.stderr)
+            note(f"{self.out} has {len(done.lines)} of {len(prompts)} prompts")
         if not left:
             return
 
@@ -193,11 +192,11 @@ class _Output:
                 file.truncate(self._whole)
                 for job in progress_bar("continuing", "prompts")(jobs, total=count):
                     assert job.text is not None
-                    given = self._prompts[job.number - 1]
+                    prompt = self._prompts[job.number - 1]
                     line = {
                         "line": job.number,
-                        "prompt": given.prompt,
-                        **({} if given.adapter is None else {"adapter": given.adapter}),
+                        "prompt": prompt.prompt,
+                        **({} if prompt.adapter is None else {"adapter": prompt.adapter}),
                         "text": job.text.shown,
                         "tokens": len(job.tokens),
                         "finish_reason": "stop" if job.finish == "stop" else "length",

@@ -14,6 +14,7 @@ import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
+from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
@@ -55,7 +56,6 @@ class Chat(ModelOptions):
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.model.options import Compute
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         use_compilation_cache(self.no_cache)
@@ -80,14 +80,14 @@ class Chat(ModelOptions):
         format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
         ends = reply_ends(tokenizer, format)
         system = _system(self.system)
-        if system:  # refused now rather than at the first message
+        if system:  # an error now rather than at the first message
             encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format)
 
         import jax
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
-        _note(
+        note(
             f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {held} · format {format}"
             f" · context {context} tokens · seed {seed} · /help lists the commands"
         )
@@ -104,16 +104,16 @@ class Chat(ModelOptions):
             elif command == "/help":
                 print(COMMANDS, file=sys.stderr)
             elif line.startswith("/"):
-                _note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
+                note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
             elif line.strip():
-                asked: list[Message] = [*history, {"role": "user", "content": line}]
+                messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
-                    prompt, kept = fit(tokenizer, system, asked, format, context - reply_room)
+                    prompt, kept = fit(tokenizer, system, messages, format, context - reply_room)
                 except UserError as error:
-                    _note(f"error: {error}")
+                    note(f"error: {error}")
                     continue
-                if len(kept) < len(asked):
-                    _note(_dropped(asked[: len(asked) - len(kept)], context))
+                if len(kept) < len(messages):
+                    note(_dropped(messages[: len(messages) - len(kept)], context))
                 pieces = llama_jax.stream(
                     config,
                     params,
@@ -122,7 +122,7 @@ class Chat(ModelOptions):
                     sampling=replace(sampling, seed=(seed + turn) % 2**32),
                     stop_tokens=ends,
                     cache=options,
-                    compute=Compute(attention=self.attention),
+                    compute=self.compute(),
                     draft=draft,
                 )
                 answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
@@ -176,12 +176,12 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
         text.finish()
         print(flush=True)
         if interrupted():
-            _note("the reply was stopped")
+            note("the reply was stopped")
         elif not ended:
-            _note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
+            note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
         if drafted:
             made = sum(int(piece.valid.sum()) for piece in drafted)
-            _note(draft_summary(draft_statistics("", made, [piece.counts for piece in drafted])))
+            note(draft_summary(draft_statistics("", made, [piece.counts for piece in drafted])))
     return text.shown
 
 
@@ -194,11 +194,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     pressed: list[bool] = []
     before = signal.getsignal(signal.SIGINT)
 
-    def note(*_: object) -> None:
+    def press(*_: object) -> None:
         pressed.append(True)
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, press)
     try:
         yield lambda: bool(pressed)
     finally:
@@ -238,7 +238,3 @@ def _dropped(messages: Sequence[Message], context: int) -> str:
         f"the context of {context} tokens is full: dropped the {len(messages)} oldest messages, from"
         f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
     )
-
-
-def _note(text: str) -> None:
-    print(f"llama-jax: {text}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from llama_jax.cli.options import DocumentOptions, ModelPath
-from llama_jax.cli.output_format import columns, printable
+from llama_jax.cli.output_format import columns, note, printable
 from llama_jax.errors import UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import at_least
@@ -39,7 +39,7 @@ class ShowData:
     """A .jsonl whose lines are chats (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
     and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
     model: ModelPath | None = None
-    """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
+    """A model's folder or file, for its vocabulary and chat template; by default the bundled stories model."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the model's."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
@@ -83,7 +83,7 @@ class ShowData:
                 warnings.simplefilter("always")
                 print(self._counts(tokenizer, reading), file=sys.stderr)
             for warning in warned:
-                print(f"llama-jax: {warning.message}", file=sys.stderr)
+                note(str(warning.message))
 
     def _tokenizer(self) -> Tokenizer:
         from llama_jax.cli.eval_options import stored_tokenizer
@@ -113,7 +113,7 @@ class ShowData:
         return files[0]
 
     def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
-        """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
+        """The selected examples, and the tokens of their answers; None for one that is dropped."""
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
         from llama_jax.data.chat_tokens import encode_example, shortened
         from llama_jax.tokenizers import ReplyEncoder

@@ -53,9 +53,9 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
     """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
-    """Of chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
+    """For chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
     too_long: Literal["cut", "drop"] = "cut"
-    """Of chats and preferences: what is done with an example of more than --length tokens."""
+    """For chats and preferences: what is done with an example of more than --length tokens."""
     against: ModelPath | None = None
     """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
     --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
@@ -131,9 +131,8 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         """Measure by length, against a reference, or alone through a sliding window."""
         from llama_jax.evaluation.loss_by_length import evaluate_lengths
         from llama_jax.evaluation.perplexity import divergence, evaluate
-        from llama_jax.model.options import Compute
 
-        compute, bar = Compute(attention=self.attention), progress_bar("evaluating", "pieces" if lengths else "batches")
+        compute, bar = self.compute(), progress_bar("evaluating", "pieces" if lengths else "batches")
         if lengths:
             return evaluate_lengths(
                 *model,
@@ -193,7 +192,6 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         from llama_jax.evaluation.measure import check_batch, default_batch
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.adapters import base_of
-        from llama_jax.model.options import Compute
 
         config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
         against = None if self.against is None else self._reference_config(self.against, subject)
@@ -209,7 +207,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
             pairs=pairs,
             length=length,
             batch=batch,
-            compute=Compute(attention=self.attention),
+            compute=self.compute(),
             progress=progress_bar("evaluating", "batches"),
         )
         own, reference, name = measure(config, params), None, None

@@ -157,7 +157,6 @@ class Generate(ModelOptions, StopOptions):
         """Generate for rows together until all have ended; what each piece took."""
         import llama_jax
         from llama_jax.inference.drafting import counts_of
-        from llama_jax.model.options import Compute
 
         pieces = llama_jax.stream(
             config,
@@ -165,7 +164,7 @@ class Generate(ModelOptions, StopOptions):
             [row.ids for row in rows],
             max_new_tokens=limits,
             stop_tokens=rows[0].ends,
-            compute=Compute(attention=self.attention),
+            compute=self.compute(),
             **settings,
         )
         counts = []

@@ -142,7 +142,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
-    """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
+    """Raise CheckpointError for a step of a run with changed files, or in a store with missing files."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.step_dirs import DamagedError, verify
 

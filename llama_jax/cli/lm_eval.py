@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from llama_jax.cli.options import FormatOption, LoadOptions, ModelPath, SingleAdapterOption
-from llama_jax.cli.output_format import printable
+from llama_jax.cli.output_format import note, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.settings import at_least
 
@@ -132,7 +132,6 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
 
     def _texts(self) -> TextModel:
         from llama_jax.evaluation.text_model import TextModel
-        from llama_jax.model.options import Compute
         from llama_jax.serving.options import EngineOptions
         from llama_jax.tokenizers import resolve_format
 
@@ -147,7 +146,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             format=self.format,
             batch=self.batch,
             seed=self.seed,
-            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=Compute(attention=self.attention)),
+            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=self.compute()),
         )
 
     def _show(self, found: dict[str, Any], texts: TextModel) -> None:
@@ -176,4 +175,4 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
         if found.get("groups"):
             print(make_table(found, "groups"))
         if texts.cut:
-            print(f"llama-jax: {texts.cut} texts were longer than the context and lost their beginning", file=sys.stderr)
+            note(f"{texts.cut} texts were longer than the context and lost their beginning")

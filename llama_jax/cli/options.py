@@ -17,6 +17,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from llama_jax.cli.draft import check_draft, load_draft
+from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, UserError, shown
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Format
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.cache import CacheOptions
+    from llama_jax.model.options import Compute
     from llama_jax.model.params import Llama
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.processes import Processes
@@ -68,12 +70,24 @@ class AttentionOption:
     attention: ATTENTION = "auto"
     """The implementation of attention; auto uses the device's kernel where it can, and the output names it."""
 
+    def compute(self) -> Compute:
+        """The options of a forward pass."""
+        from llama_jax.model.options import Compute
+
+        return Compute(attention=self.attention)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOption:
     cache: Literal["auto", "int8"] = "auto"
     """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
     position."""
+
+    def cache_options(self) -> CacheOptions:
+        """The options of the cache; GenerationError for an invalid value."""
+        from llama_jax.model.cache import CacheOptions
+
+        return CacheOptions(dtype=unless_auto(self.cache))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +98,7 @@ class RememberOptions(CacheOption):
     """With --window: this many first tokens stay visible (attention sinks), which keeps a long text fluent; 4 are usual."""
 
     def cache_options(self) -> CacheOptions:
-        """The options of the cache; GenerationError for an invalid value."""
-        from llama_jax.model.cache import CacheOptions
-
-        return CacheOptions(dtype=unless_auto(self.cache), window=self.window, sinks=self.sinks)
+        return replace(super().cache_options(), window=self.window, sinks=self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +388,7 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
 
     Args:
       text: ``KIND:FACTOR`` and further fields of `RopeScaling`, as in ``yarn:4,beta_fast=16``; ``none`` leaves out the
-        model's own; an empty one changes nothing. `original_max_seq_len` is the model's own context unless it is given.
+        model's own; an empty one changes nothing. `original_max_seq_len` is by default the model's own context.
 
     Raises:
       UserError: a text that is not a rope scaling.
@@ -396,7 +407,7 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     if fields is None or not colon:
         kinds = ", ".join(ROPE_FIELDS)
         raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR as in yarn:4 with one of the kinds {kinds}")
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in rest:
         name, equals, value = part.partition("=")
         if name not in fields or not equals:
@@ -404,10 +415,10 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
             raise UserError(
                 f"rope={shown(text)} has {shown(part, 40)} after its factor; the further fields of {kind} are: {has}"
             )
-        given[name] = _value(text, value)
+        values[name] = _value(text, value)
     if "original_max_seq_len" in fields:
-        given.setdefault("original_max_seq_len", original)
-    scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **given)  # a key of the table
+        values.setdefault("original_max_seq_len", original)
+    scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **values)  # a key of the table
     context = scaling.extended_max_seq_len or int(original * scaling.factor)
     return replace(config, rope_scaling=scaling, max_seq_len=context)
 
@@ -431,8 +442,7 @@ def say_beyond(config: LlamaConfig, lengths: Sequence[int]) -> None:
     """Report on stderr which lengths are beyond the model's context, where that is allowed."""
     beyond = [f"{length:,}" for length in sorted(lengths) if length > config.max_seq_len]
     if beyond:
-        print(
-            f"llama-jax: {', '.join(beyond)}: beyond the model's context of {config.max_seq_len:,} tokens, for which it was"
-            " not made; this measures what happens",
-            file=sys.stderr,
+        note(
+            f"{', '.join(beyond)}: beyond the model's context of {config.max_seq_len:,} tokens, for which it was not made;"
+            " this measures what happens"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from llama_jax.cli.options import ModelPath
+from llama_jax.cli.output_format import note
 from llama_jax.errors import UserError
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -42,7 +42,7 @@ class Plot:
             if run.unreadable:
                 numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
                 where = folder / METRICS
-                print(f"llama-jax: {where}: incomplete lines were skipped (line {numbers})", file=sys.stderr)
+                note(f"{where}: incomplete lines were skipped (line {numbers})")
         figure = draw(runs, by=self.by, log=self.log, smoothing=self.smoothing)
         with write_atomically(output) as target:
             figure.savefig(target, format=output.suffix[1:].lower())

@@ -66,10 +66,10 @@ def read_lines(file: Path) -> list[PromptLine]:
 
 def _without_adapters(lines: list[PromptLine], where: str) -> list[PromptLine]:
     """The same lines; GenerationError where one asks for an adapter of its own."""
-    asked = next((line.adapter for line in lines if line.adapter is not None), None)
-    if asked is not None:
+    adapter = next((line.adapter for line in lines if line.adapter is not None), None)
+    if adapter is not None:
         raise GenerationError(
-            f"{where} asks for the adapter {shown(asked, 40)}, and generate has one for all prompts; use llama-jax batch,"
+            f"{where} asks for the adapter {shown(adapter, 40)}, and generate has one for all prompts; use llama-jax batch,"
             " whose --adapter NAME=PATH names several"
         )
     return lines

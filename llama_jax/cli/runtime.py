@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ import jax
 import platformdirs
 
 from llama_jax import compiled
+from llama_jax.cli.output_format import note
 from llama_jax.errors import UserError, reason_of
 from llama_jax.xla_flags import keep_freed_memory, set_flags
 
@@ -37,18 +37,17 @@ def use_compilation_cache(off: bool = False) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
     problem = _no_room(Path(folder)) if folder and "://" not in folder else None
     if problem is not None:
-        print(
-            f"llama-jax: compiled programs are not kept: {folder} cannot be written ({problem});"
-            " JAX_COMPILATION_CACHE_DIR names another folder",
-            file=sys.stderr,
+        note(
+            f"compiled programs are not kept: {folder} cannot be written ({problem}); JAX_COMPILATION_CACHE_DIR names"
+            " another folder"
         )
-        # Which JAX would say of every program. What is there already is still read.
+        # JAX would warn about every program. Existing files are still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     if folder and "://" not in folder:
         executables = Path(os.environ.setdefault(compiled.VARIABLE, str(Path(folder).absolute() / "executables")))
         problem = compiled.refusal(executables)
         if problem is not None:
-            print(f"llama-jax: executables in {executables} are not used: {problem}", file=sys.stderr)
+            note(f"executables in {executables} are not used: {problem}")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -67,13 +66,13 @@ def _no_room(folder: Path) -> str | None:
 def start_backend(*, training: bool = False) -> None:
     """Start JAX's device backend with the flags of its platform, see `llama_jax.xla_flags`.
 
-    A missing backend is an error of one line, before anything is loaded; flags unknown to this version of XLA are reported.
+    A missing backend is an error of one line, before anything is loaded; flags that this XLA does not have are reported.
     """
     if training:
         keep_freed_memory()
     unknown = set_flags(training=training).unknown
     if unknown:
-        print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
+        note(f"this version of XLA has no {', '.join(unknown)}: left out")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion where the platform's plugin is not installed

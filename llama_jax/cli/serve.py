@@ -15,6 +15,7 @@ import tyro
 
 from llama_jax.cli.draft import parse_draft
 from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOptions, unless_auto
+from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import Bounds, at_least, check_bounds
@@ -97,16 +98,6 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     """/health fails when the engine has work and has finished no step for this many seconds."""
     open_metrics: bool = False
     """Let /metrics answer without the key, for Prometheus and routers, which have none."""
-    distributed: bool = False
-    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
-    processes: int | None = None
-    """Without --distributed: how many processes there are."""
-    process_id: int | None = None
-    """Without --distributed: the number of this one, from 0."""
-    start_timeout: float = 300.0
-    """Seconds to wait for all processes; then those that have started name the missing ones."""
 
     def run(self) -> None:
         started = time.perf_counter()
@@ -143,7 +134,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         use_compilation_cache(self.no_cache)
         begun = time.perf_counter()
         found = self.start(Processes())
-        _note(f"ready after {time.perf_counter() - begun:.1f} s")
+        note(f"ready after {time.perf_counter() - begun:.1f} s")
         return Mounted(*found, self._server_options(most_connections=0))
 
     def _serve(self, listening: socket, started: float, joined: Processes) -> None:
@@ -152,13 +143,13 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         server, startup = self._server_options(self.most_connections), self._startup()
 
         def start() -> Started:
-            _note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
+            note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
             return self.start(joined, startup)
 
-        ready = lambda: _note(f"ready after {time.perf_counter() - started:.1f} s")
+        ready = lambda: note(f"ready after {time.perf_counter() - started:.1f} s")
         serve(start, startup, server, listening, ready)
         joined.tell(b"")
-        _note("ended")
+        note("ended")
         if joined.count == 1:
             os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
 
@@ -173,16 +164,16 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         self._begin(joined, startup)
         config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
-        _note(f"process {joined.index} of {joined.count} follows process 0")
+        note(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
     def _startup(self) -> Startup:
         from llama_jax.serving.http.server import Startup
 
-        return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
+        return Startup(log=None if sys.stderr.isatty() else note)  # a terminal has a bar instead
 
     def _begin(self, joined: Processes, startup: Startup) -> None:
-        """Start the devices' backend, and make sure that all processes were asked for the same."""
+        """Start the devices' backend, and check that all processes have the same options."""
         import jax
 
         from llama_jax.cli.runtime import start_backend
@@ -196,9 +187,9 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                     f"{joined.count} processes have {devices} devices together; set --mesh tensor={devices}, so that each"
                     " holds its part of the model"
                 )
-            asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
-            asked["adapters"] = list(self.named())
-            joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
+            options = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
+            options["adapters"] = list(self.named())
+            joined.agree("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
     def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
@@ -270,7 +261,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         begun, startup = time.perf_counter(), startup or self._startup()
         self._begin(joined, startup)
         options, plan = self._planned(joined)
-        _note(f"memory: {plan}")
+        note(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
         served = self._served(tokenizer)
         options = replace(options, draft=self.drafter(tokenizer))
@@ -293,7 +284,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
-        _note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
+        note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
         return Started(engine, served, self._limits(config.vocab_size, engine.context))
 
     def _check(self) -> None:
@@ -309,8 +300,6 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
     def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
-        from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.options import Compute
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(
@@ -322,8 +311,8 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
             most_waiting_tokens=self.most_waiting_tokens,
             prefix_bytes=self.prefix_cache * 2**20,
             draft=draft,
-            cache=CacheOptions(dtype=unless_auto(self.cache)),
-            compute=Compute(attention=self.attention),
+            cache=self.cache_options(),
+            compute=self.compute(),
         )
 
     def _server_options(self, most_connections: int) -> ServerOptions:
@@ -388,8 +377,3 @@ def _compiling(startup: Startup) -> Iterator[Callable[[int, int], None]]:
             update(done, total)
 
         yield progress
-
-
-def _note(*texts: str) -> None:
-    for text in texts:
-        print(f"llama-jax: {text}", file=sys.stderr, flush=True)

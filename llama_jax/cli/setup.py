@@ -20,11 +20,11 @@ from llama_jax.cli.options import LoadOptions, ModelPath
 from llama_jax.errors import GenerationError
 from llama_jax.settings import at_least
 
-# tyro's scripts complete file names only after options whose type is a path, and ours are texts, for they may be URLs: let
-# them complete file names wherever they know no word.
+# tyro's scripts complete file names only after options of type Path. Ours may be URLs, so they are texts: let the scripts
+# complete file names wherever they know no word.
 FILES = (
     ('[[ "$completions" == ', '[[ -z "$completions" || "$completions" == '),  # bash and zsh
-    (  # fish, whose script gives all options and leaves it to fish which of them fit
+    (  # fish: the script prints all options, and fish filters them
         'if test "$results" = ',
         'if begin; not string match -q -- "-*" (commandline -ct); and not string match -qv -- "-*" $results; end'
         '; or test "$results" = ',
@@ -111,7 +111,6 @@ class Compile(LoadOptions):
         """Generate a few tokens after prompts of every size; says each time which."""
         import llama_jax
         from llama_jax.inference.state import CHUNK
-        from llama_jax.model.options import Compute
 
         config, params, tokenizer = self.load_beside()
         longest, size = min(self.max_tokens, config.max_seq_len), 16
@@ -124,7 +123,7 @@ class Compile(LoadOptions):
                 [[0] * prompt],
                 max_new_tokens=min(4 * CHUNK, config.max_seq_len - prompt),
                 stop_tokens=tokenizer.stop_ids,
-                compute=Compute(attention=self.attention),
+                compute=self.compute(),
             )
             for _ in pieces:
                 pass

@@ -68,7 +68,7 @@ class Train(CompileOptions, ProcessOptions):
     resume: bool = False
     """Continue from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
-    """With --resume: give the same sources other weights from here on, which the checkpoints record."""
+    """With --resume: change the weights of the same sources from here on, which the checkpoints record."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
     """The mesh of the devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by
     default one axis, data, over all there are."""
