@@ -1,9 +1,9 @@
-"""The schema of settings: the bounds of a value stand in its type, beside its default and its help.
+"""The schema of settings: a dataclass whose fields have a default, bounds in their types, and a help text.
 
     steps: Annotated[int, at_least(1)] = 100
     \"\"\"Steps of the run.\"\"\"
 
-`check_bounds` checks every field of a dataclass by them; None stands for a default and is always allowed.
+`check_bounds` checks every field of a dataclass; None stands for a default and is always allowed. `help_of` has the texts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,19 @@ def check_bounds(settings: Any) -> None:
             check_bounds(value)
         elif bounds is not None and value is not None:
             bounds.check(name, value)
+
+
+@cache
+def help_of(kind: type) -> dict[str, str]:
+    """The help of each field of a dataclass, by name: the text below the field, or its entry in the class's docstring."""
+    from docstring_parser import parse_from_object
+
+    found: dict[str, str] = {}
+    for each in reversed([kind for kind in kind.__mro__ if is_dataclass(kind)]):
+        for one in parse_from_object(each).params:
+            text = " ".join((one.description or "").split())
+            found |= dict.fromkeys(map(str.strip, one.arg_name.split(",")), text[:1].upper() + text[1:])
+    return found
 
 
 @cache

@@ -33,7 +33,6 @@ from llama_jax.ops.weights import Name, Pure
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.pmapped import pmap_over
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import BATCH, check_length
 from llama_jax.parallel.specs import (
@@ -90,7 +89,6 @@ class Program:
       layers: of the model.
       per_token: for a program that decodes, the bytes that a device must read for a token of each row: its weights, without
         the embedding if that is only looked up, and its cache; 0 for others.
-      by_pmap: the function is one of `jax.pmap`, which has its own devices.
     """
 
     name: str
@@ -100,7 +98,6 @@ class Program:
     beside: int = 0
     layers: int = 0
     per_token: int = 0
-    by_pmap: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -114,8 +111,6 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it for the platform of its mesh."""
-        if self.by_pmap:
-            return self.function.lower(*self.arguments)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.function.lower(*self.arguments)
 
@@ -220,37 +215,6 @@ def _in_kinds(params: Llama, weights: Name | Pure | Llama | None) -> Llama:
     if weights is None:
         return params
     return planned_in_kinds(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
-
-
-def pmap_programs(
-    config: LlamaConfig,
-    mesh: Mesh,
-    batch: int,
-    length: int,
-    *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    remat: Remat = "full",
-) -> list[Program]:
-    """The step that `train --backend pmap` runs: packed rows, and the whole state on every device.
-
-    Raises:
-      MeshError: a mesh that splits over more than `data`, or rows that cannot be divided.
-    """
-    sizes = MeshSizes(**mesh.shape)
-    if sizes.devices != sizes.data or batch % sizes.data:
-        raise MeshError(f"pmap divides batch={batch} rows over data alone, which mesh {sizes} does not")
-    optimizer = adamw(1e-4)
-    everywhere, shares = shardings(mesh, (P(), P("data")))
-    shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
-    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
-    row = jax.ShapeDtypeStruct((sizes.data, batch // sizes.data, length + 1), jnp.int32, sharding=shares)
-    options = StepOptions(LossOptions(Compute(dtype, remat)), clip_norm=1.0)
-    step = partial(train_step, config, optimizer, options=options)
-    mapped = pmap_over(step, list(mesh.devices.flat))
-    share = bytes_per_device(state.params)
-    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
-    arguments = (state, Batch(row, row, row))
-    return [Program("train step", mapped, arguments, known, layers=config.n_layers, by_pmap=True)]
 
 
 def decode_programs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache, partial
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -13,7 +12,7 @@ from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructConstr
 
 from llama_jax.cli.output_format import paragraphs
 from llama_jax.errors import UserError
-from llama_jax.settings import check_bounds
+from llama_jax.settings import check_bounds, help_of
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options without a value, of the commands that `arranged` knows.
@@ -57,25 +56,12 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
             name=field.name,
             type=kind,
             default=default,
-            helptext=partial(_meaning, command, field.name),
+            helptext=lambda name=field.name: help_of(command).get(name),
         )
-    first, last = (getattr(command, name, ()) for name in ("SHOWN_FIRST", "SHOWN_LAST"))
+    first = getattr(command, "SHOWN_FIRST", ())
+    last = [name for kind in command.__mro__ for name in vars(kind).get("SHOWN_LAST", ())]
     middle = [name for name in found if name not in last]
     return StructConstructorSpec(command, tuple(found[name] for name in dict.fromkeys((*first, *middle, *last))))
-
-
-def _meaning(command: type, name: str) -> str | None:
-    """The docstring below a field, as a single paragraph."""
-    return next((_meanings(kind)[name] for kind in command.__mro__ if name in _meanings(kind)), None)
-
-
-@cache
-def _meanings(kind: type) -> dict[str, str]:
-    from docstring_parser import parse_from_object
-
-    if not is_dataclass(kind):
-        return {}
-    return {one.arg_name: " ".join((one.description or "").split()) for one in parse_from_object(kind).params}
 
 
 def requested_recipe(arguments: Sequence[str]) -> tuple[str, list[str]] | None:

@@ -144,7 +144,9 @@ class DocumentOptions:
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """The field or column that holds the text in .jsonl, .parquet and .arrow."""
 
-    def document_format(self, lengths: Sequence[int] = (), token_type: str | None = None) -> DocumentFormat:
+    def document_format(
+        self, lengths: Sequence[int] = (), token_type: Literal["uint16", "uint32"] | None = None
+    ) -> DocumentFormat:
         """How files are read: by default with documents long enough for rows of these lengths."""
         from llama_jax.data import DocumentFormat
 
@@ -156,6 +158,8 @@ class DocumentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
+    SHOWN_LAST = ("distributed", "coordinator", "processes", "process_id", "start_timeout")
+
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None

@@ -18,6 +18,7 @@ from llama_jax.cli.interrupts import end_at_once
 from llama_jax.cli.options import CompileOptions, ModelPath, ProcessOptions
 from llama_jax.cli.output_format import filled
 from llama_jax.errors import StuckSaveError, UserError, shown
+from llama_jax.settings import help_of
 from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
@@ -203,10 +204,10 @@ def _lines(settings: Any, within: str) -> list[str]:
     """A line for each setting with its meaning below; then the settings that are dataclasses, with their fields."""
     from llama_jax.runs.overrides import dataclass_of
 
-    said, types_, found, parts = _meanings(type(settings)), get_type_hints(type(settings)), [], []
+    help_texts, types_, found, parts = help_of(type(settings)), get_type_hints(type(settings)), [], []
     for field in (one for one in fields(settings) if one.name not in FUNCTIONS):
         value, key, part = getattr(settings, field.name), within + field.name, dataclass_of(types_[field.name])
-        meaning = said.get(field.name, "")
+        meaning = help_texts.get(field.name, "").replace("`", "")
         if is_dataclass(value):
             parts += ["", filled(f"{key}: {meaning}", indent=2), *_lines(value, f"{key}.")]
             continue
@@ -216,17 +217,6 @@ def _lines(settings: Any, within: str) -> list[str]:
             meaning = f"{meaning} One of {', '.join(map(str, get_args(types_[field.name])))}."
         found += [filled(f"{key}={_written(value)}", indent=2), *([filled(meaning, indent=8)] if meaning else [])]
     return found + parts
-
-
-def _meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of its fields."""
-    from docstring_parser import parse
-
-    found: dict[str, str] = {}
-    for one in parse(kind.__doc__ or "").params:
-        text = (one.description or "").replace("`", "")
-        found |= {name.strip(): text[:1].upper() + text[1:] for name in one.arg_name.split(",")}
-    return found
 
 
 def _written(value: Any) -> str:

@@ -5,8 +5,8 @@
     line 3    the key, in hexadecimal
     the rest  the content
 
-An executable is a pickle and machine code: anyone who can write the file can run code as its reader. So, as ssh does with its keys,
-a folder or file is used only if the user (or root) owns it and nobody else may write to it.
+An executable is a pickle and machine code: anyone who can write the file can run code as its reader. So, as ssh does with
+keys, a folder or file is used only if the user (or root) owns it and nobody else may write to it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class QueryScaling:
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     """The shortest prefix that the layers repeat, the last repetition perhaps cut off.
 
-    The period of a result is that result: (a, b, a, a) repeats (a, b, a), whose own period is (a, b), so it has none shorter.
+    It is its own period: (a, b, a) does not stand for (a, b, a, a), since it would itself be reduced to (a, b).
     """
     n = len(layers)
     for p in range(1, n):

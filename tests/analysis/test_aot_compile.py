@@ -66,7 +66,7 @@ import compile_report
 import llama_jax
 from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.collectives import find_collectives
-from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
+from llama_jax.analysis.memory import DoesNotFitError, decode_programs, train_programs
 from llama_jax.model.adapters import Lora
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.mesh import MeshSizes, parse_mesh
@@ -88,7 +88,7 @@ out = {}
 one, eight = mesh_for(hardware, MeshSizes()), mesh_for(hardware, MeshSizes(fsdp=8))
 programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
 host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
-programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256, dtype="bfloat16")
+programs.append(compile_report.pmap_program(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256))
 programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[1:]
 out["programs"] = [examine(program).as_dict() for program in programs]
 out["by XLA's defaults"] = examine(programs[0], flags=False).as_dict()["overlapped_share"]
