@@ -56,7 +56,7 @@ def run_here(*arguments: object, lines: bytes = b"") -> subprocess.CompletedProc
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         patch.setattr(jax.config, "update", update_once)
-        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+        patch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
         # A command's clock would go on listening in the tests that follow.
         patch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda listener: None)
         patch.setenv("COLUMNS", "200")

@@ -179,7 +179,7 @@ def goldens() -> dict[str, np.ndarray]:
 def calling(monkeypatch, capsys, tmp_path):
     """Calls a command in this process, with a cache of its own: what it prints on stdout and stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+    monkeypatch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
 
     def call(command, *arguments):
         name, *rest = arranged([command.__name__.lower(), *map(str, arguments)])

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import device_programs
 import jax
-import numpy as np
 import pytest
-from gpu_parts import attention, attention_one, correctness, decode, prefill, training, training_one
-from gpu_parts.plan import GOAL_SHAPE, SMALL, SMALL_GQA
+from gpu_parts import attention, decode, prefill, training
+from gpu_parts.plan import GOAL_SHAPE, SMALL
 from gpu_parts.run import Run
 
 import llama_jax
@@ -164,20 +163,6 @@ def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(monkeypatch):
     assert not any("error" in row for row in rows)
 
 
-def test_attention_is_measured_and_compared():
-    run = Run(jax.devices()[0], SMALL, time_limit=100)
-    row = attention_one.measure_attention(run, "rows", 64, "forward and backward")
-    assert row["ok"]
-    assert 0 < row["max_diff"] < attention_one.ATTENTION_TOLERANCE
-    assert row["ms"] > 0
-    assert row["temp_mb"] >= 0
-    forward = 2 * (2 * 4 * 16) * 64 * 64 // 2  # two products, a multiply and an add each, halved by causality
-    assert attention_one.attention_flop(run.plan.heads, 64, "forward") == forward
-    assert row["attention_tflop"] * 1e12 == pytest.approx(3.5 * forward)
-    if jax.default_backend() == "cpu":
-        assert "needs an NVIDIA GPU" in attention_one.measure_attention(run, "cudnn", 64, "forward")["refused"]
-
-
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
@@ -199,29 +184,6 @@ def test_a_training_worker_that_dies_or_is_late_keeps_its_rows(monkeypatch, ende
     assert reason.items() <= rows[1].items()
 
 
-@pytest.mark.slow
-def test_after_a_candidate_that_does_not_fit_none_is_tried(monkeypatch):
-    def measure(config, parameters, length, remat, batch, repetitions, rate):
-        if remat == "broken":
-            raise ValueError("no such policy")
-        if batch > 2:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return {"mfu": 0.1 * batch}
-
-    monkeypatch.setattr(training_one, "measure_training", measure)
-    monkeypatch.setattr(training_one, "matrix_rate", lambda size, repetitions: 1.0)
-    row = {"shape": "small-gqa", "parameters": "float32", "length": 8}
-    candidates = [("full", 1), ("broken", 1), ("full", 2), ("full", 4), ("full", 8)]
-    settings = training.config_to_dict(SMALL_GQA)
-    rows = list(training_one.training_worker(settings, row, candidates, repetitions=1, matrix_size=8, time_limit=100))
-    assert rows[0] == row | {"remat": "full", "batch": 1, "mfu": 0.1}
-    assert rows[1]["error"] == "ValueError: no such policy"
-    assert rows[2]["mfu"] == 0.2
-    assert "Out of memory" in rows[3]["does_not_fit"]
-    assert "error" not in rows[3]  # a finding
-    assert rows[4]["skipped"] == "less did not fit"
-
-
 def test_goals_are_judged_by_the_first_batch_and_the_best_candidate(report, monkeypatch, tmp_path, capsys):
     decoding = [{"shape": GOAL_SHAPE, "batch": batch, "share_of_copy": share} for batch, share in ((8, 0.5), (1, 0.9))]
     (case, *_) = SMALL.trainings
@@ -241,14 +203,6 @@ def test_goals_are_judged_by_the_first_batch_and_the_best_candidate(report, monk
     printed = capsys.readouterr().out
     assert f"goal reached: {case.shape} (float32, remat full, 2 rows) trains at 60.0% MFU" in printed
     assert printed.count("goal reached") == 2
-
-
-def test_logits_that_differ_or_are_not_finite_fail():
-    expected = np.linspace(-1, 1, 12, dtype=np.float32).reshape(1, 2, 6)
-    assert correctness.compared(expected + 1e-5, expected, 1e-4)["ok"]
-    assert not correctness.compared(expected + 1e-3, expected, 1e-4)["ok"]
-    broken = correctness.compared(expected * np.float32("nan"), expected, 1e-4)
-    assert (broken["ok"], broken["max_abs_diff"]) == (False, "nan")
 
 
 def test_bytes_and_operations_counted_by_hand():

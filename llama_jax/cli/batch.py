@@ -46,7 +46,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
     """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
 
     def run(self) -> None:
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.serving.options import EngineOptions
 
         use_compilation_cache(self.no_cache)

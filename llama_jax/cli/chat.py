@@ -55,7 +55,7 @@ class Chat(ModelOptions):
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         use_compilation_cache(self.no_cache)

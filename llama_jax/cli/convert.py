@@ -125,7 +125,7 @@ class Merge(CompileOptions):
     """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
 
     def run(self) -> None:
-        from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
         from llama_jax.formats import load, load_adapter, open_checkpoint, save
         from llama_jax.formats.adapters import with_attend
         from llama_jax.formats.quantize_on_load import quantized_kinds

@@ -48,7 +48,7 @@ def check_draft(text: str, config: LlamaConfig) -> None:
 def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSizes | None) -> PromptLookup | DraftModel:
     """The drafter of --draft; GenerationError for a model whose vocabulary has other pieces."""
     import llama_jax
-    from llama_jax.cli.runtime import loading_bar
+    from llama_jax.cli.jax_setup import loading_bar
 
     name, tokens = parse_draft(text)
     if name == PROMPT:

@@ -113,8 +113,8 @@ class Estimate(AttentionOption, CompileOptions):
     def run(self) -> None:
         from llama_jax.analysis.hardware import named_hardware
         from llama_jax.analysis.memory import DoesNotFitError
-        from llama_jax.analysis.roofline import exchange_seconds
-        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.analysis.roofline import exchange_seconds, least_traffic
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
         from llama_jax.model.trees import parameter_count
         from llama_jax.parallel.mesh import parse_mesh
@@ -127,7 +127,9 @@ class Estimate(AttentionOption, CompileOptions):
         self._check(config)
         kinds, weights = self._weights()
         use_compilation_cache(self.no_cache)
-        least = self._least(config, sizes)
+        least: list[DeviceExchange] = []
+        if self._remat is not None and not self.lora:
+            least = least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
@@ -141,22 +143,18 @@ class Estimate(AttentionOption, CompileOptions):
                 found[program.name] = compiled(program, accelerator=hardware is not None)
             except DoesNotFitError as error:
                 refused[program.name] = str(error)
+        training = ("packed", "accumulate")
         about = {
-            "model": self.model,
-            "mode": self.mode,
-            "batch": self.batch,
-            "length": self.length,
+            **{name: getattr(self, name) for name in ("model", "mode", "batch", "length", "attention")},
+            **{name: getattr(self, name) if self.mode == "train" else None for name in training},
             "dtype": self._dtype,
             "quantize": kinds,
             "lora": self.lora or None,
             "remat": self._remat,
-            "packed": self.packed if self.mode == "train" else None,
-            "accumulate": self.accumulate if self.mode == "train" else None,
-            "attention": self.attention,
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
-            "cache_bytes_per_token": cache_bytes(config, 1, 1, self._dtype if self.cache == "auto" else self.cache),
+            "cache_bytes_per_token": cache_bytes(config, 1, 1, unless_auto(self.cache) or self._dtype),
             "compiler": compiler or "XLA for CPU",
             "note": note,
             "refused": refused,
@@ -195,14 +193,6 @@ class Estimate(AttentionOption, CompileOptions):
         if self.quantize == "keep" and kinds is None:
             raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or choose a kind")
         return words, kinds
-
-    def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[DeviceExchange]:
-        """The least that the strategy exchanges; of training whole models only."""
-        from llama_jax.analysis.roofline import least_traffic
-
-        if self._remat is None or self.lora:
-            return []
-        return least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
 
     def _bounds(
         self,
@@ -261,31 +251,13 @@ class Estimate(AttentionOption, CompileOptions):
         from llama_jax.model.adapters import Lora
         from llama_jax.model.cache import bucket
 
-        if self._remat is not None:
-            return train_programs(
-                config,
-                mesh,
-                self.batch,
-                self.length,
-                dtype=self._dtype,
-                remat=self._remat,
-                packed=self.packed,
-                accumulate=self.accumulate,
-                attention=self.attention,
-                lora=Lora(rank=self.lora) if self.lora else None,
-                weights=weights,
-            )
-        capacity = bucket(self.length, SMALLEST_CACHE)
-        return decode_programs(
-            config,
-            mesh,
-            self.batch,
-            capacity,
-            dtype=self._dtype,
-            quantized=self.cache == "int8",
-            weights=weights,
-            attention=self.attention,
-        )
+        options: dict[str, Any] = {"dtype": self._dtype, "attention": self.attention, "weights": weights}
+        if self._remat is None:
+            capacity = bucket(self.length, SMALLEST_CACHE)
+            return decode_programs(config, mesh, self.batch, capacity, quantized=self.cache == "int8", **options)
+        options |= {"remat": self._remat, "packed": self.packed, "accumulate": self.accumulate}
+        lora = Lora(rank=self.lora) if self.lora else None
+        return train_programs(config, mesh, self.batch, self.length, lora=lora, **options)
 
 
 def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, str | None, str | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -17,17 +18,26 @@ from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.data.chat_tokens import ExampleCounts
-    from llama_jax.data.preference_batches import Pairs
     from llama_jax.evaluation.loss_by_length import LengthLoss
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
     from llama_jax.model.params import Llama
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
+
+Measure = Callable[["Llama", "Llama | None"], "Result"]
+
+
+class Result(NamedTuple):
+    """A measurement: the numbers that must be finite, the facts for JSON, the tokens that were read, and the page."""
+
+    finite: dict[str, float]
+    facts: dict[str, Any]
+    tokens: int
+    page: Callable[[dict[str, Any]], str]
+
 
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
@@ -74,90 +84,50 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.evaluation.perplexity import Divergence
         from llama_jax.ops.attention import observed
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
-        config = subject.config
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
         self._check_kind(kind)
-        if kind == "preferences":
-            return self._preferences(subject)
-        counts = None
-        if kind == "chats":
-            corpus, counts = self._chats(subject)
-        else:
-            corpus = self.corpus(subject.tokenizer, lengths)
         reference = None if self.against is None else self._reference_config(self.against, subject)
-        shorter = min([config] if reference is None else [config, reference], key=lambda one: one.max_seq_len)
-        sizes = self._sizes(shorter, corpus, lengths)
+        shorter = min([subject.config, reference or subject.config], key=lambda one: one.max_seq_len)
+        if kind == "preferences":
+            settings, measure = self._preferences(subject, reference, shorter.max_seq_len)
+        else:
+            corpus, settings = self._corpus(subject, kind, lengths)
+            prepare = self._by_length if lengths else self._by_window
+            sizes, measure = prepare(subject, reference, shorter, corpus, lengths)
+            settings |= {**sizes, "unknown_tokens": _unknown(subject.tokenizer, corpus)}
         params = self.load(subject)
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
         with observed() as attention:
-            against = None if reference is None or other is None else (reference, other)
-            found = self._measure((config, params), against, corpus, lengths, sizes)
-        for name, value in _losses(found):
+            result = measure(params, other)
+        for name, value in result.finite.items():
             if not math.isfinite(value):
                 raise self.not_finite(name, value)
-        if isinstance(found, tuple):
-            results, tokens = _of_lengths(found, config), sum(one.tokens for one in found)
-        else:
-            own = found.model if isinstance(found, Divergence) else found
-            results, tokens = asdict(own), own.tokens
-        if isinstance(found, Divergence):
-            results["against"] = self._of_comparison(found, other)
         facts = {
-            **self.facts(subject, params, tokens, seconds()),
-            **results,
-            **sizes,
-            "unknown_tokens": _unknown(subject.tokenizer, corpus),
+            **self.facts(subject, params, result.tokens, seconds()),
+            **result.facts,
+            **settings,
             "attention": " and ".join(attention),
             "kind": kind,
-            **({} if counts is None else {"examples": asdict(counts)}),
         }
-        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
+        self.show(facts, result.page(facts))
 
-    def _measure(
-        self,
-        model: tuple[LlamaConfig, Llama],
-        reference: tuple[LlamaConfig, Llama] | None,
-        corpus: Corpus,
-        lengths: Sequence[int],
-        sizes: dict[str, Any],
-    ) -> Evaluation | Divergence | tuple[LengthLoss, ...]:
-        """Measure by length, against a reference, or alone through a sliding window."""
-        from llama_jax.evaluation.loss_by_length import evaluate_lengths
-        from llama_jax.evaluation.perplexity import divergence, evaluate
+    def _corpus(self, subject: Subject, kind: str, lengths: tuple[int, ...]) -> tuple[Corpus, dict[str, Any]]:
+        """Texts; or conversations whose targets are the assistant's messages, with the counts of examples."""
+        import numpy as np
 
-        compute, bar = self.compute(), progress_bar("evaluating", "pieces" if lengths else "batches")
-        if lengths:
-            return evaluate_lengths(
-                *model,
-                corpus,
-                lengths,
-                max_tokens=self.max_tokens,
-                batch=self.batch,
-                cache=self.cache_options(),
-                compute=compute,
-                progress=bar,
-            )
-        if reference is None:
-            return evaluate(*model, corpus, **sizes, compute=compute, progress=bar)
-        config, params = reference
-        return divergence(*model, params, corpus, reference_config=config, **sizes, compute=compute, progress=bar)
+        from llama_jax.data.chat_tokens import ChatReading, open_chats
 
-    def _check_kind(self, kind: str) -> None:
-        """Raise UserError for options that do not apply to this kind of data."""
-        texts = ("lengths", "separator", "longest", "token_type")
-        answers = ("format", "too_long")
-        unread = answers if kind == "text" else (*texts, "stride")
-        for name in unread:
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
+        if kind == "text":
+            return self.corpus(subject.tokenizer, lengths), {}
+        reading = ChatReading(self.format, self.too_long)
+        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
+        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), {"examples": asdict(counts)}
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
@@ -165,69 +135,109 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
 
         return min(config.max_seq_len, LONGEST) if self.length is None else self.length
 
-    def _chats(self, subject: Subject) -> tuple[Corpus, ExampleCounts]:
-        """Conversations whose targets are the assistant's messages."""
-        import numpy as np
+    def _by_window(
+        self, subject: Subject, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
+    ) -> tuple[dict[str, Any], Measure]:
+        """Through a sliding window, alone or against a reference."""
+        from llama_jax.evaluation.measure import choose_sizes
+        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
-        from llama_jax.data.chat_tokens import ChatReading, open_chats
+        sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
+        options: dict[str, Any] = {
+            **sizes,
+            "compute": self.compute(),
+            "progress": progress_bar("evaluating", "batches"),
+        }
 
-        reading = ChatReading(self.format, self.too_long)
-        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
-        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), counts
+        def measure(params: Llama, other: Llama | None) -> Result:
+            if reference is None or other is None:
+                alone = evaluate(subject.config, params, corpus, **options)
+                return Result({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
+            found = divergence(subject.config, params, other, corpus, reference_config=reference, **options)
+            between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
+            held = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
+            against = {"model": str(self.against), **held, **asdict(found.reference), **between}
+            finite = {"loss": found.model.loss, "reference's loss": found.reference.loss, "divergence": found.kl}
+            return Result(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
 
-    def _pairs(self, subject: Subject, length: int) -> tuple[Pairs, ExampleCounts]:
-        """Pairs of answers."""
+        return sizes, measure
+
+    def _by_length(
+        self, subject: Subject, _: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, lengths: Sequence[int]
+    ) -> tuple[dict[str, Any], Measure]:
+        """Windows of each length."""
+        from llama_jax.evaluation.loss_by_length import choose_lengths, evaluate_lengths
+
+        choose_lengths(shorter, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
+        if self.window is None:  # with a window no distance is longer than it
+            say_beyond(shorter, lengths)
+
+        def measure(params: Llama, other: Llama | None) -> Result:
+            found = evaluate_lengths(
+                subject.config,
+                params,
+                corpus,
+                lengths,
+                max_tokens=self.max_tokens,
+                batch=self.batch,
+                cache=self.cache_options(),
+                compute=self.compute(),
+                progress=progress_bar("evaluating", "pieces"),
+            )
+            names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
+            rows = [
+                {name: getattr(one, name) for name in names}
+                | {"beyond_context": one.length > subject.config.max_seq_len}
+                | {"by_context": [bucket._asdict() for bucket in one.buckets]}
+                for one in found
+            ]
+            finite = {f"loss at length={one.length}": one.loss for one in found}
+            return Result(finite, {"lengths": rows}, sum(one.tokens for one in found), partial(page_of_lengths, found))
+
+        names = ("batch", "max_tokens", "cache", "window", "sinks")
+        return {name: getattr(self, name) for name in names}, measure
+
+    def _preferences(self, subject: Subject, reference: LlamaConfig | None, context: int) -> tuple[dict[str, Any], Measure]:
+        """Accuracy and margin on pairs."""
         import numpy as np
 
         from llama_jax.data.chat_tokens import ChatReading, open_preferences
         from llama_jax.data.preference_batches import Pairs
-
-        reading = ChatReading(self.format, self.too_long)
-        chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
-        pairs = Pairs(chosen, rejected)
-        return pairs.select(np.arange(pairs.count)[: self.max_documents]), counts
-
-    def _preferences(self, subject: Subject) -> None:
-        """Accuracy and margin on pairs."""
         from llama_jax.evaluation.measure import check_batch, default_batch
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.adapters import base_of
 
-        config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
-        against = None if self.against is None else self._reference_config(self.against, subject)
-        shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
-        if not 1 <= length <= shortest:
-            raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
+        length, batch = self._length(subject.config), self.batch or default_batch()
+        if not 1 <= length <= context:
+            raise UserError(f"length={length} must be at least 1 and within the context of {context}")
         check_batch(batch, length)
-        pairs, counts = self._pairs(subject, length)
-        params = self.load(subject)
-        seconds = subject.stopwatch()
-        measure = partial(
-            pair_logprobs,
-            pairs=pairs,
-            length=length,
-            batch=batch,
-            compute=self.compute(),
-            progress=progress_bar("evaluating", "batches"),
-        )
-        own, reference, name = measure(config, params), None, None
-        if self.against is not None and against is not None:
-            name, reference = str(self.against), measure(against, self.load_dense(self.against))
-        elif self.adapter is not None:
-            name, reference = f"{self.path} without the adapter", measure(config, base_of(params))
-        found = preference_accuracy(own, reference)
-        if not math.isfinite(found.margin):
-            raise self.not_finite("margin", found.margin)
-        facts = {
-            **self.facts(subject, params, found.tokens, seconds()),
-            **asdict(found),
-            "kind": "preferences",
-            "against": name,
-            "examples": asdict(counts),
-            "length": length,
-            "batch": batch,
-        }
-        self.show(facts, page_of_preferences(found, facts, counts))
+        reading = ChatReading(self.format, self.too_long)
+        chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
+        pairs = Pairs(chosen, rejected)
+        pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
+        bar = progress_bar("evaluating", "batches")
+        score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
+
+        def measure(params: Llama, other: Llama | None) -> Result:
+            own, theirs, name = score(subject.config, params), None, None
+            if reference is not None and other is not None:
+                name, theirs = str(self.against), score(reference, other)
+            elif self.adapter is not None:
+                name, theirs = f"{self.path} without the adapter", score(subject.config, base_of(params))
+            found = preference_accuracy(own, theirs)
+            page = partial(page_of_preferences, found, counts=counts)
+            return Result({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
+
+        return {"examples": asdict(counts), "length": length, "batch": batch}, measure
+
+    def _check_kind(self, kind: str) -> None:
+        """Raise UserError for options that do not apply to this kind of data."""
+        unread = ("format", "too_long") if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
+        for name in unread:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
@@ -240,19 +250,6 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
                 raise UserError(f"{name}={value} needs --lengths")
             raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
         return numbers("lengths", self.lengths, int) if self.lengths else ()
-
-    def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
-        """How the corpus will be read, after all checks that need no parameters."""
-        from llama_jax.evaluation.loss_by_length import choose_lengths
-        from llama_jax.evaluation.measure import choose_sizes
-
-        if not lengths:
-            return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
-        choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        if self.window is None:  # with a window no distance is longer than it
-            say_beyond(config, lengths)
-        remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
-        return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
@@ -273,37 +270,6 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
                 " the same vocabulary"
             )
         return opened.config
-
-    def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
-        """The results of the reference, and the differences, for JSON."""
-        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
-
-        between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
-        held = {"weights": kinds_in_memory(reference), "weight_bytes": bytes_in_memory(reference)}
-        return {"model": str(self.against), **held, **asdict(found.reference), **between}
-
-
-def _losses(found: Evaluation | Divergence | tuple[LengthLoss, ...]) -> list[tuple[str, float]]:
-    """The numbers that must be finite, by name."""
-    from llama_jax.evaluation.perplexity import Divergence
-
-    if isinstance(found, tuple):
-        return [(f"loss at length={one.length}", one.loss) for one in found]
-    if isinstance(found, Divergence):
-        return [("loss", found.model.loss), ("reference's loss", found.reference.loss), ("divergence", found.kl)]
-    return [("loss", found.loss)]
-
-
-def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
-    """The results by length, for JSON."""
-    names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
-    return {
-        "lengths": [
-            {name: getattr(one, name) for name in names}
-            | {"beyond_context": one.length > config.max_seq_len, "by_context": [bucket._asdict() for bucket in one.buckets]}
-            for one in found
-        ]
-    }
 
 
 def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:

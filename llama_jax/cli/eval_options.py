@@ -18,7 +18,7 @@ from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
-    from llama_jax.cli.runtime import CompileClock
+    from llama_jax.cli.jax_setup import CompileClock
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.formats.lazy_tensors import Opened
@@ -93,7 +93,7 @@ class TextOptions(SingleAdapterOption, DocumentOptions, WeightOptions):
 
     def open(self, path: Location) -> Subject:
         """The model at a path without its weights, with the rope scaling and vocabulary of the options."""
-        from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import CompileClock, start_backend, use_compilation_cache
         from llama_jax.formats.adapters import with_attend
         from llama_jax.formats.loading import open_checkpoint
         from llama_jax.model.checks import check_attend
@@ -109,7 +109,7 @@ class TextOptions(SingleAdapterOption, DocumentOptions, WeightOptions):
 
     def load(self, subject: Subject) -> Llama:
         """The weights."""
-        from llama_jax.cli.runtime import loading_bar
+        from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.loading import load
 
         return load(
@@ -123,7 +123,7 @@ class TextOptions(SingleAdapterOption, DocumentOptions, WeightOptions):
 
     def load_dense(self, path: Location) -> Llama:
         """The weights at another path in the same type, as floats: in float32 where they are quantized."""
-        from llama_jax.cli.runtime import loading_bar
+        from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import quantized_kinds
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import jax.numpy as jnp
 
-    from llama_jax.cli.runtime import Clock
+    from llama_jax.cli.jax_setup import Clock
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafting import Counts
     from llama_jax.model.cache import CacheOptions
@@ -53,7 +53,7 @@ class Generate(ModelOptions, StopOptions):
 
     def run(self) -> None:
         started = time.perf_counter()
-        from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.inference.requests import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed

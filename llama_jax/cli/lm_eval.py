@@ -65,7 +65,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
     def run(self) -> None:
         started = time.perf_counter()
         self._check()
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks, manager = self._find_tasks()

@@ -255,7 +255,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         import jax.numpy as jnp
 
         import llama_jax
-        from llama_jax.cli.runtime import loading_bar
+        from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.adapters import with_attend
         from llama_jax.formats.loading import BUNDLED_NAME, bundled
         from llama_jax.model.checks import check_attend

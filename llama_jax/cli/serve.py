@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from llama_jax.cli.draft import parse_draft
-from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOptions, unless_auto
+from llama_jax.cli.draft import PROMPT, parse_draft
+from llama_jax.cli.options import (
+    AdapterOptions,
+    CacheOption,
+    DraftOptions,
+    FormatOption,
+    ProcessOptions,
+    unless_auto,
+    with_rope,
+)
 from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.progress import progress_counter
@@ -103,7 +111,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         started = time.perf_counter()
         _check_extra()
         self._check()
-        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.serving.http.server import listen
 
         use_compilation_cache(self.no_cache)
@@ -127,7 +135,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                 raise GenerationError(f"{name}={getattr(self, name)!r} is for `llama-jax serve` alone; leave it out here")
         _check_extra()
         self._check()
-        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.parallel.processes import Processes
         from llama_jax.serving.http.asgi import Mounted
 
@@ -176,7 +184,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """Start the devices' backend, and check that all processes have the same options."""
         import jax
 
-        from llama_jax.cli.runtime import start_backend
+        from llama_jax.cli.jax_setup import start_backend
 
         startup.report("loading the model")
         start_backend()
@@ -194,7 +202,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
     def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
-        from llama_jax.cli.runtime import loading_bar
+        from llama_jax.cli.jax_setup import loading_bar
 
         def progress(layers: Sequence[int]) -> Iterator[int]:
             for done, layer in enumerate(loading_bar(layers)):
@@ -213,8 +221,6 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """
         import jax
 
-        from llama_jax.cli.draft import PROMPT
-        from llama_jax.cli.options import with_rope
         from llama_jax.formats.loading import bundled, open_checkpoint, planned_weights
         from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
 

@@ -81,7 +81,7 @@ class Compile(LoadOptions):
 
     def run(self) -> None:
         from llama_jax import compiled
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.compiled import store
 
         if self.no_cache:
@@ -134,7 +134,7 @@ class Compile(LoadOptions):
 
     def _serve(self) -> None:
         """Start the engine of `serve`, which compiles all that requests can need."""
-        from llama_jax.cli.runtime import start_backend
+        from llama_jax.cli.jax_setup import start_backend
         from llama_jax.cli.serve import Serve
         from llama_jax.parallel.processes import Processes
 

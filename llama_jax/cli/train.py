@@ -88,7 +88,7 @@ class Train(CompileOptions, ProcessOptions):
     def run(self) -> None:
         import jax
 
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
 
         # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
         logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -65,7 +65,7 @@ class Verify(CompileOptions):
 
     def run(self) -> None:
         self._check_options()
-        from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.verify.activations import trace
         from llama_jax.verify.compare import compare

@@ -20,7 +20,7 @@ from make_format_goldens import FORMATS
 import llama_jax
 from llama_jax import ops
 from llama_jax.cli import generate
-from llama_jax.cli.runtime import use_compilation_cache
+from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.errors import StuckSaveError
 from llama_jax.formats.huggingface import NAMES
 
@@ -410,7 +410,7 @@ def test_flags_are_set_before_jax_starts(environment, tmp_path):
     code = """
 import os, sys
 from llama_jax import xla_flags as flags
-from llama_jax.cli.runtime import start_backend
+from llama_jax.cli.jax_setup import start_backend
 known, unknown = flags.Flag("KNOWN", "KNOWN", "1", False), flags.Flag("XLA_FLAGS", "xla_no_such_flag", "1")
 flags.FLAGS = {"cpu": (known, unknown)}
 start_backend(training=True)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import llama_jax
 from llama_jax import compiled, ops
-from llama_jax.cli.runtime import use_compilation_cache
+from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
 from llama_jax.inference.state import lay_out
