@@ -65,8 +65,8 @@ def _steps(model: ServedModel, options: EngineOptions, width: int, numbers: tupl
     yield first  # of a state that comes from a program: the first may lie otherwise
     for shape in others:
         yield partial(_step, batch(shape))
-    nothing = np.zeros(options.piece, np.int32)
-    yield lambda model, state: model.score(state, *batch((1, options.piece)), nothing)
+    nothing = np.zeros(options.chunk, np.int32)
+    yield lambda model, state: model.score(state, *batch((1, options.chunk)), nothing)
     yield lambda model, state: (model.enter(state, 0, np.zeros(model.vocab, bool)), None)
     if model.draft is not None:
         yield lambda model, state: (model.read_draft(state, batch(options.steps[-1])[0]), None)

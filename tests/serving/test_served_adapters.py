@@ -30,7 +30,7 @@ from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
-TINY = llama_jax.EngineOptions(rows=2, context=32, piece=16)
+TINY = llama_jax.EngineOptions(rows=2, context=32, prefill_chunk=16)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ class TestNames:
             Serve(adapter=given).named()
 
     def test_the_models_own(self):
-        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; give another, or --name"):
+        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
             Serve(adapter=("llama=x",), name="llama")._check()
 
 
