@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -56,12 +57,16 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
             name=field.name,
             type=kind,
             default=default,
-            helptext=lambda name=field.name: help_of(command).get(name),
+            helptext=partial(_help, command, field.name),
         )
     first = getattr(command, "SHOWN_FIRST", ())
     last = [name for kind in command.__mro__ for name in vars(kind).get("SHOWN_LAST", ())]
     middle = [name for name in found if name not in last]
     return StructConstructorSpec(command, tuple(found[name] for name in dict.fromkeys((*first, *middle, *last))))
+
+
+def _help(command: type, name: str) -> str | None:
+    return help_of(command).get(name)
 
 
 def requested_recipe(arguments: Sequence[str]) -> tuple[str, list[str]] | None:

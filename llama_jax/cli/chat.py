@@ -114,7 +114,7 @@ class Chat(ModelOptions):
                     continue
                 if len(kept) < len(messages):
                     note(_dropped(messages[: len(messages) - len(kept)], context))
-                pieces = llama_jax.stream(
+                chunks = llama_jax.stream(
                     config,
                     params,
                     [prompt],
@@ -125,7 +125,7 @@ class Chat(ModelOptions):
                     compute=self.compute(),
                     draft=draft,
                 )
-                answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
+                answer = reply(tokenizer, chunks, ends, at_start=format != "plain")
                 history = [*kept, {"role": "assistant", "content": answer}]
                 turn += 1
 
@@ -150,7 +150,7 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *, at_start: bool = True) -> str:
+def reply(tokenizer: Tokenizer, chunks: Iterator[Piece], ends: Sequence[int], *, at_start: bool = True) -> str:
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
@@ -164,9 +164,9 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     drafted: list[DraftedPiece] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
-        for piece in pieces:
-            drafted += [piece] if isinstance(piece, DraftedPiece) else []
-            for token in piece.tokens[0][piece.valid[0]].tolist():
+        for chunk in chunks:
+            drafted += [chunk] if isinstance(chunk, DraftedPiece) else []
+            for token in chunk.tokens[0][chunk.valid[0]].tolist():
                 ended = token in ends
                 if not ended:
                     text.push(token)
@@ -180,8 +180,8 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
         elif not ended:
             note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
         if drafted:
-            made = sum(int(piece.valid.sum()) for piece in drafted)
-            note(draft_summary(draft_statistics("", made, [piece.counts for piece in drafted])))
+            made = sum(int(chunk.valid.sum()) for chunk in drafted)
+            note(draft_summary(draft_statistics("", made, [chunk.counts for chunk in drafted])))
     return text.shown
 
 

@@ -73,7 +73,7 @@ def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
 class Estimate(AttentionOption, CompileOptions):
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
-    Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analysed. For
+    Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analyzed. For
     --hardware its own compiler is used if it is installed (the extras compile-tpu and compile-gpu).
     """
 
@@ -458,7 +458,7 @@ def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list
 Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a
 {backend}"""
     if any(not one.is_counted for one in exchanged):
-        note += f"\nOne turn is counted of loops whose number of turns is not fixed: {CHUNK} tokens of each row."
+        note += f"\nA loop without a fixed number of iterations is counted once: {CHUNK} tokens of each row."
     return "".join(f"\n{table}\n" for table in tables) + f"\n{note}"
 
 

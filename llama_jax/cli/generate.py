@@ -154,11 +154,11 @@ class Generate(ModelOptions, StopOptions):
         settings: dict[str, Any],
         clock: Clock,
     ) -> list[Counts]:
-        """Generate for rows together until all have ended; what each piece took."""
+        """Generate for rows together until all have ended; the counts of each chunk."""
         import llama_jax
         from llama_jax.inference.drafting import counts_of
 
-        pieces = llama_jax.stream(
+        chunks = llama_jax.stream(
             config,
             params,
             [row.ids for row in rows],
@@ -170,10 +170,10 @@ class Generate(ModelOptions, StopOptions):
         counts = []
         clock.begin()
         try:
-            for piece in pieces:
-                clock.piece(int(piece.valid.sum()))
-                counts.append(counts_of(piece))
-                for row, tokens, logprobs, valid in zip(rows, *piece, strict=True):
+            for chunk in chunks:
+                clock.chunk(int(chunk.valid.sum()))
+                counts.append(counts_of(chunk))
+                for row, tokens, logprobs, valid in zip(rows, *chunk, strict=True):
                     row.push(tokens[valid].tolist(), logprobs[valid].tolist())
                 if all(row.stopped for row in rows):
                     break

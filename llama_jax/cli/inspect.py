@@ -209,10 +209,10 @@ def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _attention_of(layer: Mapping[str, Any]) -> str:
-    seen = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
-    seen = seen if layer["chunk"] is None else f"within chunks of {layer['chunk']:,} tokens"
+    span = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
+    span = span if layer["chunk"] is None else f"within chunks of {layer['chunk']:,} tokens"
     theta = "" if layer["rope_theta"] is None else f" and theta {layer['rope_theta']:,.12g}"
-    return seen + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
+    return span + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 
 
 def _kinds(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:

@@ -109,7 +109,7 @@ class Clock:
     def __init__(self, compiling: CompileClock) -> None:
         self._compiling = compiling
         self.prefill_seconds = 0.0
-        self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the piece compiled something
+        self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the chunk compiled something
         self.begin()
 
     def begin(self) -> None:
@@ -117,8 +117,8 @@ class Clock:
         self._last = time.perf_counter(), self._compiling.seconds
         self._prefilled = False
 
-    def piece(self, tokens: int) -> None:
-        """Call as each piece of a stream comes: the first ends the prefill."""
+    def chunk(self, tokens: int) -> None:
+        """Call for each chunk of a stream: the first ends the prefill."""
         now = time.perf_counter(), self._compiling.seconds
         elapsed, compiled = (b - a for a, b in zip(self._last, now, strict=True))
         if self._prefilled:
@@ -129,7 +129,7 @@ class Clock:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second. Pieces that met a new program, which takes time to load, count only if there are no others."""
-        counted = [piece for piece in self._decoded if not piece[2]] or self._decoded
-        seconds = sum(piece[1] for piece in counted)
-        return round(sum(piece[0] for piece in counted) / seconds, 1) if seconds > 0 else 0.0
+        """Tokens per second. Chunks with a new program, which takes time to load, count only if there are no others."""
+        counted = [chunk for chunk in self._decoded if not chunk[2]] or self._decoded
+        seconds = sum(chunk[1] for chunk in counted)
+        return round(sum(chunk[0] for chunk in counted) / seconds, 1) if seconds > 0 else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -59,7 +59,7 @@ def unless_auto(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    SHOWN_LAST = ("no_cache",)
+    SHOWN_LAST: ClassVar[tuple[str, ...]] = ("no_cache",)
 
     no_cache: bool = False
     """Trace and compile every program anew: none is taken from the cache folder, and none is kept there."""
@@ -158,7 +158,7 @@ class DocumentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    SHOWN_LAST = ("distributed", "coordinator", "processes", "process_id", "start_timeout")
+    SHOWN_LAST: ClassVar[tuple[str, ...]] = ("distributed", "coordinator", "processes", "process_id", "start_timeout")
 
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""

@@ -117,7 +117,7 @@ class Compile(LoadOptions):
         while True:
             room = min(size, longest) - 1
             prompt = max(1, min(size - 2 * CHUNK, room))  # it ends, and its continuation begins, below the size
-            pieces = llama_jax.stream(
+            chunks = llama_jax.stream(
                 config,
                 params,
                 [[0] * prompt],
@@ -125,7 +125,7 @@ class Compile(LoadOptions):
                 stop_tokens=tokenizer.stop_ids,
                 compute=self.compute(),
             )
-            for _ in pieces:
+            for _ in chunks:
                 pass
             yield f"prompts of up to {min(size, longest)} tokens"
             if size >= longest:

@@ -204,7 +204,8 @@ def _lines(settings: Any, within: str) -> list[str]:
     """A line for each setting with its meaning below; then the settings that are dataclasses, with their fields."""
     from llama_jax.runs.overrides import dataclass_of
 
-    help_texts, types_, found, parts = help_of(type(settings)), get_type_hints(type(settings)), [], []
+    kind: type = type(settings)
+    help_texts, types_, found, parts = help_of(kind), get_type_hints(kind), [], []
     for field in (one for one in fields(settings) if one.name not in FUNCTIONS):
         value, key, part = getattr(settings, field.name), within + field.name, dataclass_of(types_[field.name])
         meaning = help_texts.get(field.name, "").replace("`", "")
