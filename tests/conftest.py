@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Each of these takes most of a minute: at the end of a run one would leave the other processes without work.
 FIRST = (
     *("test_aot_compile.py", "test_notebooks.py", "test_nightly.py", "test_experiments.py", "test_gpu_report.py"),
-    *("test_clusters.py", "test_bench_generate.py"),
+    *("test_clusters.py", "test_benchmarks.py"),
 )
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
-Measure = Callable[["Llama", "Llama | None"], "Result"]
+Measure = Callable[["Llama", "Llama | None"], "Measured"]
 
 
-class Result(NamedTuple):
+class Measured(NamedTuple):
     """A measurement: the numbers that must be finite, the facts for JSON, the tokens that were read, and the page."""
 
     finite: dict[str, float]
@@ -150,16 +150,16 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
             "progress": progress_bar("evaluating", "batches"),
         }
 
-        def measure(params: Llama, other: Llama | None) -> Result:
+        def measure(params: Llama, other: Llama | None) -> Measured:
             if reference is None or other is None:
                 alone = evaluate(subject.config, params, corpus, **options)
-                return Result({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
+                return Measured({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
             found = divergence(subject.config, params, other, corpus, reference_config=reference, **options)
             between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
             held = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
             against = {"model": str(self.against), **held, **asdict(found.reference), **between}
             finite = {"loss": found.model.loss, "reference's loss": found.reference.loss, "divergence": found.kl}
-            return Result(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
+            return Measured(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
 
         return sizes, measure
 
@@ -173,7 +173,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         if self.window is None:  # with a window no distance is longer than it
             say_beyond(shorter, lengths)
 
-        def measure(params: Llama, other: Llama | None) -> Result:
+        def measure(params: Llama, other: Llama | None) -> Measured:
             found = evaluate_lengths(
                 subject.config,
                 params,
@@ -193,7 +193,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
                 for one in found
             ]
             finite = {f"loss at length={one.length}": one.loss for one in found}
-            return Result(finite, {"lengths": rows}, sum(one.tokens for one in found), partial(page_of_lengths, found))
+            return Measured(finite, {"lengths": rows}, sum(one.tokens for one in found), partial(page_of_lengths, found))
 
         names = ("batch", "max_tokens", "cache", "window", "sinks")
         return {name: getattr(self, name) for name in names}, measure
@@ -219,7 +219,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         bar = progress_bar("evaluating", "batches")
         score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 
-        def measure(params: Llama, other: Llama | None) -> Result:
+        def measure(params: Llama, other: Llama | None) -> Measured:
             own, theirs, name = score(subject.config, params), None, None
             if reference is not None and other is not None:
                 name, theirs = str(self.against), score(reference, other)
@@ -227,7 +227,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
                 name, theirs = f"{self.path} without the adapter", score(subject.config, base_of(params))
             found = preference_accuracy(own, theirs)
             page = partial(page_of_preferences, found, counts=counts)
-            return Result({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
+            return Measured({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
 
         return {"examples": asdict(counts), "length": length, "batch": batch}, measure
 
