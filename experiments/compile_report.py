@@ -189,7 +189,7 @@ def program_of(case: Case, mesh: Mesh) -> Program:
     """The program, not compiled yet."""
     from llama_jax import preset
     from llama_jax.analysis.memory import decode_programs, train_programs
-    from llama_jax.model.adapters import Lora
+    from llama_jax.model.lora import Lora
 
     config = preset(case.model)
     if case.length > config.max_seq_len:
@@ -217,12 +217,12 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
     from jax.sharding import PartitionSpec as P
 
     from llama_jax.analysis.memory import Memory, Program, bytes_per_device
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
     from llama_jax.model.trees import param_shapes
-    from llama_jax.parallel.pmapped import pmap_over
-    from llama_jax.parallel.specs import shardings
+    from llama_jax.parallel.pmap import pmap_over
+    from llama_jax.parallel.sharding import shardings
     from llama_jax.training.batch import Batch
-    from llama_jax.training.objective import LossOptions
+    from llama_jax.training.loss import LossOptions
     from llama_jax.training.optimizer import adamw
     from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -251,9 +251,9 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     import jax
 
     from llama_jax import preset
-    from llama_jax.inference.placement import layout_of
+    from llama_jax.inference.sharding import sharding_of
     from llama_jax.model.cache import PAGE
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
     from llama_jax.serving.served_model import BURST
@@ -263,7 +263,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
-    layout, compute = layout_of(params), Compute()
+    sharding, compute = sharding_of(params), Compute()
     if options:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
@@ -274,10 +274,10 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     run: Any
     if case.kind == "burst":
         arguments += (everywhere(mesh, "int32"),)
-        run = lambda *args: programs.burst(config, *args, BURST, compute, layout)
+        run = lambda *args: programs.burst(config, *args, BURST, compute, sharding)
     elif case.kind == "drafted" and draft is None:
         arguments += (everywhere(mesh, "int32", rows, number),)
-        run = lambda *args: programs.verify_drafts(config, *args, compute, layout)
+        run = lambda *args: programs.verify_drafts(config, *args, compute, sharding)
     elif case.kind == "drafted":
         small = preset(draft)
         beside = in_pages(small, case, mesh)
@@ -286,7 +286,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         arguments += (everywhere(mesh, "int32", rows, 2),)
         run = lambda params, state, batch, settings, small_params, two: programs.verify_own_drafts(
             *(config, params, small, small_params, state, batch, settings, two, number),
-            *(compute, layout, layout_of(beside.arguments[0])),
+            *(compute, sharding, sharding_of(beside.arguments[0])),
         )
         known = replace(
             decode.known,
@@ -296,10 +296,10 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode = replace(decode, known=known, per_token=decode.per_token + number * beside.per_token)
     elif case.kind == "read-draft":
         arguments = params, state.pages, batch
-        run = lambda *args: programs.read_draft(config, *args, layout)
+        run = lambda *args: programs.read_draft(config, *args, sharding)
         decode = replace(decode, per_token=0)
     else:
-        run = lambda *args: programs.step(config, *args, compute, layout)
+        run = lambda *args: programs.step(config, *args, compute, sharding)
     told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
     return replace(
         decode,
@@ -352,11 +352,11 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
     from llama_jax.inference.rollouts import Prompts, RolloutOptions
-    from llama_jax.model.adapters import Lora, adapted, adapter_shapes
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
+    from llama_jax.model.lora import Lora, adapted, adapter_shapes
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.specs import adapter_specs, param_specs, shardings
+    from llama_jax.parallel.sharding import adapter_specs, param_specs, shardings
     from llama_jax.runs.tasks.grpo import make_sampler
 
     def placed(shapes: Any, specs: Any) -> Any:
@@ -394,20 +394,22 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.adapters import Lora, adapter_shapes, beside
-    from llama_jax.ops.weights import TabledWeight
+    from llama_jax.model.lora import Lora, adapter_shapes, attach_adapters
+    from llama_jax.ops.weights import MultiLoraWeight
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.specs import adapter_specs, shardings
+    from llama_jax.parallel.sharding import adapter_specs, shardings
 
     sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
     pairs = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         adapter_shapes(config, lora, "bfloat16"),
-        shardings(mesh, adapter_specs(config, sizes, lora, fitted=True)),
+        shardings(mesh, adapter_specs(config, sizes, lora, padded=True)),
     )
     more, scales = bytes_per_device(pairs), (2.0,) * adapters
     known = replace(decode.known, parameters=decode.known.parameters + more)
-    params = beside(decode.arguments[0], pairs, lora.rank, lambda leaf, pair: TabledWeight(leaf, pair, scales=scales))
+    params = attach_adapters(
+        decode.arguments[0], pairs, lora.rank, lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=scales)
+    )
     return replace(decode, known=known, per_token=decode.per_token + more), params
 
 

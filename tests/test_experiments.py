@@ -24,7 +24,7 @@ import three_ways
 import llama_jax
 from llama_jax import ops
 from llama_jax.formats.loading import bundled
-from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.attention import AttentionMask, KVView
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
 
@@ -194,8 +194,8 @@ def test_stories(text, tmp_path, capsys):
 def test_capped_attention_is_attention_where_scores_are_small(window):
     keys = jax.random.split(jax.random.key(0), 3)
     queries = jax.random.normal(keys[0], (2, 2, 8, 3, 4))
-    view = View(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
-    seen = Seen.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
+    view = KVView(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
+    seen = AttentionMask.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
 
     @jax.jit
     def found(scale):

@@ -149,7 +149,7 @@ def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(monkeypatch):
             return {"refused": "no TPU"}
         if backend == "reference" and direction != "forward":
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        if backend == "rows" and tokens == 96:
+        if backend == "dense" and tokens == 96:
             return {"does_not_fit": "the plan is 99 GB"}
         return {"ms": 1.0}
 

@@ -19,9 +19,9 @@ from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
-from llama_jax.inference.sampling import penalise, threshold
+from llama_jax.inference.sampling import penalize, threshold
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.whole import logits
+from llama_jax.model.logits import logits
 
 pytestmark = [
     pytest.mark.parity,
@@ -248,7 +248,7 @@ def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
     seen = np.zeros(values.shape, bool)
     np.put_along_axis(seen, ids, True, axis=1)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty).per_row(1)
-    scores = penalise(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
+    scores = penalize(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
     lowest = float(threshold(scores, sampling)[0])
     kept, wanted = np.asarray(scores[0]) >= lowest, np.isfinite(want[0])
     # A token within rounding of a limit may fall on either side.

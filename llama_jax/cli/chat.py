@@ -20,7 +20,7 @@ from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
 if TYPE_CHECKING:
-    from llama_jax.inference.state import Piece
+    from llama_jax.inference.decode import TokenChunk
     from llama_jax.tokenizers import Tokenizer
 
 USUAL_REPLY = 512  # tokens
@@ -150,7 +150,7 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, chunks: Iterator[Piece], ends: Sequence[int], *, at_start: bool = True) -> str:
+def reply(tokenizer: Tokenizer, chunks: Iterator[TokenChunk], ends: Sequence[int], *, at_start: bool = True) -> str:
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
@@ -159,13 +159,13 @@ def reply(tokenizer: Tokenizer, chunks: Iterator[Piece], ends: Sequence[int], *,
     from llama_jax.tokenizers.interface import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
-    from llama_jax.inference.drafting import DraftedPiece
+    from llama_jax.inference.drafter import DraftedChunk
 
-    drafted: list[DraftedPiece] = []
+    drafted: list[DraftedChunk] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
         for chunk in chunks:
-            drafted += [chunk] if isinstance(chunk, DraftedPiece) else []
+            drafted += [chunk] if isinstance(chunk, DraftedChunk) else []
             for token in chunk.tokens[0][chunk.valid[0]].tolist():
                 ended = token in ends
                 if not ended:

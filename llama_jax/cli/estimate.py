@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
-    from llama_jax.ops.weights import Name, Pure
+    from llama_jax.ops.weights import FormatName, PureFormatName
     from llama_jax.parallel.mesh import MeshSizes
 
 
@@ -58,10 +58,10 @@ class CompiledProgram(NamedTuple):
 def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
     """Compile a program for its mesh and look at it; see `Program.compile`."""
     from llama_jax.analysis.collectives import find_collectives
-    from llama_jax.ops.attention import observed
+    from llama_jax.ops.attention import record_backends
 
     started = time.perf_counter()
-    with observed() as attention:
+    with record_backends() as attention:
         executable = program.compile(accelerator=accelerator)
     seconds = time.perf_counter() - started
     memory = program.memory(executable, accelerator=accelerator)
@@ -182,7 +182,7 @@ class Estimate(AttentionOption, CompileOptions):
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         return unless_auto(self.dtype) or "float32"
 
-    def _weights(self) -> tuple[str, Name | Pure | Llama | None]:
+    def _weights(self) -> tuple[str, FormatName | PureFormatName | Llama | None]:
         """The kinds of the matrices, in words and as an argument of `decode_programs`."""
         if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
@@ -245,11 +245,13 @@ class Estimate(AttentionOption, CompileOptions):
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; lower it")
 
-    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Pure | Llama | None) -> list[Program]:
+    def _programs(
+        self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
+    ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
-        from llama_jax.model.adapters import Lora
         from llama_jax.model.cache import bucket
+        from llama_jax.model.lora import Lora
 
         options: dict[str, Any] = {"dtype": self._dtype, "attention": self.attention, "weights": weights}
         if self._remat is None:
@@ -434,7 +436,7 @@ def programs_table(found: dict[str, CompiledProgram]) -> str:
 
 def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
     """The communication of a device while each program runs once, and the least for comparison."""
-    from llama_jax.inference.generate import CHUNK
+    from llama_jax.inference.generate import STEPS_PER_CHUNK
 
     exchanged = [one for program in found.values() for one in program.collectives]
     tables = [_kinds(name, program.collectives, n_layers) for name, program in found.items() if program.collectives]
@@ -458,7 +460,7 @@ def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list
 Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a
 {backend}"""
     if any(not one.is_counted for one in exchanged):
-        note += f"\nA loop without a fixed number of iterations is counted once: {CHUNK} tokens of each row."
+        note += f"\nA loop without a fixed number of iterations is counted once: {STEPS_PER_CHUNK} tokens of each row."
     return "".join(f"\n{table}\n" for table in tables) + f"\n{note}"
 
 

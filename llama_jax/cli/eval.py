@@ -84,7 +84,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.ops.attention import observed
+        from llama_jax.ops.attention import record_backends
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
@@ -103,7 +103,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
-        with observed() as attention:
+        with record_backends() as attention:
             result = measure(params, other)
         for name, value in result.finite.items():
             if not math.isfinite(value):
@@ -206,7 +206,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         from llama_jax.data.preference_batches import Pairs
         from llama_jax.evaluation.measure import check_batch, default_batch
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
-        from llama_jax.model.adapters import base_of
+        from llama_jax.model.lora import base_of
 
         length, batch = self._length(subject.config), self.batch or default_batch()
         if not 1 <= length <= context:

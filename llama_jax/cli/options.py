@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.cache import CacheOptions
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
     from llama_jax.model.params import Llama
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.processes import Processes
+    from llama_jax.parallel.multihost import Processes
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 BLOCKS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
 QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCKS, "keep"]
-ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+ATTENTION = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 PLACE: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
     nargs=1,
     metavar="PATH",
@@ -72,7 +72,7 @@ class AttentionOption:
 
     def compute(self) -> Compute:
         """The options of a forward pass."""
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
 
         return Compute(attention=self.attention)
 
@@ -173,9 +173,9 @@ class ProcessOptions:
 
     def join_processes(self, *, resumes: bool = True) -> AbstractContextManager[Processes]:
         """All processes of the command, once they have found each other."""
-        from llama_jax.parallel import processes
+        from llama_jax.parallel import multihost
 
-        return processes.start(
+        return multihost.join_job(
             self.coordinator,
             self.processes,
             self.process_id,

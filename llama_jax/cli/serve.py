@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
-    from llama_jax.parallel.processes import Processes
+    from llama_jax.parallel.multihost import Processes
     from llama_jax.serving.http.asgi import Mounted
     from llama_jax.serving.http.request_schema import Limits
     from llama_jax.serving.http.server import ServerOptions, Started, Startup
@@ -137,7 +137,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         _check_extra()
         self._check()
         from llama_jax.cli.jax_setup import use_compilation_cache
-        from llama_jax.parallel.processes import Processes
+        from llama_jax.parallel.multihost import Processes
         from llama_jax.serving.http.asgi import Mounted
 
         use_compilation_cache(self.no_cache)
@@ -258,7 +258,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         from llama_jax.model.cache import PAGE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
-        from llama_jax.ops.attention import observed
+        from llama_jax.ops.attention import record_backends
         from llama_jax.serving.engine import Engine
         from llama_jax.serving.http.server import Started
         from llama_jax.serving.memory import return_freed_memory
@@ -273,7 +273,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         served = self._served(tokenizer)
         options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
-        with observed() as attention:
+        with record_backends() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
             with _compiling(startup) as progress:

@@ -23,7 +23,7 @@ from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
-    from llama_jax.parallel.processes import Processes
+    from llama_jax.parallel.multihost import Processes
     from llama_jax.runs.recipe import Recipe
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")

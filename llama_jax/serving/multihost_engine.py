@@ -24,7 +24,7 @@ from llama_jax.ops.platform import native_code
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
-OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every process has itself
+OWN = ("config", "params", "cache", "compute", "sharding")  # arguments that every process has itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
-@cpu.for_cpu(cpu.one_by_one)
+@cpu.for_cpu(cpu.block_after_launch)
 def launched(program: Callable[..., Any], *args: Any) -> Any:
     """The results of a program over several processes; accelerators run programs in the order of the calls."""
     return program(*args)

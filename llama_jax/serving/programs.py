@@ -18,17 +18,17 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.decode import DecodeState, Request, logits_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
-from llama_jax.inference.state import Request, State, logits_of
-from llama_jax.model.adapter_table import choose_adapters
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, head_of, unembed
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
-    Wishes,
+    RowOptions,
     choose_packed,
     logprob_of,
     most_probable,
@@ -82,22 +82,22 @@ class RowSettings(NamedTuple):
     """What each row of a batch is asked for; as it changes seldom, it stays on the device."""
 
     request: Request
-    wishes: Wishes
+    row_options: RowOptions
 
 
 def empty(
-    config: LlamaConfig, params: Llama, draft: LlamaConfig | None, seats: int, count: int, dtype: str, layout: Layout
+    config: LlamaConfig, params: Llama, draft: LlamaConfig | None, seats: int, count: int, dtype: str, sharding: Sharding
 ) -> ServingState:
     """The state before the first step, with `count` pages."""
     drafts = None if draft is None else init_pages(draft, count, dtype)
     seen = jnp.zeros((seats, head_of(config, params).shape[0]), bool)
     state = ServingState(init_pages(config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
-    return _laid_out(state, layout)
+    return _laid_out(state, sharding)
 
 
-def enter(state: ServingState, seat: jax.Array, seen: jax.Array, layout: Layout) -> ServingState:
+def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Sharding) -> ServingState:
     """The state in which the request of a seat, int32[], holds these tokens, bool[rows of the output projection]."""
-    return state.replace(seen=layout.constrain(state.seen.at[seat].set(seen), "logits"))
+    return state.replace(seen=sharding.constrain(state.seen.at[seat].set(seen), "logits"))
 
 
 def step(
@@ -107,14 +107,14 @@ def step(
     batch: StepBatch,
     settings: RowSettings,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
-    state, hidden = _read(config, params, state, batch, settings, compute, layout)
-    with layout.context():
-        logits = logits_of(config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], layout)
-        rows, packed = choose_packed(settings.wishes, _rows_of(state, batch, settings, layout), logits, layout)
-    return _with_chosen(state, batch, rows, layout), packed[:, None]
+    state, hidden = _read(config, params, state, batch, settings, compute, sharding)
+    with sharding.context():
+        logits = logits_of(config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
+        rows, packed = choose_packed(settings.row_options, _rows_of(state, batch, settings, sharding), logits, sharding)
+    return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
 def burst(
@@ -126,20 +126,20 @@ def burst(
     count: jax.Array,
     most: int,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """`step` for `count` tokens of each row, int32[], of at most `most`: [R, most, any]; the others are not valid."""
 
     def once(i: jax.Array, carry: tuple[ServingState, StepBatch, jax.Array]) -> tuple[ServingState, StepBatch, jax.Array]:
         state, batch, found = carry
-        state, packed = step(config, params, state, batch, settings, compute, layout)
+        state, packed = step(config, params, state, batch, settings, compute, sharding)
         following = batch._replace(
             tokens=jnp.full_like(batch.tokens, -1), lengths=batch.lengths + 1, counts=batch.counts + 1
         )
         return state, following, lax.dynamic_update_slice_in_dim(found, packed, i, 1)
 
     shape = len(batch.seats), most, packed_width(head_of(config, params).shape[0])
-    nothing = layout.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    nothing = sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
     state, _, found = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
     return state, found
 
@@ -152,7 +152,7 @@ def verify_drafts(
     settings: RowSettings,
     drafts: jax.Array,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """Up to K + 1 more tokens of every live row: those of int32[R, K] drafts that the model chooses too, and one; packed.
 
@@ -163,15 +163,15 @@ def verify_drafts(
     width = drafts.shape[1] + 1
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
-    state, hidden = _read(config, params, state, whole, settings, compute, layout)
-    with layout.context():
+    state, hidden = _read(config, params, state, whole, settings, compute, sharding)
+    with sharding.context():
         logits = unembed(config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
-        choose = partial(choose_packed, settings.wishes)
-        rows, found = choose_each(_rows_of(state, batch, settings, layout), logits, drafts, layout, choose)
+        choose = partial(choose_packed, settings.row_options)
+        rows, found = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    seen = layout.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
-    packed = layout.constrain(found.logprobs, "everywhere")
-    return _with_chosen(state, batch, rows, layout).replace(seen=seen), packed
+    seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
+    packed = sharding.constrain(found.logprobs, "everywhere")
+    return _with_chosen(state, batch, rows, sharding).replace(seen=seen), packed
 
 
 def verify_own_drafts(
@@ -185,8 +185,8 @@ def verify_own_drafts(
     two: jax.Array,
     count: int,
     compute: Compute,
-    layout: Layout,
-    draft_layout: Layout,
+    sharding: Sharding,
+    draft_layout: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """`verify_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
 
@@ -218,12 +218,12 @@ def verify_own_drafts(
     first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(two, 0))
     (pages, _, _), rest = lax.scan(next_one, first, jnp.arange(1, count, dtype=jnp.int32))
     drafts = jnp.where(two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
-    return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, layout)
+    return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, sharding)
 
 
-def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, layout: Layout) -> Any:
+def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, sharding: Sharding) -> Any:
     """The draft model's pages after it has read the tokens of a batch."""
-    return read_by(config, params, pages, batch, Compute(), layout)[0]
+    return read_by(config, params, pages, batch, Compute(), sharding)[0]
 
 
 def score(
@@ -234,27 +234,33 @@ def score(
     settings: RowSettings,
     targets: jax.Array,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """Read a piece of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
 
     Args:
       targets: int32[T], the tokens that follow.
     """
-    state, hidden = _read(config, params, state, batch, settings, compute, layout)
-    with layout.context():
+    state, hidden = _read(config, params, state, batch, settings, compute, sharding)
+    with sharding.context():
         logits = unembed(config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
             logprob_of(logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
-            *most_probable(logits, settings.wishes.alternatives[0] > 0),
+            *most_probable(logits, settings.row_options.alternatives[0] > 0),
         )
-        return state, layout.constrain(pack(choice), "everywhere")
+        return state, sharding.constrain(pack(choice), "everywhere")
 
 
 def read_by(
-    config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, compute: Compute, layout: Layout, adapter: Any = None
+    config: LlamaConfig,
+    params: Llama,
+    pages: Any,
+    batch: StepBatch,
+    compute: Compute,
+    sharding: Sharding,
+    adapter: Any = None,
 ) -> tuple[Any, jax.Array]:
     """The pages after the tokens of a batch, int32[T] of which none is negative, and their hidden states [T, D].
 
@@ -265,9 +271,11 @@ def read_by(
     row, position = cache.view(1, batch.starts).tokens(len(batch.tokens))
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
-    places = Places(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
-    hidden, cache = forward(config, params, batch.tokens[:, None], cache, places=places, compute=compute, layout=layout)
-    return _constrained(cache.pages, layout), hidden[:, 0]
+    positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
+    hidden, cache = forward(
+        config, params, batch.tokens[:, None], cache, positions=positions, compute=compute, sharding=sharding
+    )
+    return _constrained(cache.pages, sharding), hidden[:, 0]
 
 
 def _read(
@@ -277,41 +285,41 @@ def _read(
     batch: StepBatch,
     settings: RowSettings,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).tokens(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
     batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
-    pages, hidden = read_by(config, params, state.pages, batch, compute, layout, settings.wishes.adapter)
+    pages, hidden = read_by(config, params, state.pages, batch, compute, sharding, settings.row_options.adapter)
     return state.replace(pages=pages), hidden
 
 
-def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, layout: Layout) -> State:
+def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
     """The rows of a batch as a generation's, of which those that are not live are done."""
-    seen = layout.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
+    seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
-    return State(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
+    return DecodeState(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
-def _with_chosen(state: ServingState, batch: StepBatch, rows: State, layout: Layout) -> ServingState:
+def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:
     """The state after the last chosen token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    token = layout.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
-    seen = layout.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
+    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
+    seen = sharding.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
     return state.replace(token=token, seen=seen)
 
 
-def _laid_out(state: ServingState, layout: Layout) -> ServingState:
+def _laid_out(state: ServingState, sharding: Sharding) -> ServingState:
     return ServingState(
-        _constrained(state.pages, layout),
-        _constrained(state.draft_pages, layout),
-        layout.constrain(state.token, "everywhere"),
-        layout.constrain(state.seen, "logits"),
+        _constrained(state.pages, sharding),
+        _constrained(state.draft_pages, sharding),
+        sharding.constrain(state.token, "everywhere"),
+        sharding.constrain(state.seen, "logits"),
     )
 
 
-def _constrained(pages: Any, layout: Layout) -> Any:
-    return jax.tree.map(lambda x: layout.constrain(x, "pages"), pages)
+def _constrained(pages: Any, sharding: Sharding) -> Any:
+    return jax.tree.map(lambda x: sharding.constrain(x, "pages"), pages)
 
 
 class Programs(NamedTuple):

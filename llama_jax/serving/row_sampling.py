@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.inference.sampling import Restriction
-from llama_jax.inference.state import State, choose
-from llama_jax.model.options import Layout
+from llama_jax.inference.decode import DecodeState, sample_next
+from llama_jax.inference.sampling import LogitMask
+from llama_jax.model.forward_options import Sharding
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
-class Wishes(NamedTuple):
+class RowOptions(NamedTuple):
     """What the host sets for every row.
 
     Attributes:
@@ -34,7 +34,7 @@ class Wishes(NamedTuple):
     adapter: Any
 
     @classmethod
-    def none(cls, rows: int, vocab: int) -> Wishes:
+    def none(cls, rows: int, vocab: int) -> RowOptions:
         """For rows without settings."""
         numbers = np.zeros(rows, np.int32)
         allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
@@ -58,25 +58,29 @@ class ChosenTokens(NamedTuple):
     logprobs: Any
 
 
-def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def choose_packed(
+    row_options: RowOptions, state: DecodeState, logits: jax.Array, sharding: Sharding
+) -> tuple[DecodeState, jax.Array]:
     """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
-    rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
+    rest, packed = _choose_without_cache(row_options, state.replace(cache=None), logits, sharding)
     return rest.replace(cache=state.cache), packed
 
 
 @partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
-def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def _choose_without_cache(
+    row_options: RowOptions, state: DecodeState, logits: jax.Array, sharding: Sharding
+) -> tuple[DecodeState, jax.Array]:
     valid = ~state.done
-    barred = state.count < wishes.least
+    barred = state.count < row_options.least
 
     def permitted(logits: jax.Array) -> jax.Array:
-        allowed = _permitted(state, wishes, barred, logits.shape[-1])
-        return layout.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
+        allowed = _permitted(state, row_options, barred, logits.shape[-1])
+        return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
-    chosen, logprob = choose(state, logits, layout, Restriction(jnp.any(wishes.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
+    chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(row_options.constrained | barred), permitted))
+    ids, logprobs = most_probable(logits, jnp.any(row_options.alternatives > 0))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
-    return chosen, layout.constrain(pack(choice), "everywhere")
+    return chosen, sharding.constrain(pack(choice), "everywhere")
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -84,11 +88,11 @@ def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
+def _permitted(state: DecodeState, row_options: RowOptions, barred: jax.Array, vocab: int) -> jax.Array:
     """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
-    bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (row_options.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
-    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
+    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~row_options.constrained[:, None]
     stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
     stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
     return allowed & ~(stops & barred[:, None])

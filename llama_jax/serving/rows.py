@@ -10,13 +10,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Request
 from llama_jax.model.cache import PAGE
 from llama_jax.serving.drafting import Kind, KnownRow
 from llama_jax.serving.programs import RowSettings, StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
-from llama_jax.serving.row_sampling import ChosenTokens, Wishes, unpack
+from llama_jax.serving.row_sampling import ChosenTokens, RowOptions, unpack
 from llama_jax.serving.served_model import STOPS
 
 
@@ -140,18 +140,18 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
     """What `count` rows are asked for, of which these are the first."""
-    wishes = Wishes.none(count, vocab)
+    row_options = RowOptions.none(count, vocab)
     stop = np.full((count, STOPS), -1, np.int32)
     request = Request(Sampling().per_row(count), np.ones(count, np.int32), stop)
     for r, row in enumerate(rows):
         jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
-        wishes.least[r] = row.request.min_new_tokens
-        wishes.alternatives[r] = row.request.alternatives
-        wishes.adapter[r] = row.request.adapter
+        row_options.least[r] = row.request.min_new_tokens
+        row_options.alternatives[r] = row.request.alternatives
+        row_options.adapter[r] = row.request.adapter
         if row.allowed is not None:
-            wishes.constrained[r] = True
-            wishes.allowed[r] = row.allowed
-    return RowSettings(request, wishes)
+            row_options.constrained[r] = True
+            row_options.allowed[r] = row.allowed
+    return RowSettings(request, row_options)
 
 
 def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:

@@ -9,13 +9,13 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.drafting import Drafter
-from llama_jax.inference.placement import check_rows, layout_of
+from llama_jax.inference.drafter import Drafter
+from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.inference.speculation import DraftModel
-from llama_jax.model.adapter_table import adapters_in
 from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.forward import head_of
-from llama_jax.model.options import Compute, Layout
+from llama_jax.model.forward_options import Compute, Sharding
+from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch, programs_for
@@ -32,7 +32,7 @@ class ServedModel:
     params: Llama
     cache: CacheOptions
     compute: Compute
-    layout: Layout
+    sharding: Sharding
     programs: Programs
     native: bool  # see `ops.native_anyway`
     adapters: int = 0  # how many there are in the parameters' table
@@ -52,11 +52,11 @@ class ServedModel:
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
             beside = cls.of(draft.config, draft.params, cache, Compute())
-        layout = layout_of(params)
-        check_rows(layout, 1)
+        sharding = sharding_of(params)
+        check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        native, programs = ops.decodes_natively(params, compute.dtype, layout.mesh), programs_for(device.platform)
-        return cls(config, params, cache, compute, layout, programs, native, adapters_in(params), beside)
+        native, programs = ops.decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
+        return cls(config, params, cache, compute, sharding, programs, native, adapters_in(params), beside)
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -90,28 +90,28 @@ class ServedModel:
     def empty(self, seats: int, count: int) -> ServingState:
         """The state before the first step, of so many seats and pages."""
         draft = None if self.draft is None else self.draft.config
-        return self.programs.empty(self.config, self.params, draft, seats, count, self.cache_dtype, self.layout)
+        return self.programs.empty(self.config, self.params, draft, seats, count, self.cache_dtype, self.sharding)
 
     def enter(self, state: ServingState, seat: int, seen: np.ndarray) -> ServingState:
-        return self.programs.enter(state, np.int32(seat), seen, self.layout)
+        return self.programs.enter(state, np.int32(seat), seen, self.sharding)
 
     def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> tuple[ServingState, jax.Array]:
         """A token of each live row, after what the rows read."""
         with ops.native_anyway(self.native):
-            return self.programs.step(self.config, self.params, state, batch, settings, self.compute, self.layout)
+            return self.programs.step(self.config, self.params, state, batch, settings, self.compute, self.sharding)
 
     def burst(
         self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int
     ) -> tuple[ServingState, jax.Array]:
         """`count` tokens, at most `BURST`, of a single row."""
-        args = state, batch, settings, np.int32(count), BURST, self.compute, self.layout
+        args = state, batch, settings, np.int32(count), BURST, self.compute, self.sharding
         with ops.native_anyway(self.native):
             return self.programs.burst(self.config, self.params, *args)
 
     def score(
         self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray
     ) -> tuple[ServingState, jax.Array]:
-        args = state, batch, settings, targets, self.compute, self.layout
+        args = state, batch, settings, targets, self.compute, self.sharding
         return self.programs.score(self.config, self.params, *args)
 
     def verify(
@@ -121,13 +121,13 @@ class ServedModel:
         draft, rest = self.draft, (state, batch, settings, told)
         with ops.native_anyway(self.native):
             if draft is None:
-                return self.programs.verify_drafts(self.config, self.params, *rest, self.compute, self.layout)
+                return self.programs.verify_drafts(self.config, self.params, *rest, self.compute, self.sharding)
             both = self.config, self.params, draft.config, draft.params
-            return self.programs.verify_own_drafts(*both, *rest, count, self.compute, self.layout, draft.layout)
+            return self.programs.verify_own_drafts(*both, *rest, count, self.compute, self.sharding, draft.sharding)
 
     def read_draft(self, state: ServingState, batch: StepBatch) -> ServingState:
         """Let the draft model read the tokens of a batch, none of which is the device's own."""
         draft = self.draft
         assert draft is not None
-        args = draft.config, draft.params, state.draft_pages, batch, draft.layout
+        args = draft.config, draft.params, state.draft_pages, batch, draft.sharding
         return state.replace(draft_pages=self.programs.read_draft(*args))

@@ -48,7 +48,7 @@ def warm(
                 progress(done, len(steps))
         return found
 
-    ahead = model.layout.mesh is None  # over a mesh only a compiled program knows the sharding of its results
+    ahead = model.sharding.mesh is None  # over a mesh only a compiled program knows the sharding of its results
     if ahead:
         compile_ahead(model, run, progress)
     return jax.block_until_ready(run(model))

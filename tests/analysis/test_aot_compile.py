@@ -10,7 +10,7 @@ from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
 from llama_jax.analysis.hardware import BY_NAME, named_hardware
 from llama_jax.errors import MeshError
-from llama_jax.ops.weights import KINDS
+from llama_jax.ops.weights import QUANT_FORMATS
 
 
 @pytest.mark.parametrize("name", aot_compile.NAMES)
@@ -67,7 +67,7 @@ import llama_jax
 from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import DoesNotFitError, decode_programs, train_programs
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.mesh import MeshSizes, parse_mesh
 from program_report import examine
@@ -259,7 +259,7 @@ def test_quantized_layers_of_8b_are_never_dense(hardware, kinds):
         assert decode["bytes_per_device"]["temporaries"] < layer, kind
         assert prefill["bytes_per_device"]["temporaries"] < layer, kind
         # What is read for a token is what there is: a weight that is decoded first would be read twice.
-        assert decode["token"]["read_ratio"] < (1.05 if KINDS[kind].of_gguf else 1.2), kind
+        assert decode["token"]["read_ratio"] < (1.05 if QUANT_FORMATS[kind].of_gguf else 1.2), kind
 
 
 DECODED = """

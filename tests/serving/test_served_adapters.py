@@ -20,8 +20,8 @@ import llama_jax
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
 from llama_jax.formats import save_adapter
-from llama_jax.model.adapter_table import adapter_table, choose_adapters
-from llama_jax.model.adapters import Lora, adapted
+from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
@@ -136,7 +136,7 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     config, params = tabled
     model = ServedModel.of(config, params, TINY.cache, TINY.compute)
     batch, settings = batch_of([], (rows, rows), 2, rows), settings_of([], rows, config.vocab_size)
-    args = model.empty(rows, 2 * rows), batch, settings, model.compute, model.layout
+    args = model.empty(rows, 2 * rows), batch, settings, model.compute, model.sharding
     text = model.programs.step.lower(config, model.params, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
     assert not held & {copy.bytes for copy in find_copies(DeviceProgram(text), 1024)}

@@ -9,7 +9,7 @@ from conftest import jit_init
 import llama_jax
 from llama_jax import ops
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
 from llama_jax.serving import warmup
@@ -76,7 +76,7 @@ def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_k
     with ops.native_anyway(model.native):
         assert native_code.value
         text = model.programs.step.lower(
-            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.layout
+            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.sharding
         ).as_text()
     assert ("llama_jax_paged_" in text) == by_kernel
 
@@ -91,7 +91,7 @@ def test_a_step_copies_no_pages(model, dtype):
     model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
     with ops.native_anyway(model.native):
         program = model.programs.step.lower(
-            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.layout
+            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.sharding
         ).compile()
     found = program.memory_analysis()
     assert found.alias_size_in_bytes >= engine.scheduler.state.pages.nbytes > 4 * found.temp_size_in_bytes
