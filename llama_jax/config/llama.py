@@ -75,10 +75,8 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest prefix that the layers repeat, the last repetition perhaps cut off.
-
-    It is its own period: (a, b, a) does not stand for (a, b, a, a), since it would itself be reduced to (a, b).
-    """
+    """The shortest prefix that the layers repeat, at the end perhaps cut off, and that is its own period: of (a, b, a, a)
+    the whole, since (a, b, a) would itself be reduced to (a, b)."""
     n = len(layers)
     for p in range(1, n):
         if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:

@@ -71,12 +71,12 @@ GENERATE = """
 import json, sys
 import jax
 import llama_jax
-from llama_jax.ops.attention import observed
+from llama_jax.ops.attention import record_backends
 traced = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: traced.append("jaxpr_trace" in event))
 config, params, _ = llama_jax.load(sys.argv[1])
 traced.clear()
-with observed() as attention:
+with record_backends() as attention:
     (found,) = llama_jax.generate(config, params, [[1, 100, 200]], max_new_tokens=6)
 print(json.dumps([sum(traced), sorted(attention), found.tokens, [x.hex() for x in found.logprobs]]))
 """
