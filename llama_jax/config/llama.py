@@ -20,8 +20,7 @@ class LayerConfig:
       rope: "model", with the theta and the scaling of the model; "unscaled", with a theta alone (the windows of Gemma 3 and
         OLMo 3); "none", no position embedding (SmolLM3; NoPE: Yang et al. 2025, section 3).
       rope_theta: base of the frequencies where `rope` is "unscaled"; None for the model's.
-      chunk: a text is divided into chunks of so many positions, and a token sees itself and the earlier tokens of its own
-        chunk (Llama 4); None for all.
+      chunk: positions in a chunk of a text; a token sees itself and earlier tokens of its chunk (Llama 4); None for all.
 
     Raises:
       ConfigError: an invalid value; the message names it.
