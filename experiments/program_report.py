@@ -472,7 +472,7 @@ class Findings:
 
 
 def examine(program: Program, *, accelerator: bool = False, flags: bool = True) -> Findings:
-    """Compile a program for its mesh and analyse it.
+    """Compile a program for its mesh and analyze it.
 
     Args:
       accelerator, flags: see `Program.compile`.

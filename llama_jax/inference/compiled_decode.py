@@ -16,7 +16,6 @@ import numpy as np
 from llama_jax import compiled, ops
 from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
-from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, room_before_turning, turning_point
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
@@ -34,6 +33,7 @@ from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.xla_flags import decode_options_on_tpu
 
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
@@ -224,5 +224,5 @@ def prefill_chunk(options: CacheOptions, longest: int) -> int:
 
 @functools.cache
 def _decode_for(platform: str) -> CompiledFunction:
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

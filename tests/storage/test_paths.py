@@ -85,7 +85,7 @@ def test_urls_that_name_nothing(text):
 
 def test_nothing_is_imported_or_asked_before_it_is_needed():
     code = (
-        "import sys, llama_jax.cli, llama_jax.cli.paths; from llama_jax.storage import locate\n"
+        "import sys, llama_jax.cli, llama_jax.cli.options; from llama_jax.storage import locate\n"
         "locate('s3://bucket/x'); locate('hf://a/b')\n"
         "found = {'obstore', 'huggingface_hub', 'fsspec', 'httpx', 'jax', 'numpy'} & set(sys.modules)\n"
         "assert not found, found"

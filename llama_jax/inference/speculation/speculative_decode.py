@@ -14,7 +14,6 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.errors import GenerationError, shown
-from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import room_before_turning
 from llama_jax.inference.compiled_decode import LONGEST_CHUNK, Run, capacity_for, checked_chunk, pack, transferring, unpack
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
@@ -22,6 +21,7 @@ from llama_jax.inference.drafter import MOST_DRAFTED, Counts, DraftedChunk, Draf
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
+from llama_jax.xla_flags import decode_options_on_tpu
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a chunk; after it the number of drafts may change
 HOST = 0.0005  # fixed seconds per chunk, at most half of its time
@@ -195,5 +195,5 @@ def _platform(state: DecodeState) -> str:
 
 @functools.cache
 def _passes_on(platform: str) -> Callable[..., tuple[DecodeState, Any, jax.Array]]:
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return jax.jit(_run_packed, static_argnums=6, donate_argnums=(2, 3), compiler_options=options)
