@@ -265,7 +265,7 @@ class Engine:
             update.tokens.append(token)
             row.tokens.append(token.id)
             if row.followed is not None:
-                row.followed.learn(token.id)
+                self.scheduler.drafting.learn(row.followed, token.id)  # type: ignore[union-attr]
             self._counts["generated_tokens"] += 1
             if row.count == request.max_new_tokens:
                 update.finish = "length"

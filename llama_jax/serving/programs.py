@@ -21,7 +21,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
-from llama_jax.inference.state import Request, State, logits_of
+from llama_jax.inference.state import State, logits_of
 from llama_jax.model.adapter_table import choose_adapters
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, head_of, unembed
@@ -29,7 +29,7 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
-    Wishes,
+    RowSettings,
     choose_packed,
     logprob_of,
     most_probable,
@@ -78,13 +78,6 @@ class StepBatch(NamedTuple):
     live: Any
 
 
-class RowSettings(NamedTuple):
-    """What each row of a batch is asked for; as it changes seldom, it stays on the device."""
-
-    request: Request
-    wishes: Wishes
-
-
 def empty(
     config: LlamaConfig, params: Llama, draft: LlamaConfig | None, seats: int, count: int, dtype: str, layout: Layout
 ) -> ServingState:
@@ -113,7 +106,7 @@ def step(
     state, hidden = _read(config, params, state, batch, settings, compute, layout)
     with layout.context():
         logits = logits_of(config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], layout)
-        rows, packed = choose_packed(settings.wishes, _rows_of(state, batch, settings, layout), logits, layout)
+        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, layout), logits, layout)
     return _with_chosen(state, batch, rows, layout), packed[:, None]
 
 
@@ -166,7 +159,7 @@ def verify_drafts(
     state, hidden = _read(config, params, state, whole, settings, compute, layout)
     with layout.context():
         logits = unembed(config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
-        choose = partial(choose_packed, settings.wishes)
+        choose = partial(choose_packed, settings)
         rows, found = choose_each(_rows_of(state, batch, settings, layout), logits, drafts, layout, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = layout.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
@@ -182,7 +175,7 @@ def verify_own_drafts(
     state: ServingState,
     batch: StepBatch,
     settings: RowSettings,
-    two: jax.Array,
+    last_two: jax.Array,
     count: int,
     compute: Compute,
     layout: Layout,
@@ -194,7 +187,7 @@ def verify_own_drafts(
     first of the two tokens, it writes the same keys and values again.
 
     Args:
-      two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
+      last_two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row without a draft.
     """
     vocab = min(state.seen.shape[-1], head_of(draft_config, draft_params).shape[0])
     sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
@@ -215,9 +208,9 @@ def verify_own_drafts(
         pages, seen, token = draw(carry[0], carry[1], i, carry[2][:, None])
         return (pages, seen, token), token
 
-    first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(two, 0))
+    first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(last_two, 0))
     (pages, _, _), rest = lax.scan(next_one, first, jnp.arange(1, count, dtype=jnp.int32))
-    drafts = jnp.where(two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
+    drafts = jnp.where(last_two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
     return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, layout)
 
 
@@ -248,7 +241,7 @@ def score(
             targets,
             logprob_of(logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
-            *most_probable(logits, settings.wishes.alternatives[0] > 0),
+            *most_probable(logits, settings.alternatives[0] > 0),
         )
         return state, layout.constrain(pack(choice), "everywhere")
 
@@ -282,7 +275,7 @@ def _read(
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).tokens(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
     batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
-    pages, hidden = read_by(config, params, state.pages, batch, compute, layout, settings.wishes.adapter)
+    pages, hidden = read_by(config, params, state.pages, batch, compute, layout, settings.adapter)
     return state.replace(pages=pages), hidden
 
 

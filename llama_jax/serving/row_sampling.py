@@ -1,4 +1,4 @@
-"""The settings of each row for a turn, the choice of its token, and how the host reads it."""
+"""The settings of each row, the choice of its token, and how the host reads it."""
 
 from __future__ import annotations
 
@@ -11,34 +11,29 @@ import numpy as np
 from jax import lax
 
 from llama_jax.inference.sampling import Restriction
-from llama_jax.inference.state import State, choose
+from llama_jax.inference.state import Request, State, choose
 from llama_jax.model.options import Layout
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
-class Wishes(NamedTuple):
-    """What the host sets for every row.
+class RowSettings(NamedTuple):
+    """The settings of each row of a batch; as they seldom change, they stay on the device.
 
     Attributes:
-      least: int32[B], minimum number of tokens before a stop token may be chosen.
-      alternatives: int32[B], how many alternatives are wanted for each token.
-      constrained: bool[B], whether `allowed` applies to the row.
-      allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
-      adapter: int32[B], which of the model's adapters the row uses, -1 for none.
+      request: sampling, limits and stop tokens.
+      min_tokens: int32[R], number of tokens before a stop token may be chosen.
+      alternatives: int32[R], how many alternatives are reported for each token.
+      constrained: bool[R], whether `allowed` applies to the row.
+      allowed: uint32[R, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+      adapter: int32[R], the number of the row's adapter, -1 for none.
     """
 
-    least: Any
+    request: Request
+    min_tokens: Any
     alternatives: Any
     constrained: Any
     allowed: Any
     adapter: Any
-
-    @classmethod
-    def none(cls, rows: int, vocab: int) -> Wishes:
-        """For rows without settings."""
-        numbers = np.zeros(rows, np.int32)
-        allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
-        return cls(numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
 
 
 class ChosenTokens(NamedTuple):
@@ -48,7 +43,7 @@ class ChosenTokens(NamedTuple):
       token: int32[B].
       logprob: float32[B].
       valid: bool[B]; False for a row that was done before.
-      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row wants any.
+      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row reports any.
     """
 
     token: Any
@@ -58,23 +53,23 @@ class ChosenTokens(NamedTuple):
     logprobs: Any
 
 
-def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def choose_packed(settings: RowSettings, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
-    rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
+    rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, layout)
     return rest.replace(cache=state.cache), packed
 
 
 @partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
-def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def _choose_without_cache(settings: RowSettings, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     valid = ~state.done
-    barred = state.count < wishes.least
+    barred = state.count < settings.min_tokens
 
     def permitted(logits: jax.Array) -> jax.Array:
-        allowed = _permitted(state, wishes, barred, logits.shape[-1])
+        allowed = _permitted(state, settings, barred, logits.shape[-1])
         return layout.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
-    chosen, logprob = choose(state, logits, layout, Restriction(jnp.any(wishes.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
+    chosen, logprob = choose(state, logits, layout, Restriction(jnp.any(settings.constrained | barred), permitted))
+    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
     return chosen, layout.constrain(pack(choice), "everywhere")
 
@@ -84,11 +79,11 @@ def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
+def _permitted(state: State, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
     """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
-    bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (settings.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
-    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
+    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~settings.constrained[:, None]
     stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
     stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
     return allowed & ~(stops & barred[:, None])

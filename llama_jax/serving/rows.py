@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.cache import PAGE
-from llama_jax.serving.drafting import Kind, KnownRow
-from llama_jax.serving.programs import RowSettings, StepBatch
+from llama_jax.serving.drafting import StepKind
+from llama_jax.serving.programs import StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
-from llama_jax.serving.row_sampling import ChosenTokens, Wishes, unpack
+from llama_jax.serving.row_sampling import ChosenTokens, RowSettings, unpack
 from llama_jax.serving.served_model import STOPS
 
 
@@ -28,7 +28,7 @@ class ServedRow:
       seat: its number.
       tokens: of prompt and continuation, as far as the host knows them.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
-      followed: its tokens as those see it that draft; None where nothing is drafted.
+      followed: what the drafting knows of it, see `Drafting.follow`; None where nothing is drafted.
       pages: of its tokens in order, and of some more.
       read: tokens in these pages once all steps so far have run.
       read_by_draft: the same of the draft model.
@@ -44,7 +44,7 @@ class ServedRow:
     seat: int
     tokens: list[int]
     allowed: np.ndarray | None
-    followed: KnownRow | None
+    followed: Any
     pages: list[int] = field(default_factory=list)
     read: int = 0
     read_by_draft: int = 0
@@ -101,7 +101,7 @@ class Pending(NamedTuple):
 
     packed: jax.Array
     rows: Sequence[ServedRow]
-    kind: Kind
+    kind: StepKind
     steps: int = 1
     settle: Callable[[list[int]], None] | None = None
 
@@ -139,19 +139,19 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
-    """What `count` rows are asked for, of which these are the first."""
-    wishes = Wishes.none(count, vocab)
-    stop = np.full((count, STOPS), -1, np.int32)
-    request = Request(Sampling().per_row(count), np.ones(count, np.int32), stop)
+    """The settings of `count` rows, the first of which are these."""
+    numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
+    request = Request(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
+    settings = RowSettings(request, *numbers, np.zeros(count, bool), allowed, np.full(count, -1, np.int32))
     for r, row in enumerate(rows):
         jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
-        wishes.least[r] = row.request.min_new_tokens
-        wishes.alternatives[r] = row.request.alternatives
-        wishes.adapter[r] = row.request.adapter
+        settings.min_tokens[r] = row.request.min_new_tokens
+        settings.alternatives[r] = row.request.alternatives
+        settings.adapter[r] = row.request.adapter
         if row.allowed is not None:
-            wishes.constrained[r] = True
-            wishes.allowed[r] = row.allowed
-    return RowSettings(request, wishes)
+            settings.constrained[r] = True
+            settings.allowed[r] = row.allowed
+    return settings
 
 
 def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:

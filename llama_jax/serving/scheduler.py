@@ -17,8 +17,8 @@ from llama_jax.model.cache import PAGE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import PagePool
-from llama_jax.serving.programs import RowSettings
 from llama_jax.serving.requests import Ticket
+from llama_jax.serving.row_sampling import RowSettings
 from llama_jax.serving.rows import Pending, RowPart, ServedRow, batch_of, pages_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 

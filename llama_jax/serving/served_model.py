@@ -18,7 +18,8 @@ from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
-from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch, programs_for
+from llama_jax.serving.programs import Programs, ServingState, StepBatch, programs_for
+from llama_jax.serving.row_sampling import RowSettings
 
 STOPS = 16  # places for stop tokens in each row
 BURST = 8  # most tokens of a row in a turn without drafts

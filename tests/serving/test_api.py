@@ -11,7 +11,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.response import SLICE
-from llama_jax.serving.http.service import connect
+from llama_jax.serving.http.service import Service
 from llama_jax.serving.requests import Update
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
@@ -330,23 +330,23 @@ def test_usage_in_every_chunk():
 
 REFUSED = [
     ({"prompt": "a", "bogus": 1}, "bogus", "'bogus': not known here"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "is not supported here; leave it out, or give 0"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"prompt": "a", "suffix": "end"}, "suffix", "not supported"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "is not supported here; it must be 0"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "it must be {}"),
+    ({"prompt": "a", "suffix": "end"}, "suffix", 'it must be ""'),
     ({"prompt": "a", "best_of": 3}, "best_of", "best_of=3"),
     ({"prompt": "a", "n": 0}, "n", "n=0 must be an integer from 1 to 128"),
     ({"prompt": "a", "n": True}, "n", "n=True"),
     ({"prompt": ["a"] * 65, "n": 2}, "n", "more than 128 choices"),
     ({"prompt": "a", "temperature": -1}, "temperature", "temperature=-1"),
     ({"prompt": "a", "temperature": "hot"}, "temperature", "must be a number"),
-    ({"prompt": "a", "stop": ""}, "stop[0]", "from 1 to 1000"),
+    ({"prompt": "a", "stop": ""}, "stop", "from 1 to 1000"),
     ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]", "surrogate"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
     ({"prompt": "a", "\ud800": 1}, "\\ud800", "not known here"),
     ({"prompt": [259]}, "prompt[0]", "from 0 to 258"),
     ({"prompt": [True]}, "prompt[0]", "integer"),
-    ({"prompt": []}, "prompt", "at least one"),
-    ({"prompt": [[]]}, "prompt[0]", "token ids"),
+    ({"prompt": []}, "prompt", "from 1 to"),
+    ({"prompt": [[]]}, "prompt[0]", "from 1 to"),
     ({"prompt": ["a", 5]}, "prompt[1]", "text"),
     ({"prompt": {}}, "prompt", "text"),
     ({}, "prompt", "missing"),
@@ -357,7 +357,7 @@ REFUSED = [
     ({"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens", "lower it"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
-    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "response_format"),
     ({"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, "response_format", "cannot be used"),
     ([], None, "must be a JSON object"),
@@ -396,8 +396,8 @@ CHATS_REFUSED = [
     ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages"),  # not in this format
     ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0].function"),
@@ -432,10 +432,10 @@ def no_object(schema):
             "tool_choice",
             "is none of the tools",
         ),
-        ({"tools": [TOOL], "tool_choice": NAMED | {"type": "x"}}, "tool_choice.type", 'give "function"'),
+        ({"tools": [TOOL], "tool_choice": NAMED | {"type": "x"}}, "tool_choice.type", 'must be "function"'),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
-        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "cannot go with tool_choice"),
-        ({"tools": [TOOL], "tool_choice": NAMED, "min_tokens": 2}, "min_tokens", "cannot go with tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "combined with tool_choice"),
+        ({"tools": [TOOL], "tool_choice": NAMED, "min_tokens": 2}, "min_tokens", "combined with tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "needs tool_choice to be required"),
         ({"tools": [TOOL, STRICT]}, "tools[1].function.strict", "needs tool_choice to be required"),
         ({"tools": [no_object({"type": "string"})], "tool_choice": NAMED}, "tools[0].function.parameters", "type='string'"),
@@ -541,7 +541,7 @@ def test_a_client_that_leaves_frees_its_rows(stream, turns):
         await asyncio.wait_for(call.task, 20)
         engine.turn()
         assert not engine.waiting + engine.running
-        assert not client.service.switchboard.open
+        assert not client.service.bridge.open
         return (await client.get("/metrics")).body.decode()
 
     metrics = talk(engine, conversation, thread=False)
@@ -566,7 +566,7 @@ def test_many_that_leave_leave_nothing():
         await asyncio.gather(*(call.task for call in calls))
         while engine.turn():
             await asyncio.sleep(0)
-        assert not client.service.switchboard.open
+        assert not client.service.bridge.open
         assert len(asyncio.all_tasks()) == 1
 
     talk(engine, conversation, thread=False)
@@ -602,7 +602,7 @@ def test_an_engine_that_is_faster_than_the_loop_leaves_it_its_turn():
         call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 300})
         while not engine.waiting:
             await asyncio.sleep(0)
-        (exchange,) = client.service.switchboard.open
+        (exchange,) = client.service.bridge.open
         taken, put = [], exchange.put
 
         def putting(index, update):
@@ -612,7 +612,7 @@ def test_an_engine_that_is_faster_than_the_loop_leaves_it_its_turn():
 
         exchange.put = putting
         engine.turn()
-        client.service.switchboard._flush()
+        client.service.bridge._flush()
         counts = [len(taken)]
         while not call.task.done():
             await asyncio.sleep(0)
@@ -819,7 +819,7 @@ def test_more_connections_than_may_be():
 
     async def main():
         engine = FakeEngine()
-        service = connect(engine, served(), Limits(vocab_size=259, context=512))
+        service = Service(engine, served(), Limits(vocab_size=259, context=512))
         client = Client(make_app(service, Access(most_connections=3), lambda: 4), service)
         with on_a_thread(engine):
             return await client.complete("a"), await client.get("/health")

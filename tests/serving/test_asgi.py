@@ -80,7 +80,7 @@ def test_an_engine_that_fails_is_told_of():
 
 
 def test_what_is_the_hosts():
-    with pytest.raises(UserError, match="most_connections=5: the connections are the host's"):
+    with pytest.raises(UserError, match="most_connections=5: the host has the connections"):
         Mounted(FakeEngine(), served(), LIMITS, ServerOptions(access=Access(most_connections=5)))
     with pytest.raises(GenerationError, match="port=9000 is for `llama-jax serve` alone"):
         Serve(port=9000).application()

@@ -235,8 +235,7 @@ class TestWhatCannotBe:
             assert not [line for line in before if "listening on" not in line]
 
 
-class Row:
-    row = (1, 2)
+ROWS = [[1, 2]] * 2  # the last tokens of two rows
 
 
 class TestHowMuchIsDrafted:
@@ -247,12 +246,12 @@ class TestHowMuchIsDrafted:
         rng, shape = np.random.default_rng(seed), (2, 128)
         drafting, made, taken, turns = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0, 0.0, 0
         while made < tokens:
-            number = drafting.choose(shape, [Row(), Row()])
+            number = drafting.choose(shape, ROWS)
             right = np.cumprod(rng.random((2, number)) < acceptance, axis=1).sum(axis=1)
             seconds = cost(number) if number else 1.0
             if number:
-                drafting.propose([Row(), Row()], number)
-                drafting.settle([Row(), Row()], number, (right + 1).tolist())
+                drafting.propose(ROWS, number)
+                drafting.settle(ROWS, number, (right + 1).tolist())
             drafting.observe([(shape, number)], seconds / 1000 if turns % every == 0 else None)
             made, taken, turns = made + 1 + right.mean(), taken + seconds, turns + 1
         assert 0 <= drafting.accepted <= drafting.offered
@@ -274,9 +273,9 @@ class TestHowMuchIsDrafted:
     def test_rows_without_drafts_have_none(self):
         drafting = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4))
         drafting.observe([((2, 128), 0)], 1.0)
-        assert drafting.choose((2, 128), [None, Row()]) == 4
+        assert drafting.choose((2, 128), [None, ROWS[0]]) == 4
         assert drafting.choose((2, 128), [None, None]) == 0
-        assert drafting.propose([None, Row()], 4).tolist() == [[-1, -1], [1, 2]]
+        assert drafting.propose([None, ROWS[0]], 4).tolist() == [[-1, -1], [1, 2]]
 
     def test_what_was_read_for_a_try_is_part_of_what_it_cost(self):
         """So that tries become rarer where the draft has much to read before each."""
@@ -284,12 +283,12 @@ class TestHowMuchIsDrafted:
         for reading in (0, 5):
             drafting, count = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0
             for _ in range(2000):
-                number = drafting.choose(shape, [Row(), Row()])
+                number = drafting.choose(shape, ROWS)
                 if number:
                     count += 1
                     for _ in range(reading):
                         drafting.observe([(shape, CATCHING_UP)], 0.002)
-                    drafting.settle([Row(), Row()], number, [1, 1])
+                    drafting.settle(ROWS, number, [1, 1])
                 drafting.observe([(shape, number)], 0.003 if number else 0.001)
             tries.append(count)
         assert tries[0] > tries[1] >= 6

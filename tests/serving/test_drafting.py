@@ -10,7 +10,8 @@ from test_engine import SMALL, Client, alone, exhaust, model, some_request  # no
 
 from llama_jax import PromptLookup
 from llama_jax.errors import GenerationError
-from llama_jax.serving.drafting import FORGETTING, FollowedRow, LookupDrafting
+from llama_jax.inference.speculation.lookup import Following
+from llama_jax.serving.drafting import FORGETTING, LookupDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
@@ -33,7 +34,7 @@ def foresight(model, monkeypatch):  # noqa: F811
         texts.append([*request.prompt, *answer.tokens])
         return answer
 
-    monkeypatch.setattr(FollowedRow, "following", following)
+    monkeypatch.setattr(Following, "following", following)
     monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.8 else 0)
     return expect
 
@@ -101,7 +102,7 @@ def test_drafts_are_made_where_they_are_faster(acceptance, cost, rows):
     assert not drafting.choose(shape, [Row()] * rows)  # nothing is known of turns
     rng = random.Random(0)
     for _ in range(2000):
-        drafting.learn(True, rng.random() < acceptance)
+        drafting.record(True, rng.random() < acceptance)
     drafting.observe([(shape, 0)], 1.0)
     drafting.observe([(shape, 4)], cost)
     gained = sum(acceptance**i for i in range(5)) / cost
@@ -113,7 +114,7 @@ def test_drafts_are_made_where_they_are_faster(acceptance, cost, rows):
 def test_what_was_slow_once_is_tried_again():
     drafting, shape = LookupDrafting(PromptLookup(tokens=4)), (1, 128)
     for _ in range(100):
-        drafting.learn(True, True)
+        drafting.record(True, True)
     drafting.observe([(shape, 0)], 1.0)
     drafting.observe([(shape, 4)], 50.0)
     assert not drafting.choose(shape, [Row()])
@@ -130,7 +131,7 @@ def test_turns_of_two_pools_say_nothing_of_each():
     drafting.observe([(shape, 0), ((2, 256), 0)], 1.0)
     drafting.observe([], 1.0)
     drafting.observe([(shape, 0)], None)
-    drafting.learn(True, True)
+    drafting.record(True, True)
     assert not drafting.choose(shape, [Row()])
 
 

@@ -14,7 +14,7 @@ from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, connect
+from llama_jax.serving.http.service import Served, Service
 from llama_jax.serving.options import EngineOptions
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def talk(model, conversation):
 
     async def main():
         shown = Served(name="stories", tokenizer=tokenizer, chat="plain")
-        service = connect(engine, shown, Limits(vocab_size=config.vocab_size, context=CONTEXT))
+        service = Service(engine, shown, Limits(vocab_size=config.vocab_size, context=CONTEXT))
         with on_a_thread(engine):
             return await conversation(Client(make_app(service, Access()), service)), engine.stats()
 

@@ -10,7 +10,8 @@ from fakes import FakeEngine, talk
 
 from llama_jax.cli.serve import KEY, Serve
 from llama_jax.serving.http.auth import OPEN, Access
-from llama_jax.serving.http.server import ENGINE_SECONDS, LAST_WORDS
+from llama_jax.serving.http.server import LAST_WORDS
+from llama_jax.serving.http.service import ENGINE_SECONDS
 from llama_jax.serving.options import EngineOptions
 
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"

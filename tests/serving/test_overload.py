@@ -24,7 +24,7 @@ from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.tokenizers import load_tokenizer
 
-THREADS, WAITING = service.beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
+THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
 
 
 class Compiling:
@@ -335,7 +335,7 @@ def test_more_messages_than_tokens_are_refused_by_their_number():
     messages = [{"role": "user", "content": "a"}] * 513
     answer = talk(FakeEngine(), lambda client: client.post("/v1/chat/completions", {"messages": messages}))
     assert error_of(answer, 400)["code"] == "context_length_exceeded"
-    assert "513 messages, more than 512" in answer.json["error"]["message"]
+    assert "513 messages are more than the 512" in answer.json["error"]["message"]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):

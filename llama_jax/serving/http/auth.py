@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import shown
@@ -99,26 +99,26 @@ class Guard:
         """The response that is sent without calling the application, or None."""
         try:
             self._check(scope, headers, origin)
+            if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
+                allowed = {"Methods": "GET, POST", "Headers": "Authorization, Content-Type"}
+                fields = {f"Access-Control-Allow-{name}": value for name, value in allowed.items()}
+                return Response(status_code=204, headers=fields)
+            if self._key is not None and scope["path"] not in self._without_key:
+                self._check_key(self._key, headers.get("authorization", ""))
         except ApiError as error:
-            return JSONResponse(error.body(), error.status, error.headers)
-        if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
-            allowed = {
-                "Access-Control-Allow-Methods": "GET, POST",
-                "Access-Control-Allow-Headers": "Authorization, Content-Type",
-            }
-            return Response(status_code=204, headers=allowed)
-        if self._key is not None and scope["path"] not in self._without_key:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            # In constant time, so that timing does not reveal how much of a guess is right.
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(BLANKS).encode("latin-1"), self._key):
-                denied = ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                return JSONResponse(denied.body(), denied.status, denied.headers)
+            return error.response()
         return None
+
+    def _check_key(self, api_key: bytes, authorization: str) -> None:
+        scheme, _, key = authorization.partition(" ")
+        # In constant time, so that timing does not reveal how much of a guess is right.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(BLANKS).encode("latin-1"), api_key):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None) -> None:
         """Raise ApiError for a host, an origin or a number of connections that is not allowed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -14,8 +16,8 @@ class ApiError(Exception):
     Attributes:
       status: the HTTP status.
       message: names the thing, its value, the need and the remedy.
-      param: the field of the body that is meant.
-      code: a word by which programs can recognize it.
+      param: the field of the body that is wrong.
+      code: identifies the error for programs.
       headers: to send with it.
     """
 
@@ -34,6 +36,9 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""

@@ -47,7 +47,7 @@ class ServerMetrics(Collector):
     Attributes:
       stats: gives the engine's numbers; None until there is an engine.
       first_token, between_tokens, whole: seconds of requests that were answered.
-      asked: requests that the engine accepted, by the model that they asked for.
+      requests: those that the engine accepted, by the model that they asked for.
       compiling: returns how many requests wait for their grammars.
       answered: HTTP responses by path and status; 499 where the client disconnected before.
     """
@@ -58,7 +58,7 @@ class ServerMetrics(Collector):
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(BETWEEN_TOKENS)
         self.whole = Histogram(WHOLE)
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.answered: Counter[tuple[str, int]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -113,7 +113,7 @@ class ServerMetrics(Collector):
             finished.add_metric([reason], value)
         yield finished
         asked = CounterMetricFamily(PREFIX + "model_requests", "Requests by the model asked for.", labels=["model_name"])
-        for name, value in sorted(self.asked.items()):
+        for name, value in sorted(self.requests.items()):
             asked.add_metric([name], value)
         yield asked
         yield self.first_token.family("time_to_first_token_seconds", "From the request to its first token.")
