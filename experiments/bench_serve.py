@@ -1,6 +1,6 @@
 """Serving speed on this machine's CPU, compared with llama.cpp's own server: closed loops of clients, random arrivals.
 
-Both servers run throughout, on the same file of random float32 weights, and are loaded in turn, so that a change of the
+Both servers run throughout, on the same file, of random float32 weights by default, and are loaded in turn, so that a change of the
 machine's speed affects both. The clients are one process that shares the cores with the server, as it would with either.
 Reported are medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
 
@@ -58,6 +58,10 @@ class Arguments:
 
     shape: str = "stories-15m"
     """Preset to serve, random weights."""
+    model: Path | None = None
+    """A GGUF to serve in its place."""
+    dtype: str | None = None
+    """Of the random weights in the file, as q4_0; float32 by default."""
     vocabulary: Path = Path("../shared/data/tokenizers/llama2/tokenizer.model")
     """A vocabulary of the shape's size, which a GGUF must have."""
     llama_server: Path | None = None
@@ -226,15 +230,17 @@ async def answers(port: int, path: str) -> bool:
 
 
 def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
-    """A GGUF of random weights, and its vocabulary's size."""
+    """A GGUF, of random weights unless there is one, and its vocabulary's size."""
     import jax
 
     import llama_jax
 
+    if arguments.model is not None:
+        return arguments.model, llama_jax.load(arguments.model).config.vocab_size
     config = llama_jax.preset(arguments.shape)
     path = folder / "model.gguf"
     params = llama_jax.init(config, jax.random.key(0))
-    llama_jax.save(path, config, params, tokenizer=llama_jax.load_tokenizer(arguments.vocabulary))
+    llama_jax.save(path, config, params, tokenizer=llama_jax.load_tokenizer(arguments.vocabulary), dtype=arguments.dtype)
     return path, config.vocab_size
 
 
@@ -364,7 +370,7 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
         engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), lambda update: None)
         while engine.turn():
             pass
-        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.piece))
+        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.chunk))
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 
 

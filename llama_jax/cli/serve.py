@@ -75,8 +75,9 @@ class Serve(AdapterOptions, DraftOptions):
     least. Where it is full, requests wait, and the youngest are read again later."""
     context: int | None = None
     """Most tokens of prompt and continuation together; by default the model's context, or less where the memory is small."""
-    piece: int = 64
-    """Prompts are read in chunks of this many tokens; between two chunks every running request gets a token."""
+    prefill_chunk: int | None = None
+    """Prompts are read in chunks of this many tokens, a multiple of 16, and with each chunk every running request gets a
+    token: by default 32 on a CPU and 256 elsewhere."""
     cache: Literal["auto", "int8"] = "auto"
     """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
     prefix_cache: int = 256
@@ -336,7 +337,7 @@ class Serve(AdapterOptions, DraftOptions):
             rows=16 if self.rows is None else self.rows,
             cache_tokens=self.cache_tokens,
             context=self.context,
-            piece=self.piece,
+            prefill_chunk=self.prefill_chunk,
             most_waiting=self.most_waiting,
             most_waiting_tokens=self.most_waiting_tokens,
             prefix_bytes=self.prefix_cache * 2**20,

@@ -105,7 +105,7 @@ class Engine:
         digests: list[bytes] = []
         if not request.score_prompt:  # which another program does, so its pieces are neither kept nor taken from what was
             roots = *(each.rope_root(len(request.prompt)) for each in self.model.models), request.adapter
-            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.piece, roots)
+            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
         with self._changed:
             self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel, digests)

@@ -15,7 +15,7 @@ from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.options import Compute
 
-SMALLEST_PIECE = 16  # the last piece of a prompt may be so short
+CPU_CHUNK, CHUNK = 32, 256  # tokens of a prompt that are read in one step
 TOKENS_OF_ROW = 512  # for which there is room by default
 
 
@@ -28,8 +28,9 @@ class EngineOptions:
       cache_tokens: that there is room for, of all requests and kept prefixes together; None for 512 of each row, and for one
         whole context at least. Where there is no room, requests wait, and the youngest are read again later.
       context: tokens that prompt and continuation may have together; None takes the model's.
-      piece: tokens of a prompt that are read at once, between which others get a token each. Whole pieces are what the
-        prefix cache keeps, and what makes it exact: all are read by one program. A multiple of 16, the tokens of a page.
+      prefill_chunk: tokens of a prompt that are read in one step, in which every other row gets a token. The prefix cache
+        keeps whole chunks, all of which are read by one program. A multiple of 16, the tokens of a page; None for 32 on a
+        CPU, where a step takes as long as it has tokens, and 256 elsewhere.
       most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
       prefix_bytes: that prefixes which are kept may take of the cache; 0 turns that off.
       cache: in int8, or of the parameters' dtype. A window is not served.
@@ -45,7 +46,7 @@ class EngineOptions:
     rows: int = 16
     cache_tokens: int | None = None
     context: int | None = None
-    piece: int = 64
+    prefill_chunk: int | None = None
     most_waiting: int = 256
     most_waiting_tokens: int = 2**18
     prefix_bytes: int = 2**28
@@ -54,17 +55,16 @@ class EngineOptions:
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = {"rows": 1, "piece": SMALLEST_PIECE, "prefix_bytes": 0}
-        least |= {"most_waiting": 0, "most_waiting_tokens": 0}
-        for name, lowest in (("context", 2), ("cache_tokens", 1)):
+        least: dict[str, int] = {"rows": 1, "prefix_bytes": 0, "most_waiting": 0, "most_waiting_tokens": 0}
+        for name, lowest in (("context", 2), ("cache_tokens", 1), ("prefill_chunk", PAGE)):
             if getattr(self, name) is not None:
                 least[name] = lowest
         for name, lowest in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
-        if self.piece % PAGE:
-            raise GenerationError(f"piece={self.piece} must be a multiple of {PAGE}, the tokens of a page")
+        if self.prefill_chunk is not None and self.prefill_chunk % PAGE:
+            raise GenerationError(f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE}, the tokens of a page")
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
             raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup or a DraftModel")
         if self.cache.window is not None:
@@ -120,10 +120,14 @@ class EngineOptions:
         return -(-tokens // PAGE)
 
     @property
+    def chunk(self) -> int:
+        """`prefill_chunk`, or the default for this process's devices."""
+        return self.prefill_chunk or (CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK)
+
+    @property
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """The rows and tokens of steps that programs are compiled for, rising; only the last reads whole pieces."""
+        """The rows and tokens of steps that programs are compiled for, rising; only the last reads whole chunks."""
         sizes = [1]
         while sizes[-1] < self.rows:
             sizes.append(min(4 * sizes[-1], self.rows))
-        reading = sorted({SMALLEST_PIECE, self.piece})
-        return (*((size, size) for size in sizes), *((self.rows, self.rows + piece) for piece in reading))
+        return (*((size, size) for size in sizes), *((self.rows, self.rows + count) for count in sorted({PAGE, self.chunk})))

@@ -65,7 +65,7 @@ class Scheduler:
         waiting = list(queue) if self._seats and len(there) == len(reading) else []
         waiting = [one for one in waiting if self._fits(one)] if waiting and self._fits(waiting[0]) else []
         found: list[Ticket] = []
-        left = self._options.piece
+        left = self._options.chunk
         for one in sorted([*there, *waiting], key=lambda one: (0 if oldest_first else one.left, _age(one))):
             if found and (one.left > left or one.request.score_prompt):
                 continue
@@ -114,7 +114,7 @@ class Scheduler:
 
     def _find_prefix(self, row: ServedRow) -> None:
         """Take the pieces that come next from those that are kept."""
-        size, digests = self._options.piece, row.ticket.digests
+        size, digests = self._options.chunk, row.ticket.digests
         while not row.read % size and row.read // size < len(digests):
             pages = self.pages.find(digests[row.read // size])
             if pages is None:
@@ -155,7 +155,7 @@ class Scheduler:
             many = max(min(most, able[0].left), 1)
         for row in readers:
             self._find_prefix(row)
-        wanted = [(row, min(row.unread, self._options.piece)) for row in readers] + [(row, many) for row in able]
+        wanted = [(row, min(row.unread, self._options.chunk)) for row in readers] + [(row, many) for row in able]
         begins = {id(row): row.read for row, _ in wanted}
         # A row that an older one takes the pages of meanwhile must read again, and has no part in this step.
         stays = lambda row: row.read == begins[id(row)] and (row in readers or not row.reads) and not row.ended
@@ -175,8 +175,8 @@ class Scheduler:
         return self._step(parts, CATCHING_UP if number else 0)
 
     def _step(self, parts: list[RowPart], number: int) -> Pending:
-        rows, tokens, piece = len(parts), sum(part.size for part in parts), self._options.piece
-        whole = any(row.reads and count == piece for row, _, count in parts)
+        rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk
+        whole = any(row.reads and count == chunk for row, _, count in parts)
         shapes = self._options.steps
         if rows == 1 and parts[0].row.unread == 1:  # in a burst each token is read after it is chosen
             shape, count = shapes[0], tokens
@@ -195,14 +195,14 @@ class Scheduler:
                 self.counts["prompt_tokens"] += len(row.request.prompt)
                 self.pages.used(digests)
             row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
-            if own == piece and not begin % own and begin // own < len(digests):
+            if own == chunk and not begin % own and begin // own < len(digests):
                 self.pages.keep(digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
         return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
     def _score(self, part: RowPart) -> None:
         """Read a piece of a prompt, and score its tokens."""
         row, begin, count = part
-        size = self._options.piece
+        size = self._options.chunk
         targets = np.zeros(size, np.int32)
         following = row.tokens[begin + 1 : begin + 1 + count]
         targets[: len(following)] = following

@@ -69,7 +69,7 @@ def _calls(
     burst = "burst", (*batch(one), 1)
     yield from (burst, burst)  # the second on a state that comes from a program, whose layout may differ
     yield from (("step", batch(shape)) for shape in others)
-    yield "score", (*batch((1, options.piece)), np.zeros(options.piece, np.int32))
+    yield "score", (*batch((1, options.chunk)), np.zeros(options.chunk, np.int32))
     yield "enter", (0, np.zeros(model.vocab, bool))
     if model.draft is not None:
         yield "read_draft", batch(options.steps[-1])[:1]

@@ -22,8 +22,8 @@ from llama_jax.serving.drafting import CATCHING_UP, ModelDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 
-TINY = EngineOptions(rows=1, context=32, piece=16)
-TWO = EngineOptions(rows=2, context=64, piece=16)
+TINY = EngineOptions(rows=1, context=32, prefill_chunk=16)
+TWO = EngineOptions(rows=2, context=64, prefill_chunk=16)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from llama_jax.serving.options import EngineOptions
 
 pytestmark = pytest.mark.slow
 CONTEXT = 128
-OPTIONS = EngineOptions(rows=4, context=CONTEXT, piece=16)
+OPTIONS = EngineOptions(rows=4, context=CONTEXT, prefill_chunk=16)
 STORY = "Once upon a time there was a little llama who lived on a hill. Every day the llama"
 
 

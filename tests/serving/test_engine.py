@@ -23,7 +23,7 @@ from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.rows import pages_of
 from llama_jax.serving.served_model import BURST
 
-SMALL = EngineOptions(rows=4, context=128, piece=16)
+SMALL = EngineOptions(rows=4, context=128, prefill_chunk=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context
 
 
@@ -314,7 +314,7 @@ class TestFullCache:
 
     def test_what_gave_way_leaves_only_prefixes_of_its_own_tokens(self, model):
         """A row that an older one takes the pages of while a step is made begins again, and not in the middle."""
-        rng, engine = random.Random(4), Engine(*model, replace(FULL, piece=64))  # a seed with which it did not
+        rng, engine = random.Random(4), Engine(*model, replace(FULL, prefill_chunk=64))  # a seed with which it did not
         draw = lambda least, most: [1, *rng.choices(range(5, 500), k=rng.randrange(least, most))]
         for _ in range(6):
             prompt = draw(60, 95)
@@ -664,7 +664,8 @@ class TestOptions:
     def test_steps_and_pages(self, model):
         config, _ = model
         assert SMALL.steps == ((1, 1), (4, 4), (4, 20))
-        assert EngineOptions().steps == ((1, 1), (4, 4), (16, 16), (16, 32), (16, 80))
+        assert EngineOptions(prefill_chunk=64).steps == ((1, 1), (4, 4), (16, 16), (16, 32), (16, 80))
+        assert EngineOptions().steps[-1] == (16, 48)  # on a CPU
         assert SMALL.pages(config) == 4 * 128 // 16
         assert EngineOptions(rows=2, context=500).pages(config) == 63
         assert EngineOptions(rows=2, cache_tokens=600).pages(config) == 38
@@ -677,8 +678,8 @@ class TestOptions:
         ("fields", "said"),
         [
             ({"rows": 0}, "rows=0 must be an integer of at least 1"),
-            ({"piece": 8}, "piece=8"),
-            ({"piece": 24}, "piece=24 must be a multiple of 16"),
+            ({"prefill_chunk": 8}, "prefill_chunk=8"),
+            ({"prefill_chunk": 24}, "prefill_chunk=24 must be a multiple of 16"),
             ({"cache_tokens": 0}, "cache_tokens=0"),
             ({"prefix_bytes": True}, "prefix_bytes=True"),
             ({"context": 1}, "context=1"),

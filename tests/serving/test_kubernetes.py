@@ -12,7 +12,7 @@ from llama_jax.cli.serve import KEY, Serve
 from llama_jax.serving.http.auth import OPEN, Access
 from llama_jax.serving.http.server import LAST_WORDS
 from llama_jax.serving.http.service import ENGINE_SECONDS
-from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.options import CHUNK
 
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"
 REPLICAS = list(yaml.safe_load_all((FOLDER / "replicas" / "deployment.yaml").read_text()))
@@ -178,7 +178,8 @@ def test_the_picker_reads_gauges_that_there_are(deployment):
     for name in engine.values():
         assert f"# TYPE {name} gauge\n" in found.body.decode()
     # What it takes for read before is what the prefix cache keeps.
-    assert plugins["approx-prefix-cache-producer"]["blockSizeTokens"] == EngineOptions().piece == options.piece
+    assert plugins["approx-prefix-cache-producer"]["blockSizeTokens"] == CHUNK
+    assert options.prefill_chunk is None
     for profile in config["schedulingProfiles"]:
         assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= set(plugins)
 

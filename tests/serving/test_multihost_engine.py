@@ -31,7 +31,7 @@ from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.serving.served_model import ServedModel
 
-SMALL = EngineOptions(rows=4, context=128, piece=16, prefix_bytes=30_000)
+SMALL = EngineOptions(rows=4, context=128, prefill_chunk=16, prefix_bytes=30_000)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.cli import batch
 from llama_jax.errors import GenerationError
 
-SMALL = llama_jax.EngineOptions(rows=4, context=128, piece=16)
+SMALL = llama_jax.EngineOptions(rows=4, context=128, prefill_chunk=16)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
-TINY = llama_jax.EngineOptions(rows=2, context=32, piece=16)
+TINY = llama_jax.EngineOptions(rows=2, context=32, prefill_chunk=16)
 
 
 @pytest.fixture(scope="module")

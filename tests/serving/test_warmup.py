@@ -18,7 +18,7 @@ from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.stats import CompileCount
 
-SMALL = EngineOptions(rows=1, context=16, piece=16)
+SMALL = EngineOptions(rows=1, context=16, prefill_chunk=16)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_server_has_eight_programs_at_most(model):
     for rows in (1, 4, 16, 64):
         steps = EngineOptions(rows=rows).steps
         assert len(steps) + 2 <= 8  # scores and seen tokens
-        assert steps[-1] == (rows, rows + 64)
+        assert steps[-1] == (rows, rows + 32)
         assert list(steps) == sorted(set(steps))
 
 
