@@ -35,7 +35,7 @@ class ServedRow:
       chosen: tokens that it has got after those steps.
       cached: tokens of the prompt that were found in kept prefixes.
       scoring: its prompt is to be scored, and is not yet.
-      scores: packed `ChosenTokens` of the pieces of a prompt that is scored.
+      scores: packed `ChosenTokens` of the chunks of a prompt that is scored.
       accepting: while its constraint takes in the last token, during which it gets no other; None otherwise.
       ended: nobody wants its tokens any more.
     """
@@ -89,8 +89,8 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-class Pending(NamedTuple):
-    """Tokens that the device is computing, and their rows.
+class LaunchedStep(NamedTuple):
+    """A step that the device is computing.
 
     Attributes:
       packed: `ChosenTokens` [R, any, any], packed; those after the end of a row or after a wrong draft are not valid.
@@ -154,21 +154,21 @@ def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSetting
     return settings
 
 
-def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
+def scored_token(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
     """One token of a choice."""
-    beside: Iterator[tuple[int, float]] = zip(
+    alternative_tokens: Iterator[tuple[int, float]] = zip(
         choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
     )
-    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
+    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(alternative_tokens) if alternatives else ())
 
 
 def scores_of(row: ServedRow) -> list[ScoredToken]:
-    """The tokens of a prompt, each with its log-probability given those before it."""
-    found = [ScoredToken(row.tokens[0], None)]
+    """The tokens of a prompt, each with its log-probability after those before it."""
+    scored = [ScoredToken(row.tokens[0], None)]
     for packed in row.scores:  # by whole columns: rows of all requests wait for this
         choice = unpack(packed)
         ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
-        beside = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
-        rows = zip(choice.token.tolist(), choice.logprob.tolist(), beside, strict=True)
-        found += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
-    return found[: len(row.request.prompt)]  # what follows the last token is not part of the prompt
+        others = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+        rows = zip(choice.token.tolist(), choice.logprob.tolist(), others, strict=True)
+        scored += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
+    return scored[: len(row.request.prompt)]  # what follows the last token is not part of the prompt

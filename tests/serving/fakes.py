@@ -294,6 +294,12 @@ class Client:
         return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Let other tasks run until a condition holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
 def served(tokenizer: Tokenizer = BYTES, chat: Any = "zephyr") -> Served:
     return Served(name="fake", tokenizer=tokenizer, chat=chat, no_chat="" if chat else "it has no template")
 

@@ -130,27 +130,3 @@ def test_json_that_follows_a_schema(model, warm):
         assert choice["finish_reason"] == "stop"
     assert number.json["choices"][0]["message"]["content"].removesuffix(" llamas").isdecimal()
     assert plain.status == 200
-
-
-def test_clients_that_leave_free_their_rows(model, warm):
-    async def conversation(client):
-        calls = [
-            client.begin(
-                "POST", "/v1/completions", {"prompt": STORY, "max_tokens": 60, "stream": i % 2 == 0, "ignore_eos": True}
-            )
-            for i in range(12)
-        ]
-        while client.service.engine.stats().running < 2:
-            await asyncio.sleep(0.001)
-        for call in calls:
-            call.leave()
-        await asyncio.gather(*(call.task for call in calls))
-        while client.service.engine.stats().busy:
-            await asyncio.sleep(0.001)
-        return (await client.complete(STORY, max_tokens=2)).status
-
-    status, stats = talk(model, conversation)
-    assert status == 200
-    assert stats.running == stats.reading == stats.waiting == 0
-    assert stats.finished["cancelled"] + stats.finished.get("length", 0) == 13
-    assert stats.finished["cancelled"] >= 8

@@ -1,4 +1,4 @@
-"""The errors of requests that cannot be served: in OpenAI's form, with this project's messages."""
+"""The errors of requests, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _valid(text: str | None) -> str | None:
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400: the request itself cannot be served."""
+    """A 400: the request itself is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)
 
 

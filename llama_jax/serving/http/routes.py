@@ -61,7 +61,7 @@ def guarded(
     connections: Callable[[], int],
     handlers: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]],
 ) -> Starlette:
-    """An application of routes, each with its method, that only those may ask whom `access` allows to."""
+    """An application of routes, each with its method, open to the requests that `access` allows."""
     guard = Middleware(Guard, access=access, paths=tuple(table), answered=metrics.answered, connections=connections)
     routes = [Route(path, handler, methods=[method]) for path, (method, handler) in table.items()]
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
@@ -177,7 +177,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:
-    """The response to an unexpected exception: the log has the traceback; the client is told only its type."""
+    """The response to an unexpected exception: the log has the traceback; the client gets only its type."""
     message = f"the server failed at this request ({type(error).__name__}); its log says why"
     return ApiError(500, message, code="internal").response()
 
@@ -185,8 +185,8 @@ async def _unexpected_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """The response to an unknown path or method."""
     assert isinstance(error, HTTPException)
-    messages = {404: f"{request.url.path[:200]} is not here; /openapi.json lists what is"}
-    messages[405] = f"{request.method} is not for {request.url.path[:200]}; /openapi.json says what is"
+    messages = {404: f"there is no {request.url.path[:200]}; /openapi.json lists the paths"}
+    messages[405] = f"{request.url.path[:200]} does not take {request.method}; /openapi.json lists the methods"
     return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers).response()
 
 
@@ -229,19 +229,24 @@ def _errors(*statuses: int) -> Schema:
 
 
 def _get(about: str, schema: str | None, *, probe: bool = False) -> Schema:
-    found = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
+    response = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
     errors = _errors(403, 503) if probe else _errors(401, 403, 429)
-    return {"get": {"summary": about, "responses": {"200": found} | errors}}
+    return {"get": {"summary": about, "responses": {"200": response} | errors}}
 
 
 def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: bool = False) -> Schema:
-    found = _response(about, _ref(schema))
+    response = _response(about, _ref(schema))
     if stream:
-        found["content"]["text/event-stream"] = {"schema": TEXT}
+        response["content"]["text/event-stream"] = {"schema": TEXT}
     errors = _errors(400, 401, 403, 404, 408, 413, 415, 429) | (_errors(503, 504) if stream else {})
     body = {"required": True, "content": {"application/json": {"schema": f.described(request)}}}
     return {
-        "post": {"summary": about, "description": more or about, "requestBody": body, "responses": {"200": found} | errors}
+        "post": {
+            "summary": about,
+            "description": more or about,
+            "requestBody": body,
+            "responses": {"200": response} | errors,
+        }
     }
 
 

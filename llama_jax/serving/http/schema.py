@@ -1,7 +1,7 @@
 """JSON Schema of request bodies: one table both checks what is sent and describes it in `/openapi.json`.
 
-Only the keywords that are used here are understood. An object has no fields beyond its `properties`, of which `null` is the
-same as leaving the field out, for its `default`.
+Only the keywords that are used here are understood. An object has no fields beyond its `properties`, and a field that
+is `null` or left out has its `default`.
 """
 
 from __future__ import annotations
@@ -161,15 +161,15 @@ def _read_object(schema: Schema, value: dict[str, Any], name: str) -> dict[str, 
         raise refused(
             f"{names}: not known here; leave it out (/openapi.json lists what is)", before + unknown[0][:60], "unknown_field"
         )
-    found = {}
+    values = {}
     for field, part in fields.items():
         if value.get(field) is not None:
-            found[field] = read(part, value[field], before + field)
+            values[field] = read(part, value[field], before + field)
         elif field in schema["required"]:
             raise refused(f"{before}{field} is missing", before + field, "missing_field")
         else:
-            found[field] = part.get("default")
-    return found
+            values[field] = part.get("default")
+    return values
 
 
 def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schema:
@@ -178,9 +178,8 @@ def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schem
     def matches(schema: Schema, value: Any) -> bool:
         if "enum" in schema or "oneOf" in schema:
             return isinstance(value, dict) == ("oneOf" in schema)
-        if not isinstance(value, JSON_TYPES[schema["type"]]):
-            return False
-        return schema["type"] != "array" or not value or matches(schema["items"], value[0])
+        right_type = isinstance(value, JSON_TYPES[schema["type"]])
+        return right_type and (schema["type"] != "array" or not value or matches(schema["items"], value[0]))
 
     for schema in alternatives:
         if matches(schema, value):
@@ -193,8 +192,8 @@ def _tagged_alternative(schema: Schema, value: Any, name: str) -> Schema:
     if not isinstance(value, dict):
         raise refused(f"{name}={shown(value, 40)} must be an object with the field {tag}", name)
     tags = [each["properties"][tag]["enum"] for each in schema["oneOf"]]
-    given = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
-    return next(each for each, values in zip(schema["oneOf"], tags, strict=True) if given in values)
+    kind = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
+    return next(each for each, values in zip(schema["oneOf"], tags, strict=True) if kind in values)
 
 
 def _type_name(schema: Schema) -> str:

@@ -1,4 +1,4 @@
-"""The server process: what it answers while it starts, the engine on a thread, the sockets on an event loop, and the end."""
+"""The server process: its answers while it starts, the engine on a thread, the sockets on an event loop, and shutdown."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 class Started(NamedTuple):
-    """What a server serves: an `Engine` that is warm, the model as clients see it, and what they may ask for."""
+    """What a server serves: an `Engine` that is warm, the model as clients see it, and the limits of requests."""
 
     engine: Any
     served: Served
@@ -118,10 +118,10 @@ def serve(
     """
 
     def begin() -> Started:
-        found = start()
+        started = start()
         gc.collect()
         gc.freeze()
-        return found
+        return started
 
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -164,18 +164,16 @@ async def _serve(
         await server.end(serving, LAST_WORDS)
         return starting.exception() if starting.done() else None
     service = options.service(*starting.result(), metrics)
-    stop = asyncio.Event()
+    stop: asyncio.Future[None] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(_stop, number, stop))
     service.start_engine()
     app = make_app(service, options.access, connections)
     ready()
-    stopping = asyncio.create_task(stop.wait())
-    first = [service.ended, stopping, serving]
+    first = [service.ended, stop, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not service.ended.done():
         await service.drain(options.drain_seconds)
-    stopping.cancel()
     await server.end(serving, LAST_WORDS)
     service.close()
     if service.ended.done():
@@ -185,11 +183,11 @@ async def _serve(
     return None  # it is in a long step, which nobody waits for
 
 
-def _stop(number: int, stop: asyncio.Event) -> None:
+def _stop(number: int, stop: asyncio.Future[None]) -> None:
     """The first signal starts an orderly shutdown, the second ends the process at once."""
-    if stop.is_set():
+    if stop.done():
         os._exit(128 + number)
-    stop.set()
+    stop.set_result(None)
 
 
 class _Server(uvicorn.Server):

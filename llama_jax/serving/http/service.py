@@ -206,7 +206,7 @@ class Service:
                 if disconnected.done() and isinstance(result, AdmittedRequest):  # at the same time: not reported again
                     result.updates.disconnect()
                 return result
-            raise shutting_down() if self.draining else ApiError(400, "the client left before its request was taken")
+            raise shutting_down() if self.draining else ApiError(400, "the client disconnected before its request was taken")
         finally:
             task.cancel()
             disconnected.cancel()

@@ -110,14 +110,14 @@ def _calls_of(text: str, names: frozenset[str]) -> list[ToolCall] | None:
         whole = re.sub(f"{OPENING}.*?(?:{CLOSING}|$)", "", text, flags=re.DOTALL).strip() == ""
     else:
         parts, whole = [text], True
-    found: list[Any] = []
+    values: list[Any] = []
     for part in parts:
         try:
             value = json.loads(part)
         except (ValueError, RecursionError):
             return None
-        found += value if isinstance(value, list) else [value]
-    calls = [_call(value, names) for value in found]
+        values += value if isinstance(value, list) else [value]
+    calls = [_call(value, names) for value in values]
     known = [call for call in calls if call is not None]
     return known if whole and known and len(known) == len(calls) else None
 
