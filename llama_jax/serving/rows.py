@@ -142,7 +142,8 @@ def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSetting
     """The settings of `count` rows, the first of which are these."""
     numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
     request = Request(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
-    settings = RowSettings(request, *numbers, np.zeros(count, bool), allowed, np.full(count, -1, np.int32))
+    constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
+    settings = RowSettings(request, numbers[0], numbers[1], constrained, allowed, adapter)
     for r, row in enumerate(rows):
         jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
         settings.min_tokens[r] = row.request.min_new_tokens

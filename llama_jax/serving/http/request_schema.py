@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from llama_jax.errors import shown
 from llama_jax.inference.sampling import Sampling
@@ -336,13 +336,13 @@ def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
         raise refused(f"{name}.content is missing", f"{name}.content", "missing_field")
     role = "system" if fields["role"] == "developer" else fields["role"]
     text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    message: Message = {"role": role, "content": text}
+    message: dict[str, Any] = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = [_call_for_templates(f"{name}.tool_calls", call) for call in calls]
     for key in ("tool_call_id", "name"):
         if fields[key] is not None:
-            message[key] = fields[key]  # type: ignore[literal-required]
-    return message
+            message[key] = fields[key]
+    return cast(Message, message)
 
 
 def _call_for_templates(name: str, call: dict[str, Any]) -> dict[str, Any]:
