@@ -19,8 +19,8 @@ import numpy as np
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
-from llama_jax.model.adapter_table import adapter_table
 from llama_jax.model.cache import PAGE
+from llama_jax.model.multi_lora import adapter_table
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import StepBatch

@@ -49,11 +49,11 @@ from llama_jax import (
     stream,
     train_step,
 )
-from llama_jax.inference import state as states
+from llama_jax.inference import decode as states
 from llama_jax.inference.generate import LARGEST_PREFILL
-from llama_jax.inference.requests import prepare
+from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.ops import attend
-from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.attention import AttentionMask, KVView
 
 RESULTS = Path(__file__).parent / "results"
 MOST_SCORES = 4 * 2**30  # bytes
@@ -103,7 +103,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
         shapes = (1, HEADS, length, 1, WIDTH), (1, HEADS, length, WIDTH), (1, HEADS, length, WIDTH)
         arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
         programs = {}
-        for backend in ("reference", "rows", "blockwise"):
+        for backend in ("reference", "dense", "blockwise"):
             if backend != "blockwise" and 4 * HEADS * length**2 > MOST_SCORES:
                 continue
             mix = partial(_mixed, backend)
@@ -132,7 +132,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
 
 def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """Attention of whole rows."""
-    return attend(queries, View(keys, values), Seen.whole(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
+    return attend(queries, KVView(keys, values), AttentionMask.whole(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
 
 
 def long_config(shape: str, length: int) -> Any:
@@ -192,7 +192,7 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
     for length in filled:
         config = long_config(shape, 2 * length)
         capacity = -(-length // 4096) * 4096 + 4096
-        held: dict[str, states.State] = {}
+        held: dict[str, states.DecodeState] = {}
         runs = {}
         for name, dtype, options in (
             ("float32", jnp.float32, CacheOptions()),
@@ -202,8 +202,8 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
         ):
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), init(config, jax.random.key(0)))
             asked = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
-            reading = states.empty_reading(config, params, 1, capacity, options)
-            state, _ = states.start(config, params, reading, *asked)
+            reading = states.init_prefill(config, params, 1, capacity, options)
+            state, _ = states.begin_decode(config, params, reading, *asked)
             held[name] = _filled(state, length)
             program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
             runs[name] = partial(_run, program, params, held, name)
@@ -219,10 +219,10 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
 
 
 TURNS = 4
-TOKENS = TURNS * states.CHUNK
+TOKENS = TURNS * states.STEPS_PER_CHUNK
 
 
-def _run(program: Any, params: Any, held: dict[str, states.State], name: str) -> jax.Array:
+def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: str) -> jax.Array:
     """TOKENS more tokens, again and again from the same place."""
     state, _, produced = program(params, held[name], jnp.int32(TURNS))
     length = state.cache.length - TOKENS
@@ -230,7 +230,7 @@ def _run(program: Any, params: Any, held: dict[str, states.State], name: str) ->
     return produced.tokens
 
 
-def _filled(state: states.State, length: int) -> states.State:
+def _filled(state: states.DecodeState, length: int) -> states.DecodeState:
     """The state after so many tokens, of which the keys and values are random."""
 
     def noise(x: jax.Array) -> jax.Array:

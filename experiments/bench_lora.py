@@ -44,8 +44,8 @@ def lora(arguments: Arguments, dtype: str) -> Steps:
     import jax
 
     import llama_jax
-    from llama_jax.model.adapters import with_base
-    from llama_jax.model.options import Layout
+    from llama_jax.model.forward_options import Sharding
+    from llama_jax.model.lora import with_base
 
     config, adapters, optimizer = llama_jax.preset(arguments.shape), llama_jax.Lora(arguments.rank), our_optimizer(arguments)
     base = jax.tree.map(lambda x: x.astype(dtype), llama_jax.init(config, jax.random.key(0)))
@@ -53,7 +53,7 @@ def lora(arguments: Arguments, dtype: str) -> Steps:
     options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)), clip_norm=CLIP_NORM)
 
     def step(base: Any, state: Any, batch: Any) -> Any:
-        return llama_jax.train_step(config, optimizer, state, batch, options, with_base(Layout(), base, adapters))
+        return llama_jax.train_step(config, optimizer, state, batch, options, with_base(Sharding(), base, adapters))
 
     return our_steps(partial(jax.jit(step, donate_argnums=1), base), state, arguments, config.vocab_size)
 

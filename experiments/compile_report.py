@@ -188,7 +188,7 @@ def program_of(case: Case, mesh: Mesh) -> Program:
     """The program, not compiled yet."""
     from llama_jax import preset
     from llama_jax.analysis.memory import decode_programs, pmap_programs, train_programs
-    from llama_jax.model.adapters import Lora
+    from llama_jax.model.lora import Lora
 
     config = preset(case.model)
     if case.length > config.max_seq_len:
@@ -220,9 +220,9 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax import preset
     from llama_jax.flags import decoding_on_tpu
-    from llama_jax.inference.placement import layout_of
+    from llama_jax.inference.sharding import sharding_of
     from llama_jax.model.cache import PAGE
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
 
@@ -230,7 +230,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
-    model = programs.StaticModel(config, Compute(), layout_of(params))
+    model = programs.StaticModel(config, Compute(), sharding_of(params))
     if options:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
@@ -251,7 +251,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         small_params, small_state, *_ = beside.arguments
         arguments = params, state.replace(draft_pages=small_state.pages), batch, settings, small_params
         arguments += (everywhere(mesh, "int32", rows, 2),)
-        small_model = programs.StaticModel(small, Compute(), layout_of(beside.arguments[0]))
+        small_model = programs.StaticModel(small, Compute(), sharding_of(beside.arguments[0]))
         run = lambda params, state, batch, settings, small_params, last_two: programs.verify_own_drafts(
             model, params, small_model, small_params, state, batch, settings, last_two, number
         )
@@ -319,11 +319,11 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
     from llama_jax.inference.rollouts import Prompts, RolloutOptions
-    from llama_jax.model.adapters import Lora, adapted, adapter_shapes
-    from llama_jax.model.options import Compute
+    from llama_jax.model.forward_options import Compute
+    from llama_jax.model.lora import Lora, adapted, adapter_shapes
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.specs import adapter_specs, param_specs, shardings
+    from llama_jax.parallel.sharding import adapter_specs, param_specs, shardings
     from llama_jax.runs.tasks.grpo import make_sampler
 
     def placed(shapes: Any, specs: Any) -> Any:
@@ -361,20 +361,22 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.adapters import Lora, adapter_shapes, beside
-    from llama_jax.ops.weights import TabledWeight
+    from llama_jax.model.lora import Lora, adapter_shapes, attach_adapters
+    from llama_jax.ops.weights import MultiLoraWeight
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.specs import adapter_specs, shardings
+    from llama_jax.parallel.sharding import adapter_specs, shardings
 
     sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
     pairs = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         adapter_shapes(config, lora, "bfloat16"),
-        shardings(mesh, adapter_specs(config, sizes, lora, fitted=True)),
+        shardings(mesh, adapter_specs(config, sizes, lora, padded=True)),
     )
     more, scales = bytes_per_device(pairs), (2.0,) * adapters
     known = replace(decode.known, parameters=decode.known.parameters + more)
-    params = beside(decode.arguments[0], pairs, lora.rank, lambda leaf, pair: TabledWeight(leaf, pair, scales=scales))
+    params = attach_adapters(
+        decode.arguments[0], pairs, lora.rank, lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=scales)
+    )
     return replace(decode, known=known, per_token=decode.per_token + more), params
 
 

@@ -23,8 +23,8 @@ from program_report import look_at
 from llama_jax.analysis.aot_compile import NAMES
 from llama_jax.analysis.hardware import BY_NAME, find_hardware
 from llama_jax.analysis.memory import Program
-from llama_jax.inference.state import CHUNK
-from llama_jax.ops.attention import observed
+from llama_jax.inference.decode import STEPS_PER_CHUNK
+from llama_jax.ops.attention import record_backends
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 
 Case = compile_report.Case
@@ -74,7 +74,7 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
     """
     program = compile_report.program_of(case, make_mesh(MeshSizes(), [device]))
     started = time.perf_counter()
-    with observed() as taken:
+    with record_backends() as taken:
         compiled = program.compile(flags=False)  # with those that the process was started with
     found = look_at(program, compiled, time.perf_counter() - started, taken)
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -85,7 +85,7 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
         arguments = _next(case, arguments, result)
     times = times[1:]
-    taken = statistics.median(times) / (CHUNK if case.kind == "decode" else 1)
+    taken = statistics.median(times) / (STEPS_PER_CHUNK if case.kind == "decode" else 1)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     row = {"ms": 1e3 * taken, "spread": (max(times) - min(times)) / statistics.median(times)}
     if found.token is not None:
@@ -112,18 +112,18 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     arguments = jax.tree.unflatten(tree, made)
     if case.kind == "train":
         state, batch = arguments
-        positions = np.broadcast_to(np.arange(case.length + 1, dtype=np.int32), batch.tokens.shape)
-        one = np.ones_like(positions)  # a document in each row
+        position_ids = np.broadcast_to(np.arange(case.length + 1, dtype=np.int32), batch.tokens.shape)
+        one = np.ones_like(position_ids)  # a document in each row
         like = batch.tokens.sharding
         if batch.segment_ids is not None:
-            batch = batch._replace(segment_ids=jax.device_put(one, like), positions=jax.device_put(positions, like))
+            batch = batch._replace(segment_ids=jax.device_put(one, like), positions=jax.device_put(position_ids, like))
         return state, batch
     if case.kind == "prefill":
-        params, reading, tokens, places = arguments
-        lengths = jax.device_put(np.full(case.batch, tokens.shape[1], np.int32), places.lengths.sharding)
-        return params, reading, tokens, places._replace(lengths=lengths, rope_lengths=lengths)
+        params, reading, tokens, positions = arguments
+        lengths = jax.device_put(np.full(case.batch, tokens.shape[1], np.int32), positions.lengths.sharding)
+        return params, reading, tokens, positions._replace(lengths=lengths, rope_lengths=lengths)
     params, state, turns = arguments
-    ahead = max(case.length - CHUNK * (repetitions + 2), 0)
+    ahead = max(case.length - STEPS_PER_CHUNK * (repetitions + 2), 0)
     length = jax.device_put(np.full(case.batch, ahead, np.int32), state.cache.length.sharding)
     limit = jax.device_put(np.full(case.batch, 1 << 30, np.int32), state.request.limit.sharding)
     stop = jax.device_put(np.full(state.request.stop.shape, -1, np.int32), state.request.stop.sharding)

@@ -51,7 +51,7 @@ from llama_jax.formats.loading import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import RewardSettings
-from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

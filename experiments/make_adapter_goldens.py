@@ -20,7 +20,7 @@ from make_goldens import GOLDENS, KINDS, random_tensors, tokens, transformers_mo
 from safetensors.numpy import save_file
 
 from llama_jax import LlamaConfig
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 
 CASES: dict[str, tuple[str, Lora]] = {
     "every matrix": ("gqa", Lora(rank=4, alpha=8.0)),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_jax.training.preferences import Pair, PreferenceOptions
-from llama_jax.training.rewards import PolicyOptions
+from llama_jax.training.policy_gradient import PolicyOptions
+from llama_jax.training.preference_loss import Pair, PreferenceOptions
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "goldens" / "preferences.npz"
 ROWS, LENGTH = 6, 8

@@ -26,8 +26,8 @@ from llama_jax.analysis.collectives import (
     tuple_elements,
 )
 from llama_jax.analysis.memory import Memory, Program
-from llama_jax.inference.generate import CHUNK
-from llama_jax.ops.attention import observed
+from llama_jax.inference.generate import STEPS_PER_CHUNK
+from llama_jax.ops.attention import record_backends
 
 CONTROL = {"while", "conditional", "call"}
 # They name a buffer, or wait for what was started before.
@@ -478,7 +478,7 @@ def examine(program: Program, *, accelerator: bool = False, flags: bool = True) 
       accelerator, flags: see `Program.compile`.
     """
     started = time.perf_counter()
-    with observed() as taken:
+    with record_backends() as taken:
         compiled = program.compile(accelerator=accelerator, flags=flags)
     return look_at(program, compiled, time.perf_counter() - started, taken, accelerator=accelerator)
 
@@ -507,7 +507,7 @@ def look_at(
         collectives=tuple(find_collectives(source, program.mesh)),
         overlap=tuple(overlap(text)),
         copies=tuple(find_copies(text)),
-        token=believed(token_of(text, program.layers, CHUNK, program.per_token), program.per_token)
+        token=believed(token_of(text, program.layers, STEPS_PER_CHUNK, program.per_token), program.per_token)
         if program.per_token
         else None,
         per_token=program.per_token,

@@ -17,7 +17,7 @@ quality  On trained models: KL divergence of the next token from the same model 
 speed    On random weights of larger shapes: decoding one row after a prompt, and reading a prompt of 256 tokens. All kinds
          are in memory and take turns, so that a change of the machine's speed meets all of them; medians.
 
-Kinds are those that the library makes (`ops.weights.kinds.MADE`), float32 and bfloat16; in the speed stage also
+Kinds are those that the library makes (`ops.weights.formats.ENCODABLE`), float32 and bfloat16; in the speed stage also
 those that only files have, from blocks of random bytes, and `--gguf` adds files to the quality stage, kept as they are, of
 the first model. The computation is in float32 but for bfloat16. Writes ``experiments/results/quantization_cpu.json``, the
 tables in ``.md`` and a picture in ``.png``.
@@ -87,11 +87,11 @@ class Arguments:
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantizes into, and what only files have."""
-    from llama_jax.ops.weights import KINDS, Pure
-    from llama_jax.ops.weights.kinds import MADE
+    from llama_jax.ops.weights import QUANT_FORMATS, PureFormatName
+    from llama_jax.ops.weights.formats import ENCODABLE
 
-    every = (*FLOATS, *MADE, *(kind for kind, form in KINDS.items() if form.of_gguf and kind not in MADE))
-    pure = get_args(Pure)
+    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.of_gguf and kind not in ENCODABLE))
+    pure = get_args(PureFormatName)
     unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:
         raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
@@ -114,10 +114,10 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
     import jax
     import jax.numpy as jnp
 
-    from llama_jax.model.params import row_at
-    from llama_jax.ops.weights import KINDS, QuantizedWeight
+    from llama_jax.model.params import spec_at
+    from llama_jax.ops.weights import QUANT_FORMATS, QuantizedWeight
 
-    random, form = np.random.default_rng(0), KINDS[kind]
+    random, form = np.random.default_rng(0), QUANT_FORMATS[kind]
 
     def plane(dtype: Any, shape: tuple[int, ...]) -> Any:
         if np.dtype(dtype).kind == "f":
@@ -125,7 +125,7 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
         return jnp.asarray(random.integers(0, 256, shape, np.uint8).view(dtype))
 
     def blocks(path: tuple, leaf: Any) -> Any:
-        if not row_at(path).is_matrix:
+        if not spec_at(path).is_matrix:
             return leaf
         planes = tuple(plane(one.dtype, one.shape(leaf.shape)) for one in form.planes)
         return QuantizedWeight(planes, kind, str(leaf.dtype))
@@ -276,15 +276,15 @@ def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str,
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.model.cache import init_cache
-    from llama_jax.ops.weights import KINDS
+    from llama_jax.ops.weights import QUANT_FORMATS
 
     config = llama_jax.preset(shape)
     params = llama_jax.init(config, jax.random.key(0))
     models: dict[str, Llama] = {}
     rows: dict[str, Any] = {}
     for kind in kinds:
-        made_here = kind in FLOATS or KINDS[kind].encode is not None
-        if not made_here and (config.dim % KINDS[kind].block or config.hidden_dim % KINDS[kind].block):
+        made_here = kind in FLOATS or QUANT_FORMATS[kind].encode is not None
+        if not made_here and (config.dim % QUANT_FORMATS[kind].block or config.hidden_dim % QUANT_FORMATS[kind].block):
             rows[kind] = {"refused": f"rows of {config.dim} and {config.hidden_dim} numbers are not whole blocks of it"}
             continue
         try:

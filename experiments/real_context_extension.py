@@ -100,12 +100,12 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
 
     import llama_jax
     from llama_jax.evaluation.measure import target_nats
-    from llama_jax.model.options import Places
+    from llama_jax.model.forward_options import Positions
 
     @jax.jit
     def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        places = Places(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
-        hidden, _ = llama_jax.forward(config, params, tokens, places=places, compute=llama_jax.Compute("bfloat16"))
+        positions = Positions(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
+        hidden, _ = llama_jax.forward(config, params, tokens, positions=positions, compute=llama_jax.Compute("bfloat16"))
         return target_nats(config, params, hidden, targets, chunk=512)
 
     tokens, targets = (held.tokens[at : at + reach].astype(np.int32).reshape(rows, -1) for at in (0, 1))

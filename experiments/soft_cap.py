@@ -18,7 +18,7 @@ import tyro
 
 import llama_jax
 from llama_jax import Batch, Compute, LossOptions, Sampling, StepOptions
-from llama_jax.ops.attention import Seen, View, visible
+from llama_jax.ops.attention import AttentionMask, KVView, visible
 
 CAP = 50.0
 
@@ -33,7 +33,7 @@ class Arguments:
     new_tokens: int = 60
 
 
-def capped(queries: jax.Array, view: View, seen: Seen, *, scale: float, window: int | None = None) -> jax.Array:
+def capped(queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: float, window: int | None = None) -> jax.Array:
     """[B, K, T, G, H], as `llama_jax.ops.attend` gives it, with soft-capped scores."""
     keys, values = view  # [B, K, S, H] each: those of the tokens themselves, or of a layer's cache
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=jnp.float32) * scale

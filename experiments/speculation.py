@@ -36,14 +36,14 @@ from measuring import machine, settings, versions, write_report
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
-from llama_jax.inference.drafting import DraftedPiece
+from llama_jax.inference.drafter import DraftedChunk
 from llama_jax.inference.generate import Run
-from llama_jax.inference.requests import prepare
+from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.speculation import Drafter
-from llama_jax.inference.speculation.pace import Pace
-from llama_jax.inference.speculation.run import drafted_pieces
+from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.speculative_decode import drafted_chunks
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.options import Compute, Layout
+from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 Case = Literal["stories", "copied", "draft", "chats"]
@@ -134,7 +134,7 @@ class Timed:
         rows = range(len(prompts))
         tokens = [[t for piece in found for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
         logprobs = [[x for piece in found for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
-        drafted = [piece.counts for piece in found if isinstance(piece, DraftedPiece)]
+        drafted = [piece.counts for piece in found if isinstance(piece, DraftedChunk)]
         counts = tuple(sum(int(each.sum()) for each in part) for part in zip(*drafted, strict=True)) or (0, 0, 0)
         return cls(seconds, tokens, logprobs, counts)
 
@@ -195,10 +195,10 @@ def seconds_of_pass(
     options, known = CacheOptions(), Pace.of(draft.tokens)
     pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
     prepared = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, options)
-    pieces = drafted_pieces(Run(config, params, Compute(), Layout()), draft, prepared, options, 64, pace)
+    pieces = drafted_chunks(Run(config, params, Compute(), Sharding()), draft, prepared, options, 64, pace)
     next(pieces)
     started = time.perf_counter()
-    passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedPiece))
+    passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedChunk))
     return (time.perf_counter() - started) / int(np.max(passes))
 
 

@@ -35,11 +35,11 @@ from jax.sharding import PartitionSpec as P
 from measuring import devices, settings, versions, write_report
 
 import llama_jax
-from llama_jax import Batch, Layout, OptimizerSettings, StepOptions, init_state, make_optimizer, train_step
+from llama_jax import Batch, OptimizerSettings, Sharding, StepOptions, init_state, make_optimizer, train_step
 from llama_jax.analysis.collectives import add_up, find_collectives
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.pmapped import pmap_step, replicate
-from llama_jax.parallel.specs import step_over
+from llama_jax.parallel.pmap import pmap_step, replicate
+from llama_jax.parallel.sharding import step_over
 
 Step = Any  # of a state and a batch to a state and metrics, compiled ahead of time where it can be
 
@@ -71,13 +71,13 @@ class Found:
 
 
 def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
-    """`in_axes=None` for the state: one value on all devices. `llama_jax.parallel.pmapped` has the details."""
+    """`in_axes=None` for the state: one value on all devices. `llama_jax.parallel.pmap` has the details."""
     return pmap_step(step, list(mesh.devices.flat))
 
 
 def by_shard_map(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
     """With the check, made when it is traced, that results marked P() are equal everywhere."""
-    alone = partial(step, layout=Layout(axis_name="data"))
+    alone = partial(step, sharding=Sharding(axis_name="data"))
     mapped = jax.shard_map(alone, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     return jax.jit(mapped, donate_argnums=0)
 

@@ -21,7 +21,7 @@ The public face, loaded on first use so that importing the package costs nothing
 and their arguments:
 
   LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what its siblings add
-  Compute, Places, Layout             how a pass computes (dtype, rematerialization, an attention of your own), where its
+  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, an attention of your own), where its
                                       tokens stand, and over which devices
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
                                       OptimizerSettings: by what rule parameters change
@@ -33,8 +33,8 @@ and their arguments:
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
 To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
-`generate`: `llama_jax.inference.requests.prepare`, then `read`, `start`, `advance` and `decode` of
-`llama_jax.inference.state`: pure functions from one `State` to the next.
+`generate`: `llama_jax.inference.prepare_inputs.prepare`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
+`llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ _HOME = {
     "register_for_export": "exporting",
     "DraftModel": "inference.speculation",
     "Generation": "inference.generate",
-    "Piece": "inference.state",
+    "TokenChunk": "inference.decode",
     "generate": "inference.generate",
     "stream": "inference.generate",
     "PromptLookup": "inference.speculation",
     "Sampling": "inference.sampling",
-    "adapter_table": "model.adapter_table",
-    "choose_adapters": "model.adapter_table",
-    "Lora": "model.adapters",
-    "adapted": "model.adapters",
-    "init_adapters": "model.adapters",
-    "merge": "model.adapters",
-    "with_base": "model.adapters",
+    "adapter_table": "model.multi_lora",
+    "choose_adapters": "model.multi_lora",
+    "Lora": "model.lora",
+    "adapted": "model.lora",
+    "init_adapters": "model.lora",
+    "merge": "model.lora",
+    "with_base": "model.lora",
     "CacheOptions": "model.cache",
     "KVCache": "model.cache",
     "cache_bytes": "model.cache",
     "init_cache": "model.cache",
     "forward": "model.forward",
-    "logits": "model.whole",
-    "observe": "model.whole",
+    "logits": "model.logits",
+    "observe": "model.logits",
     "rotary_frequencies": "model.rope",
     "unembed": "model.forward",
-    "Compute": "model.options",
-    "Layout": "model.options",
-    "Places": "model.options",
+    "Compute": "model.forward_options",
+    "Sharding": "model.forward_options",
+    "Positions": "model.forward_options",
     "Llama": "model.params",
     "init": "model.trees",
     "parameter_count": "model.trees",
@@ -108,8 +108,8 @@ _HOME = {
     "encode_chat": "tokenizers",
     "load_tokenizer": "tokenizers",
     "Batch": "training.batch",
-    "LossOptions": "training.objective",
-    "next_token_loss": "training.objective",
+    "LossOptions": "training.loss",
+    "next_token_loss": "training.loss",
     "EngineOptions": "serving.options",
     "batch": "serving.offline",
     "OptimizerSettings": "training.optimizer",
@@ -151,7 +151,6 @@ __all__ = [
     "GenerationError",
     "KVCache",
     "LayerConfig",
-    "Layout",
     "LengthLoss",
     "Llama",
     "LlamaConfig",
@@ -161,15 +160,16 @@ __all__ = [
     "MeshSizes",
     "Message",
     "OptimizerSettings",
-    "Piece",
-    "Places",
+    "Positions",
     "PromptLookup",
     "QueryScaling",
     "Recipe",
     "RopeScaling",
     "Sampling",
+    "Sharding",
     "StepOptions",
     "TextStream",
+    "TokenChunk",
     "TokenizerError",
     "TrainState",
     "UserError",
@@ -219,19 +219,19 @@ if TYPE_CHECKING:
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
     from llama_jax.exporting import register_for_export
     from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter
+    from llama_jax.inference.decode import TokenChunk
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
-    from llama_jax.inference.state import Piece
-    from llama_jax.model.adapter_table import adapter_table, choose_adapters
-    from llama_jax.model.adapters import Lora, adapted, init_adapters, merge, with_base
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
     from llama_jax.model.forward import forward, unembed
-    from llama_jax.model.options import Compute, Layout, Places
+    from llama_jax.model.forward_options import Compute, Positions, Sharding
+    from llama_jax.model.logits import logits, observe
+    from llama_jax.model.lora import Lora, adapted, init_adapters, merge, with_base
+    from llama_jax.model.multi_lora import adapter_table, choose_adapters
     from llama_jax.model.params import Llama
     from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
-    from llama_jax.model.whole import logits, observe
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
@@ -239,7 +239,7 @@ if TYPE_CHECKING:
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
     from llama_jax.training.batch import Batch
-    from llama_jax.training.objective import LossOptions, next_token_loss
+    from llama_jax.training.loss import LossOptions, next_token_loss
     from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
     from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 

@@ -17,22 +17,22 @@ from typing import Any
 
 from jax import export
 
+from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Piece, Reading, Request, State
 from llama_jax.model.cache import KVCache
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
-from llama_jax.ops.quantized import Quantized
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight, TabledWeight
+from llama_jax.ops.int8 import Quantized
+from llama_jax.ops.weights import JoinedWeight, LoraWeight, LowRank, MultiLoraWeight, QuantizedWeight
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
 TREES: tuple[type[Any], ...] = (
     *(Llama, Block, Attention, FeedForward),
-    *(QuantizedWeight, JoinedWeight, AdaptedWeight, TabledWeight, LowRank, KVCache, Quantized, Sampling),
-    *(Request, State, TrainState),
+    *(QuantizedWeight, JoinedWeight, LoraWeight, MultiLoraWeight, LowRank, KVCache, Quantized, Sampling),
+    *(Request, DecodeState, TrainState),
 )
-TUPLES: tuple[type[Any], ...] = (Places, Reading, Piece, Batch)
+TUPLES: tuple[type[Any], ...] = (Positions, PrefillState, TokenChunk, Batch)
 
 
 @cache

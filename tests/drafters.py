@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.inference.speculation import Drafter
-from llama_jax.inference.state import CHUNK
 
 
 class Told(Drafter, struct.PyTreeNode):
@@ -60,7 +60,7 @@ def forced(*numbers: int, on: tuple[int, ...] = (0,)) -> type:
             return number in on and next(self.alternately)
 
         def length(self, number):
-            return next(self.passes) * (1 if number else CHUNK)
+            return next(self.passes) * (1 if number else STEPS_PER_CHUNK)
 
         def observe(self, *_):
             return self

@@ -11,7 +11,7 @@ import llama_jax
 from llama_jax import ops
 from llama_jax.config import preset
 from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, shown
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 
 
 def shared(depth):

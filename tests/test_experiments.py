@@ -26,9 +26,9 @@ import three_ways
 import llama_jax
 from llama_jax import ops
 from llama_jax.formats.loading import bundled
-from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.weights import KINDS
-from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.attention import AttentionMask, KVView
+from llama_jax.ops.weights import QUANT_FORMATS
+from llama_jax.ops.weights.formats import ENCODABLE
 from llama_jax.runs import recipes
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
@@ -275,8 +275,8 @@ def test_stories(text, tmp_path, capsys):
 def test_capped_attention_is_attention_where_scores_are_small(window):
     keys = jax.random.split(jax.random.key(0), 3)
     queries = jax.random.normal(keys[0], (2, 2, 8, 3, 4))
-    view = View(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
-    seen = Seen.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
+    view = KVView(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
+    seen = AttentionMask.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
 
     @jax.jit
     def found(scale):
@@ -352,7 +352,11 @@ def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
 def test_kinds_that_are_compared():
     every = quantization.kinds_of(quantization.Arguments())
     assert every[:2] == ("float32", "bfloat16")
-    assert set(MADE) <= set(every[2:]) == {kind for kind, form in KINDS.items() if form.of_gguf or kind in MADE}
+    assert (
+        set(ENCODABLE)
+        <= set(every[2:])
+        == {kind for kind, form in QUANT_FORMATS.items() if form.of_gguf or kind in ENCODABLE}
+    )
     assert quantization.kinds_of(quantization.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
     with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
         quantization.kinds_of(quantization.Arguments(kinds=("q3",)))

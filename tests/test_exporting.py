@@ -10,10 +10,10 @@ from jax import export
 
 import llama_jax
 from llama_jax.exporting import register_for_export
-from llama_jax.inference.requests import prepare
+from llama_jax.inference.decode import begin_decode, decode, init_prefill, prefill
+from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import decode, empty_reading, read, start
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,22 +35,22 @@ def test_reading_and_decoding_from_bytes(models, dtype):
     config, params = models["gqa"]
     tokens, lengths, request = prepare(config, [[1, 2, 3], [4, 5]], 8, Sampling(temperature=[0.0, 0.7], seed=[0, 1]), [7])
     options = llama_jax.CacheOptions(dtype=dtype)
-    reading = empty_reading(config, params, 2, 32, options)
-    places = Places(lengths, rope_lengths=lengths)
+    reading = init_prefill(config, params, 2, 32, options)
+    positions = Positions(lengths, rope_lengths=lengths)
 
     def run(read, start, decode):
-        read_so_far = read(params, reading, tokens, places)
+        read_so_far = read(params, reading, tokens, positions)
         state, first = start(params, read_so_far, tokens, lengths, request)
         state, _, rest = decode(params, state, jnp.int32(2))
         return first, rest, state
 
-    functions = partial(read, config), partial(start, config), partial(decode, config, most=2)
+    functions = partial(prefill, config), partial(begin_decode, config), partial(decode, config, most=2)
     wanted = run(*map(jax.jit, functions))
     state, _ = jax.eval_shape(
-        functions[1], params, jax.eval_shape(functions[0], params, reading, tokens, places), tokens, lengths, request
+        functions[1], params, jax.eval_shape(functions[0], params, reading, tokens, positions), tokens, lengths, request
     )
     found = run(
-        from_bytes(functions[0], params, reading, tokens, places),
+        from_bytes(functions[0], params, reading, tokens, positions),
         from_bytes(functions[1], params, reading._replace(cache=state.cache), tokens, lengths, request),
         from_bytes(functions[2], params, state, jnp.int32(2)),
     )

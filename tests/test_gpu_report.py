@@ -200,7 +200,7 @@ def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(monkeypatch):
             return {"refused": "no TPU"}
         if backend == "reference" and direction != "forward":
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        if backend == "rows" and tokens == 96:
+        if backend == "dense" and tokens == 96:
             return {"does_not_fit": "the plan is 99 GB"}
         return {"ms": 1.0}
 
@@ -225,7 +225,7 @@ def test_attention_has_its_share_of_the_time(monkeypatch):
 
 def test_attention_is_measured_and_compared():
     run = Run(jax.devices()[0], SMALL, time_limit=100)
-    row = attention_one.measure_attention(run, "rows", 64, "forward and backward")
+    row = attention_one.measure_attention(run, "dense", 64, "forward and backward")
     assert row["ok"]
     assert 0 < row["max_diff"] < attention_one.ATTENTION_TOLERANCE
     assert row["ms"] > 0

@@ -14,7 +14,7 @@ from needle import FARTHEST, QUESTION, STATEMENT, Trial, as_page, draw_keys, enc
 
 import llama_jax
 from llama_jax.errors import TokenizerError, UserError
-from llama_jax.model.whole import logits
+from llama_jax.model.logits import logits
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer
 
 CONFIG = replace(make_goldens.KINDS["gqa"], vocab_size=BYTE_VOCABULARY)

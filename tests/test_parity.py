@@ -19,10 +19,10 @@ from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
-from llama_jax.inference.sampling import penalise, threshold
+from llama_jax.inference.sampling import penalize, threshold
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Places
-from llama_jax.model.whole import logits
+from llama_jax.model.forward_options import Positions
+from llama_jax.model.logits import logits
 
 pytestmark = [
     pytest.mark.parity,
@@ -183,7 +183,7 @@ def test_ragged_batch_equals_each_row_alone_in_transformers():
     lengths = np.array([4, 13, 9])
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
     cache = llama_jax.init_cache(config, 3, 16)
-    hidden, cache = jit_forward(config, params, tokens, cache, places=Places(jnp.asarray(lengths)))
+    hidden, cache = jit_forward(config, params, tokens, cache, positions=Positions(jnp.asarray(lengths)))
     following = np.array([[5], [6], [7]], np.int32)
     step, _ = jit_forward(config, params, following, cache)
     for i, n in enumerate(lengths):
@@ -265,7 +265,7 @@ def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
     seen = np.zeros(values.shape, bool)
     np.put_along_axis(seen, ids, True, axis=1)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty).per_row(1)
-    scores = penalise(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
+    scores = penalize(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
     lowest = float(threshold(scores, sampling)[0])
     kept, wanted = np.asarray(scores[0]) >= lowest, np.isfinite(want[0])
     # A token within rounding of a limit may fall on either side.

@@ -14,7 +14,7 @@ from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.orbax_format import name_of
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
 
 pytestmark = [
     pytest.mark.parity,
@@ -97,7 +97,7 @@ def test_ragged_rows(model):
     """Each row as it is alone, by transformers, where here both are read together and padded."""
     config, params, theirs, _ = model
     lengths, cache = np.array([33, 18]), llama_jax.init_cache(config, 2, 40)
-    hidden, cache = jit_forward(config, params, TOKENS, cache, places=Places(lengths))
+    hidden, cache = jit_forward(config, params, TOKENS, cache, positions=Positions(lengths))
     found = np.asarray(unembed(config, params, hidden))
     hidden, _ = jit_forward(config, params, TOKENS[:, :3], cache)
     after = np.asarray(unembed(config, params, hidden))
@@ -111,7 +111,7 @@ def test_packed_rows(model):
     config, params, theirs, _ = model
     places = np.concatenate([np.arange(20), np.arange(13)])[None].astype(np.int32)
     segments = (np.arange(33) >= 20).astype(np.int32)[None]
-    hidden, _ = jit_forward(config, params, TOKENS[:1], places=Places(positions=places, segment_ids=segments))
+    hidden, _ = jit_forward(config, params, TOKENS[:1], positions=Positions(position_ids=places, segment_ids=segments))
     want = [logits_of(theirs, TOKENS[:1, :20]), logits_of(theirs, TOKENS[:1, 20:])]
     np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(want, axis=1), atol=1e-4, rtol=0)
 

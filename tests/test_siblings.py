@@ -22,14 +22,14 @@ from llama_jax.formats import load_adapter, save_adapter
 from llama_jax.formats.gguf import config_from_fields, read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.orbax_format import name_of
-from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
+from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import param_shapes, parameter_count
 from llama_jax.ops.platform import planned_for
-from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import step_over
+from llama_jax.parallel.padding import pad_params, unpad_params
+from llama_jax.parallel.sharding import step_over
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import matrix_parameters
 from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
@@ -231,7 +231,7 @@ def test_packed_rows_give_the_same(models, kind):
     apart = [jit_logits(config, params, TOKENS[:1, :8]), jit_logits(config, params, TOKENS[:1, 8:])]
     positions = jnp.concatenate([jnp.arange(8), jnp.arange(12)])[None]
     segments = (jnp.arange(20) >= 8).astype(jnp.int32)[None]
-    hidden, _ = jit_forward(config, params, TOKENS[:1], places=Places(positions=positions, segment_ids=segments))
+    hidden, _ = jit_forward(config, params, TOKENS[:1], positions=Positions(position_ids=positions, segment_ids=segments))
     np.testing.assert_allclose(jit_unembed(config, params, hidden), np.concatenate(apart, axis=1), atol=2e-4)
 
 
@@ -297,7 +297,7 @@ def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
 def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
     """With heads that are copied, and a padded vocabulary, read from a file and fitted in memory."""
     config, params = models[kind]
-    same(unfit(config, fit(config, sizes, params)), params)
+    same(unpad_params(config, pad_params(config, sizes, params)), params)
     want = jit_logits(config, params, TOKENS)
     for format in ("safetensors", "orbax"):
         llama_jax.save(tmp_path / format, config, params, format=format)
@@ -361,7 +361,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device(kind, sizes):
 def test_norms_of_all_heads_are_not_copied():
     """A key/value head that several devices hold would need its part of such a norm as often."""
     with pytest.raises(MeshError, match=r"n_kv_heads=2 .* cannot be split over tensor=4; 1, 2 would do"):
-        fit(SIBLINGS["olmo2"], MeshSizes(tensor=4), random_params(SIBLINGS["olmo2"]))
+        pad_params(SIBLINGS["olmo2"], MeshSizes(tensor=4), random_params(SIBLINGS["olmo2"]))
 
 
 @pytest.mark.slow
@@ -399,18 +399,18 @@ def test_chunks_by_definition(models, place):
     config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), first_layers(params, 2)
     starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
     ends = [*starts[1:], end]
-    positions = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
-    own = lambda a, b: Places(positions=positions[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
+    position_ids = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
+    own = lambda a, b: Positions(position_ids=position_ids[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
     whole = replace(config, layers=())
-    apart = [forward(whole, params, TOKENS[:1, a:b], places=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
-    tokens, cache, places = TOKENS[:1, :end], None, Places()
+    apart = [forward(whole, params, TOKENS[:1, a:b], positions=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
+    tokens, cache, positions = TOKENS[:1, :end], None, Positions()
     if place == "packed":
-        places = Places(positions=positions[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
+        positions = Positions(position_ids=position_ids[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
     elif place != "alone":
         cache = llama_jax.init_cache(config, 1, 24)
     found = []
     for a, b in [(0, end)] if cache is None else [(0, 3), (3, 4), (4, 13), (13, end)]:
-        hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, places=places)
+        hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, positions=positions)
         found.append(hidden)
     np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
 

@@ -1,11 +1,11 @@
 """The nested options of training from flat keywords, for tests."""
 
-from llama_jax.model.options import Compute
-from llama_jax.training.objective import CHUNK, LossOptions
+from llama_jax.model.forward_options import Compute
+from llama_jax.training.loss import LOSS_CHUNK, LossOptions
 from llama_jax.training.step import StepOptions
 
 
-def loss_options(dtype=None, remat="none", chunk=CHUNK, z_loss=0.0, neftune=0.0):
+def loss_options(dtype=None, remat="none", chunk=LOSS_CHUNK, z_loss=0.0, neftune=0.0):
     return LossOptions(Compute(dtype, remat), chunk, z_loss, neftune)
 
 

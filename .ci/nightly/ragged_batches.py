@@ -34,8 +34,8 @@ from conftest import louder
 import llama_jax
 from llama_jax import CacheOptions, Sampling
 from llama_jax.inference import generate as module
-from llama_jax.inference.requests import prepare
-from llama_jax.model.options import Compute, Layout
+from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.model.forward_options import Compute, Sharding
 
 ROWS = (3, 8)
 LENGTHS = ((1, 16), (33, 64), (257, 330))  # of prompts: each of one program
@@ -78,8 +78,8 @@ def generated(
     tokens, lengths, request = prepare(model[0], prompts, limits, sampling, [0] * max(map(len, stops)), cache)
     for row, stop in zip(request.stop, stops, strict=True):
         row[:] = [*stop, *[-1] * (len(row) - len(stop))]
-    run = module.Run(*model, Compute(), Layout())
-    pieces = list(run.stream(tokens, lengths, request, cache, module.LONGEST_PIECE))
+    run = module.Run(*model, Compute(), Sharding())
+    pieces = list(run.stream(tokens, lengths, request, cache, module.LONGEST_CHUNK))
     ids, valid = (np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "valid"))
     rows = [row[own].tolist() for row, own in zip(ids, valid, strict=True)]
     return [row[:-1] if row[-1] in stop else row for row, stop in zip(rows, stops, strict=True)]

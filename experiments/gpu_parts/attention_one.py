@@ -16,7 +16,7 @@ from gpu_parts.run import Row, Run, memory_limit, number
 from gpu_parts.timing import seconds, spread, temporary_memory
 from llama_jax import ops
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.attention import AttentionMask, KVView
 
 PASSES = ("forward", "forward and backward")
 ATTENTION_TOLERANCE = 0.03  # of the largest number: bfloat16 rounds queries, weights and results to 8 bits
@@ -66,8 +66,8 @@ def attend(
     """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
 
     def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        whole = Seen.whole(keys.shape[2])
-        return ops.attend(queries, View(keys, values), whole, scale=width**-0.5, backend=backend)
+        whole = AttentionMask.whole(keys.shape[2])
+        return ops.attend(queries, KVView(keys, values), whole, scale=width**-0.5, backend=backend)
 
     if of_mixed is None:
         return program(queries, keys, values)

@@ -17,7 +17,7 @@ from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
 from gpu_parts.weights import for_every_shape
 from llama_jax.inference import generate as library
-from llama_jax.inference.state import CHUNK, Request, State
+from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, Request
 
 
 def decode(run: Run) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def measure_decode(
     """Time `new_tokens` steps of the library's own decode loop."""
     plan = run.plan
     state = decode_state(plan, config, params, batch)
-    most = plan.new_tokens // CHUNK
+    most = plan.new_tokens // STEPS_PER_CHUNK
     lowered = library._decode_for(jax.default_backend()).lower(config, params, state, np.int32(most), most)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=compiler_options or {})
@@ -65,7 +65,7 @@ def measure_decode(
     }
 
 
-def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> State:
+def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> DecodeState:
     """What `generate` has after a prompt, without compiling a prefill for it: the speed does not depend on the values.
 
     The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
@@ -73,7 +73,7 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
     cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype)
     pages = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))(jax.random.key(0), cache.pages)
     limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
-    return State(
+    return DecodeState(
         cache=cache.replace(pages=pages, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
         request=Request(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
         token=jnp.ones(batch, jnp.int32),

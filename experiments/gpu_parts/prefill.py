@@ -24,11 +24,11 @@ def prefill(run: Run) -> Iterator[Row]:
 
 def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:
     """Time the library's own reading of a prompt into an empty cache."""
-    reading = library._empty_reading(config, params, batch, tokens)
+    reading = library._init_prefill(config, params, batch, tokens)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens), dtype=np.int32))
     lengths = jnp.full(batch, tokens, jnp.int32)
-    places = llama_jax.Places(lengths, rope_lengths=lengths)
-    lowered = library._read.lower(config, params, reading, ids, places)
+    positions = llama_jax.Positions(lengths, rope_lengths=lengths)
+    lowered = library._prefill.lower(config, params, reading, ids, positions)
     start = time.perf_counter()
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start
@@ -38,7 +38,7 @@ def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.L
         empty = reading.cache.replace(length=jnp.zeros(batch, jnp.int32))
         reading = jax.block_until_ready(reading._replace(cache=empty))
         start = time.perf_counter()
-        reading = jax.block_until_ready(compiled(params, reading, ids, places))
+        reading = jax.block_until_ready(compiled(params, reading, ids, positions))
         times.append(time.perf_counter() - start)
     times = times[1:]
 

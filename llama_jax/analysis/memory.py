@@ -19,35 +19,35 @@ from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, arra
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.flags import compiler_options, decoding_on_tpu
+from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk, decode, prefill
 from llama_jax.inference.generate import LARGEST_PREFILL
-from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
-from llama_jax.model.adapters import Lora, adapter_shapes, with_base
+from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import KVCache, init_cache
-from llama_jax.model.options import Compute, Places, Remat
+from llama_jax.model.forward_options import Compute, Positions, Remat
+from llama_jax.model.lora import Lora, adapter_shapes, with_base
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_apart, param_shapes, planned_in_kinds, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
-from llama_jax.ops.weights import Name, Pure
-from llama_jax.ops.weights.planes import bits_of
-from llama_jax.parallel.fit import fitted, laid_out
+from llama_jax.ops.weights import FormatName, PureFormatName
+from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.pmapped import pmap_over
-from llama_jax.parallel.prompts import prefill_over
-from llama_jax.parallel.ring import BATCH, check_length
-from llama_jax.parallel.specs import (
+from llama_jax.parallel.padding import padded_config, padded_shapes_config
+from llama_jax.parallel.pmap import pmap_over
+from llama_jax.parallel.ring_attention import BATCH, check_length
+from llama_jax.parallel.ring_prefill import prefill_over
+from llama_jax.parallel.sharding import (
     batch_spec,
     cache_specs,
-    layout_over,
     param_specs,
     shardings,
     step_over,
     train_state_specs,
+    training_sharding,
 )
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import LossOptions
+from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
@@ -171,7 +171,7 @@ def train_programs(
     accumulate: int = 1,
     attention: AttentionBackend = "auto",
     lora: Lora | None = None,
-    weights: Name | Pure | Llama | None = None,
+    weights: FormatName | PureFormatName | Llama | None = None,
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -205,17 +205,17 @@ def train_programs(
         return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
     base = _placed(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
     base = _in_kinds(base, weights)
-    held, layout = layout_over(config, mesh)
+    held, sharding = training_sharding(config, mesh)
 
     def adapter_step(base: Llama, state: TrainState, batch: Batch) -> Any:
-        return train_step(held, optimizer, state, batch, options, with_base(layout, base, lora))
+        return train_step(held, optimizer, state, batch, options, with_base(sharding, base, lora))
 
     jitted = jax.jit(adapter_step, donate_argnums=1, out_shardings=out)
     known = replace(known, parameters=share + bytes_per_device(base))
     return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
 
 
-def _in_kinds(params: Llama, weights: Name | Pure | Llama | None) -> Llama:
+def _in_kinds(params: Llama, weights: FormatName | PureFormatName | Llama | None) -> Llama:
     """Shapes of parameters as they are when their matrices are quantized."""
     if weights is None:
         return params
@@ -261,7 +261,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
-    weights: Name | Pure | Llama | None = None,
+    weights: FormatName | PureFormatName | Llama | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """The programs of `generate` for a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
@@ -286,15 +286,15 @@ def decode_programs(
             f"mesh {sizes}: prompts that are read over context fill a cache of the parameters' type, not of int8"
         )
     # As `load` puts a model on a mesh: heads copied and the vocabulary padded where the mesh needs it.
-    held, config = laid_out(config, sizes), fitted(config, sizes)
+    held, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
     rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
-    specs = param_specs(config, sizes, fitted=True)
+    specs = param_specs(config, sizes, padded=True)
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
     params = _in_kinds(params, weights)
     if mesh.devices.flat[0].platform == "gpu":
         params = layers_apart(params)  # as `load` gives them there
-    layout, compute = layout_of(params), Compute(attention=attention)
+    sharding, compute = sharding_of(params), Compute(attention=attention)
 
     def cache_of() -> KVCache:
         kept = jnp.dtype(jnp.int8 if quantized else dtype)
@@ -311,13 +311,15 @@ def decode_programs(
     per_token = (share - looked_up) * sizes.columns + known.cache
 
     tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
-    places = Places(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
+    positions = Positions(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
     reads = jax.jit(
-        partial(read, config, compute=compute, layout=layout), donate_argnums=1, out_shardings=Reading(placement, rows)
+        partial(prefill, config, compute=compute, sharding=sharding),
+        donate_argnums=1,
+        out_shardings=PrefillState(placement, rows),
     )
-    read_before = Reading(cache, per_row(dtype, config.dim))
+    read_before = PrefillState(cache, per_row(dtype, config.dim))
 
-    reading = Program("prefill", reads, (params, read_before, tokens, places), known, layers=config.n_layers)
+    reading = Program("prefill", reads, (params, read_before, tokens, positions), known, layers=config.n_layers)
     if sizes.context > 1:
         check_length(sizes, capacity)
         over = jax.jit(prefill_over(config, mesh, capacity), out_shardings=(placement, rows))
@@ -327,7 +329,7 @@ def decode_programs(
 
     sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
     limit, stop = per_row(jnp.int32, sharding=whole), per_row(jnp.int32, 4, sharding=whole)
-    state = State(
+    state = DecodeState(
         cache,
         Request(sampling, limit, stop),
         token=per_row(jnp.int32, sharding=whole),
@@ -335,9 +337,9 @@ def decode_programs(
         count=per_row(jnp.int32),
         done=per_row(bool, sharding=whole),
     )
-    out = jax.tree.map(lambda a: a.sharding, state), whole, Piece(whole, whole, whole)
+    out = jax.tree.map(lambda a: a.sharding, state), whole, TokenChunk(whole, whole, whole)
     told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
-    turn = partial(decode, config, most=1, compute=compute, layout=layout)
+    turn = partial(decode, config, most=1, compute=compute, sharding=sharding)
     run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [

@@ -21,8 +21,8 @@ from llama_jax.analysis.collectives import Collective, CollectiveKind, ring_byte
 from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import CHUNK
-from llama_jax.model.options import Remat
+from llama_jax.inference.generate import STEPS_PER_CHUNK
+from llama_jax.model.forward_options import Remat
 from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import matrix_parameters, step_flops
 
@@ -225,7 +225,7 @@ def decoding_roofline(
     c = config
     flops = batch * (2 * matrix_parameters(c) + 4 * c.n_layers * c.n_heads * c.head_dim * slots)
     useful = flops / (sizes.devices * hardware.flops)
-    exchange = exchange_seconds(exchanges, sizes, hardware) / CHUNK
+    exchange = exchange_seconds(exchanges, sizes, hardware) / STEPS_PER_CHUNK
     return Roofline(useful, resident / hardware.memory_bandwidth, exchange, useful)
 
 

@@ -53,7 +53,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     def run(self) -> None:
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
         from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
         from llama_jax.serving.options import EngineOptions
 
         use_compilation_cache(self.no_cache)

@@ -19,7 +19,7 @@ from llama_jax.errors import GenerationError, UserError
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
 if TYPE_CHECKING:
-    from llama_jax.inference.state import Piece
+    from llama_jax.inference.decode import TokenChunk
     from llama_jax.tokenizers import Tokenizer
 
 USUAL_REPLY = 512  # tokens
@@ -55,7 +55,7 @@ class Chat(ModelOptions):
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         use_compilation_cache(self.no_cache)
@@ -157,7 +157,7 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *, at_start: bool = True) -> str:
+def reply(tokenizer: Tokenizer, pieces: Iterator[TokenChunk], ends: Sequence[int], *, at_start: bool = True) -> str:
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
@@ -166,13 +166,13 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     from llama_jax.tokenizers.interface import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
-    from llama_jax.inference.drafting import DraftedPiece
+    from llama_jax.inference.drafter import DraftedChunk
 
-    drafted: list[DraftedPiece] = []
+    drafted: list[DraftedChunk] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
         for piece in pieces:
-            drafted += [piece] if isinstance(piece, DraftedPiece) else []
+            drafted += [piece] if isinstance(piece, DraftedChunk) else []
             for token in piece.tokens[0][piece.valid[0]].tolist():
                 ended = token in ends
                 if not ended:

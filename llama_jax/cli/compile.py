@@ -69,19 +69,19 @@ class Compile(LoadOptions):
     def _generate(self) -> Iterator[str]:
         """Generate a few tokens after prompts of every size; says each time which."""
         import llama_jax
-        from llama_jax.inference.state import CHUNK
-        from llama_jax.model.options import Compute
+        from llama_jax.inference.decode import STEPS_PER_CHUNK
+        from llama_jax.model.forward_options import Compute
 
         config, params, tokenizer = self.load_beside()
         longest, size = min(self.max_tokens, config.max_seq_len), 16
         while True:
             room = min(size, longest) - 1
-            prompt = max(1, min(size - 2 * CHUNK, room))  # it ends, and its continuation begins, below the size
+            prompt = max(1, min(size - 2 * STEPS_PER_CHUNK, room))  # it ends, and its continuation begins, below the size
             pieces = llama_jax.stream(
                 config,
                 params,
                 [[0] * prompt],
-                max_new_tokens=min(4 * CHUNK, config.max_seq_len - prompt),
+                max_new_tokens=min(4 * STEPS_PER_CHUNK, config.max_seq_len - prompt),
                 stop_tokens=tokenizer.stop_ids,
                 compute=Compute(attention=self.attention),
             )
@@ -96,7 +96,7 @@ class Compile(LoadOptions):
         """Start the engine of `serve`, which compiles all that requests can need."""
         from llama_jax.cli.runtime import start_backend
         from llama_jax.cli.serve import Serve
-        from llama_jax.parallel.processes import Processes
+        from llama_jax.parallel.multihost import Processes
 
         start_backend()
         options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}

@@ -10,7 +10,7 @@ from llama_jax.errors import GenerationError, shown
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
-    from llama_jax.inference.drafting import Counts
+    from llama_jax.inference.drafter import Counts
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
@@ -20,7 +20,7 @@ PROMPT = "prompt"
 
 def parse_draft(text: str) -> tuple[str, int | None]:
     """What is before the colon and the number after it, or None; GenerationError for one that cannot be."""
-    from llama_jax.inference.drafting import MOST_DRAFTED, check_number
+    from llama_jax.inference.drafter import MOST_DRAFTED, check_number
 
     found = re.fullmatch(r"(.+):(-?\d{1,18})", text)
     if not found:

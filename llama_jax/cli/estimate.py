@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
-    from llama_jax.ops.weights import Name, Pure
+    from llama_jax.ops.weights import FormatName, PureFormatName
     from llama_jax.parallel.mesh import MeshSizes
 
 
@@ -56,10 +56,10 @@ class CompiledProgram(NamedTuple):
 def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
     """Compile a program for its mesh and look at it; see `Program.compile`."""
     from llama_jax.analysis.collectives import find_collectives
-    from llama_jax.ops.attention import observed
+    from llama_jax.ops.attention import record_backends
 
     started = time.perf_counter()
-    with observed() as attention:
+    with record_backends() as attention:
         executable = program.compile(accelerator=accelerator)
     seconds = time.perf_counter() - started
     memory = program.memory(executable, accelerator=accelerator)
@@ -184,7 +184,7 @@ class Estimate(CompileOptions):
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         return "float32" if self.dtype == "auto" else self.dtype
 
-    def _weights(self) -> tuple[str, Name | Pure | Llama | None]:
+    def _weights(self) -> tuple[str, FormatName | PureFormatName | Llama | None]:
         """In what the matrices are planned, in words and as `decode_programs` takes it."""
         if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
@@ -258,11 +258,13 @@ class Estimate(CompileOptions):
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
 
-    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Pure | Llama | None) -> list[Program]:
+    def _programs(
+        self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
+    ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
-        from llama_jax.model.adapters import Lora
         from llama_jax.model.cache import bucket
+        from llama_jax.model.lora import Lora
 
         if self._remat is not None:
             return train_programs(
@@ -453,7 +455,7 @@ def programs_table(found: dict[str, CompiledProgram]) -> str:
 
 def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
     """The communication of a device while each program runs once, and the least for comparison."""
-    from llama_jax.inference.generate import CHUNK
+    from llama_jax.inference.generate import STEPS_PER_CHUNK
 
     lines, exchanged = [], [one for program in found.values() for one in program.collectives]
     for name, program in found.items():
@@ -466,7 +468,9 @@ def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list
         "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
     ]
     if any(not one.is_counted for one in exchanged):
-        lines.append(f"One turn is counted of loops whose number of turns is not fixed: {CHUNK} tokens of each row.")
+        lines.append(
+            f"One turn is counted of loops whose number of turns is not fixed: {STEPS_PER_CHUNK} tokens of each row."
+        )
     return "\n".join(lines)
 
 

@@ -79,7 +79,7 @@ class Eval(TextOptions, RememberOptions):
     def run(self) -> None:
         lengths = self._check()
         from llama_jax.evaluation.perplexity import Divergence
-        from llama_jax.ops.attention import observed
+        from llama_jax.ops.attention import record_backends
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
@@ -100,7 +100,7 @@ class Eval(TextOptions, RememberOptions):
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
-        with observed() as attention:
+        with record_backends() as attention:
             against = None if reference is None or other is None else (reference, other)
             found = self._measure((config, params), against, corpus, lengths, sizes)
         for name, value in _losses(found):
@@ -135,7 +135,7 @@ class Eval(TextOptions, RememberOptions):
         """Measure by length, against a reference, or alone through a sliding window."""
         from llama_jax.evaluation.loss_by_length import evaluate_lengths
         from llama_jax.evaluation.perplexity import divergence, evaluate
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
 
         compute, bar = Compute(attention=self.attention), progress_bar("evaluating", "pieces" if lengths else "batches")
         if lengths:
@@ -196,8 +196,8 @@ class Eval(TextOptions, RememberOptions):
         """Accuracy and margin on pairs."""
         from llama_jax.evaluation.measure import check_batch, default_batch
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
-        from llama_jax.model.adapters import base_of
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
+        from llama_jax.model.lora import base_of
 
         config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
         against = None if self.against is None else self._reference_config(self.against, subject)

@@ -122,7 +122,7 @@ class TextOptions(CompileOptions):
         from llama_jax.formats.adapters import with_attend
         from llama_jax.formats.loading import open_checkpoint
         from llama_jax.model.checks import check_attend
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
 
         use_compilation_cache(self.no_cache)
         compiling = CompileClock()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from llama_jax.cli.runtime import Clock
     from llama_jax.config import LlamaConfig
-    from llama_jax.inference.drafting import Counts
+    from llama_jax.inference.drafter import Counts
     from llama_jax.model.cache import CacheOptions
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers.interface import Text
@@ -58,9 +58,9 @@ class Generate(ModelOptions):
     def run(self) -> None:
         started = time.perf_counter()
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
-        from llama_jax.inference.requests import prepare
+        from llama_jax.inference.prepare_inputs import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
-        from llama_jax.ops.attention import observed
+        from llama_jax.ops.attention import record_backends
         from llama_jax.tokenizers.interface import Text
 
         use_compilation_cache(self.no_cache)
@@ -97,7 +97,7 @@ class Generate(ModelOptions):
         if not (several or self.json):
             _print(prompts[0])
         clock, batch, counts = Clock(compiling), self.batch or BATCH, list[Any]()
-        with observed() as attention, _errors_below(prompts[0] if not (several or self.json) else ""):
+        with record_backends() as attention, _errors_below(prompts[0] if not (several or self.json) else ""):
             for first in range(0, len(rows), batch):
                 part = slice(first, first + batch)
                 seeds = [(seed + first + i) % 2**32 for i in range(len(rows[part]))]
@@ -164,8 +164,8 @@ class Generate(ModelOptions):
     ) -> list[Counts]:
         """Generate for rows together until all have ended; what each piece took."""
         import llama_jax
-        from llama_jax.inference.drafting import counts_of
-        from llama_jax.model.options import Compute
+        from llama_jax.inference.drafter import counts_of
+        from llama_jax.model.forward_options import Compute
 
         pieces = llama_jax.stream(
             config,
@@ -239,11 +239,11 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.generate import prefill_piece, whole_capacity
+    from llama_jax.inference.generate import prefill_chunk, whole_capacity
     from llama_jax.model.cache import cache_bytes
 
     capacity = whole_capacity(prompt, new)
-    return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_piece(options, prompt))
+    return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
 
 
 def _summary(s: dict) -> str:

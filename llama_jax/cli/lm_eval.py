@@ -145,7 +145,7 @@ class LmEval(LoadOptions):
 
     def _texts(self) -> TextModel:
         from llama_jax.evaluation.text_model import TextModel
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
         from llama_jax.serving.options import EngineOptions
         from llama_jax.tokenizers import resolve_format
 

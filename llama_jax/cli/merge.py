@@ -46,7 +46,7 @@ class Merge(CompileOptions):
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
         from llama_jax.formats.tensor_export import check_room
-        from llama_jax.model.adapters import merge
+        from llama_jax.model.lora import merge
 
         started = time.perf_counter()
         use_compilation_cache(self.no_cache)

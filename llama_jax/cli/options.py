@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 BLOCKS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
 QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCKS, "keep"]
-ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+ATTENTION = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 
 
 @dataclass(frozen=True, kw_only=True)

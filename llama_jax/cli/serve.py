@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
-    from llama_jax.parallel.processes import Processes
+    from llama_jax.parallel.multihost import Processes
     from llama_jax.serving.http.asgi import Mounted
     from llama_jax.serving.http.request_schema import Limits
     from llama_jax.serving.http.server import ServerOptions, Started, Startup
@@ -116,12 +116,12 @@ class Serve(AdapterOptions, DraftOptions):
         _check_extra()
         self._check()
         from llama_jax.cli.runtime import use_compilation_cache
-        from llama_jax.parallel import processes
+        from llama_jax.parallel import multihost
         from llama_jax.serving.http.server import listen
 
         use_compilation_cache(self.no_cache)
         self._engine_options()  # an impossible one is said first
-        with processes.start(
+        with multihost.join_job(
             self.coordinator,
             self.processes,
             self.process_id,
@@ -148,7 +148,7 @@ class Serve(AdapterOptions, DraftOptions):
         _check_extra()
         self._check()
         from llama_jax.cli.runtime import use_compilation_cache
-        from llama_jax.parallel.processes import Processes
+        from llama_jax.parallel.multihost import Processes
         from llama_jax.serving.http.asgi import Mounted
 
         use_compilation_cache(self.no_cache)
@@ -271,7 +271,7 @@ class Serve(AdapterOptions, DraftOptions):
 
         from llama_jax.model.cache import PAGE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
-        from llama_jax.ops.attention import observed
+        from llama_jax.ops.attention import record_backends
         from llama_jax.serving.engine import Engine
         from llama_jax.serving.http.server import Started
         from llama_jax.serving.memory import return_freed_memory
@@ -286,7 +286,7 @@ class Serve(AdapterOptions, DraftOptions):
         served = self._served(tokenizer)
         options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
-        with observed() as attention:
+        with record_backends() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
             with _bar(startup) as progress:
@@ -330,7 +330,7 @@ class Serve(AdapterOptions, DraftOptions):
 
     def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
         from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.options import Compute
+        from llama_jax.model.forward_options import Compute
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(

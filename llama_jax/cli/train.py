@@ -23,7 +23,7 @@ from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
-    from llama_jax.parallel.processes import Processes
+    from llama_jax.parallel.multihost import Processes
     from llama_jax.runs.recipe import Recipe
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")
@@ -109,10 +109,10 @@ class Train(CompileOptions):
                 " model.rope_scaling, model.rope_theta and model.max_seq_len may be others"
             )
         use_compilation_cache(self.no_cache)
-        from llama_jax.parallel import processes
+        from llama_jax.parallel import multihost
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
 
-        with processes.start(
+        with multihost.join_job(
             self.coordinator, self.processes, self.process_id, detect=self.distributed, timeout=self.start_timeout
         ) as joined:
             if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from llama_jax.compiled import keys, store
 from llama_jax.errors import reason_of
 from llama_jax.ops import native
-from llama_jax.ops.attention import announce, observed
+from llama_jax.ops.attention import log_backend, record_backends
 
 LOADED = "/llama_jax/executable_load_duration"
 """The event of `jax.monitoring` that says how long loading an executable took."""
@@ -40,7 +40,7 @@ class StoredProgram(NamedTuple):
       executable: as `jax.experimental.serialize_executable` makes it.
       results: tree of the shapes and dtypes of its results.
       native: the libraries of `ops.native` that it calls.
-      attention: the ways of computing attention that it has, as `observed` collects them.
+      attention: the ways of computing attention that it has, as `record_backends` collects them.
     """
 
     executable: bytes
@@ -180,7 +180,7 @@ class CompiledFunction:
         stored = _read(path, key)
         if stored is not None:
             return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
-        with observed() as attention:
+        with record_backends() as attention:
             lowered = self._jitted.lower(*args)
         _announce(attention)  # to a block around this one
         results = jax.tree.map(_abstract, lowered.out_info)
@@ -239,7 +239,7 @@ def _read(path: Path, key: str) -> StoredProgram | None:
 
 def _announce(attention: Mapping[str, str]) -> None:
     for name, why in attention.items():
-        announce(name, why)
+        log_backend(name, why)
 
 
 def _abstract(result: Any) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ import numpy as np
 from llama_jax.data.batches import HostRows, fill_whole, pack
 from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
 from llama_jax.errors import DataError
-from llama_jax.training.pairs import PairBatch
+from llama_jax.training.preference_batch import PairBatch
 
 
 @dataclass(frozen=True, eq=False)

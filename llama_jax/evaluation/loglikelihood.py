@@ -17,10 +17,10 @@ from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import token_ids
-from llama_jax.inference.placement import layout_of
+from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
 SHORTEST = 512  # tokens of a row; each further length is four times the one before, so that few programs are compiled
@@ -138,19 +138,19 @@ def score_pairs(
 
 def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
     """`score_rows` under `jax.jit`, laid out as the parameters lie."""
-    return jax.jit(partial(score_rows, config, compute=compute, layout=layout_of(params)))
+    return jax.jit(partial(score_rows, config, compute=compute, sharding=sharding_of(params)))
 
 
 def score_rows(
-    config: LlamaConfig, params: Llama, rows: PackedRows, *, compute: Compute = Compute(), layout: Layout = Layout()
+    config: LlamaConfig, params: Llama, rows: PackedRows, *, compute: Compute = Compute(), sharding: Sharding = Sharding()
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
     Logits are made of the places that are asked for alone, `LOGIT_CHUNK` of them at a time.
     """
     tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
-    where = Places(positions=positions, segment_ids=segment_ids)
-    hidden, _ = forward(config, params, tokens, places=where, compute=compute, layout=layout)
+    where = Positions(position_ids=positions, segment_ids=segment_ids)
+    hidden, _ = forward(config, params, tokens, positions=where, compute=compute, sharding=sharding)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
     def measure(number: Any, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +162,7 @@ def score_rows(
         first, second = (lax.dynamic_update_slice_in_dim(all_, new, start, 0) for all_, new in both)
         return first, second
 
-    with layout.context():
+    with sharding.context():
         empty = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.bool_)
         logprobs, best = lax.fori_loop(0, (count + LOGIT_CHUNK - 1) // LOGIT_CHUNK, measure, empty)
     return logprobs, best

@@ -18,7 +18,7 @@ from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahea
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
-from llama_jax.model.options import Compute, Places
+from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import tracing_for
 
@@ -237,8 +237,8 @@ def piece_nats(
       The cache, and float32[B, T] as `target_nats` gives it.
     """
     batch, new = tokens.shape
-    places = Places(rope_lengths=jnp.full(batch, length, jnp.int32))
-    hidden, cache = forward(config, params, tokens, cache, places=places, compute=compute)
+    positions = Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
+    hidden, cache = forward(config, params, tokens, cache, positions=positions, compute=compute)
     return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 

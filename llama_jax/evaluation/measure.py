@@ -19,7 +19,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
+from llama_jax.model.forward_options import Compute, Constrain, Positions, Sharding, unconstrained
 from llama_jax.model.params import Llama
 
 LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
@@ -211,7 +211,7 @@ def token_nats(
     *,
     compute: Compute = Compute(),
     chunk: int = LOGIT_CHUNK,
-    layout: Layout = Layout(),
+    sharding: Sharding = Sharding(),
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
 
@@ -219,13 +219,13 @@ def token_nats(
       compute: of the forward pass. Logits and their sum are float32 at least.
       chunk: positions of each row whose logits [B, chunk, V] are held at a time; chunks without a target, which are only
         context, are not computed.
-      layout: see `forward`; `constrain` is called with "hidden", the result of `forward`, and with "logits", [B, chunk, V].
+      sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
     """
-    tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
-    places = Places(positions=positions, segment_ids=segment_ids)
-    hidden, _ = forward(config, params, tokens, places=places, compute=compute, layout=layout)
-    hidden = layout.constrain(hidden, "hidden")
-    return target_nats(config, params, hidden, targets, chunk=chunk, constrain=layout.constrain)
+    tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
+    positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
+    hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
+    hidden = sharding.constrain(hidden, "hidden")
+    return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
 
 
 def target_nats(

@@ -28,7 +28,7 @@ from llama_jax.evaluation.measure import (
     token_nats,
 )
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Places
+from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import tracing_for
 
@@ -235,10 +235,10 @@ def compare_tokens(
     compute: Compute,
 ) -> tuple[jax.Array, ...]:
     """Of each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
-    tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
-    places = Places(positions=positions, segment_ids=segment_ids)
+    tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
+    positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
     models = (config, params), (reference_config, reference)
-    hidden = tuple(forward(*model, tokens, places=places, compute=compute)[0] for model in models)
+    hidden = tuple(forward(*model, tokens, positions=positions, compute=compute)[0] for model in models)
 
     def predict(hidden: tuple[jax.Array, ...], targets: jax.Array) -> tuple[jax.Array, ...]:
         logits = [unembed(*model, one) for model, one in zip(models, hidden, strict=True)]

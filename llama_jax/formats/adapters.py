@@ -45,12 +45,12 @@ from llama_jax.formats.step_dirs import (
 from llama_jax.formats.tensor_export import RopePermuted, new_output
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.gguf_header import is_gguf
-from llama_jax.model.adapter_table import side_by_side, tabled
-from llama_jax.model.adapters import TARGETS, Lora, adapted, adapter_shapes, build_adapters, settled
-from llama_jax.model.params import TABLE, Llama, Row, shape_of
+from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
+from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
+from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of
 from llama_jax.ops.weights import LowRank
-from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.padding import pad_params, unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object
 
@@ -66,9 +66,9 @@ READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "us
 # Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 # By target: the tensor of the base that it changes.
-BASES: dict[str, tuple[Row, Share]] = {
+BASES: dict[str, tuple[ParamSpec, Share]] = {
     name: (row, share)
-    for row in TABLE
+    for row in PARAM_SPECS
     for share in shares_of(row)
     for name in TARGETS
     if row.path == TARGETS[name].path and NAMES[share.name].endswith(f".{name}.weight")
@@ -251,24 +251,24 @@ def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: M
       config: of the base, as its file has it.
       mesh: over which the parameters lie, fitted.
     """
-    return settled(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
+    return precompute_dora_scale(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
 
 
 def attach_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
-    """The parameters with several adapters, one for each row of a batch, see `model.adapter_table`."""
+    """The parameters with several adapters, one for each row of a batch, see `model.multi_lora`."""
     given = [(adapter.params, adapter.lora) for adapter in adapters]
-    table = side_by_side(config, given, params.embedding.dtype)
-    return tabled(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
+    table = stack_adapters(config, given, params.embedding.dtype)
+    return attach_adapter_table(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
 
 
 def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
     """Adapters placed like the matrices that they change."""
     if mesh is None:
         return pairs
-    from llama_jax.parallel.specs import adapter_specs, shardings  # imports what training needs too
+    from llama_jax.parallel.sharding import adapter_specs, shardings  # imports what training needs too
 
-    specs = adapter_specs(config, mesh, lora, fitted=True)
-    return jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
+    specs = adapter_specs(config, mesh, lora, padded=True)
+    return jax.device_put(pad_params(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
 def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
@@ -437,7 +437,7 @@ def read_pairs(
         check(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
 
-    def pair(row: Row, shape: LowRank, layer: int) -> LowRank:
+    def pair(row: ParamSpec, shape: LowRank, layer: int) -> LowRank:
         sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
         a, b, magnitude = {}, {}, {}
         for name, (outputs, inputs) in sizes.items():
@@ -461,7 +461,7 @@ def read_pairs(
         stacked = np.stack([a[name] for name in sizes]).reshape(shape.a.shape)
         return LowRank(jnp.asarray(stacked), rows_of(b), rows_of(magnitude) if lora.dora else None)
 
-    def pairs(row: Row, shape: LowRank) -> LowRank:
+    def pairs(row: ParamSpec, shape: LowRank) -> LowRank:
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), shape)
         return jax.tree.map(lambda *arrays: jnp.stack(arrays), *(pair(row, one, layer) for layer in range(config.n_layers)))
 
@@ -484,9 +484,9 @@ def read_pairs(
 def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout: AdapterLayout) -> dict[str, np.ndarray]:
     """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded to fit a mesh."""
     found: dict[str, np.ndarray] = {}
-    on_host = jax.tree.map(np.asarray, unfit(config, adapters))
+    on_host = jax.tree.map(np.asarray, unpad_params(config, adapters))
 
-    def put(row: Row, layer: int) -> None:
+    def put(row: ParamSpec, layer: int) -> None:
         pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
         for part, (name, share) in enumerate(_shares_at(row)):
             a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
@@ -498,7 +498,7 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
                 arrays += [] if magnitude is None else [magnitude.reshape(-1)]
                 found.update(zip(layout.names(name, layer), arrays, strict=False))
 
-    matrices: list[Row] = []
+    matrices: list[ParamSpec] = []
     build_adapters(config, lora, lambda row, _: matrices.append(row))
     for layer in range(config.n_layers):
         for row in matrices:
@@ -529,5 +529,5 @@ def permute_rope(
     return {name: RopePermuted(t, config.head_dim, interleave) if name in whole else t for name, t in tensors.items()}
 
 
-def _shares_at(row: Row) -> list[tuple[str, Share]]:
+def _shares_at(row: ParamSpec) -> list[tuple[str, Share]]:
     return [(name, share) for name, (its_row, share) in BASES.items() if its_row is row]

@@ -18,10 +18,10 @@ from llama_jax.formats.lazy_tensors import FLOATS, Derived, Opened, Padded, defa
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
 from llama_jax.formats.tensor_names import shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
-from llama_jax.model.params import TABLE, Llama, Row, rows, shape_of
+from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build
-from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import padded_shapes_config
 from llama_jax.storage import StoredPath
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
@@ -126,7 +126,7 @@ def plan(opened: Opened) -> Llama:
             raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
         return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
 
-    def array(row: Row, layer: int) -> ArrayParts:
+    def array(row: ParamSpec, layer: int) -> ArrayParts:
         """A parameter; if it has several shares they are concatenated along its second axis."""
         parts, first = [], 0
         for share in shares_of(row):
@@ -149,7 +149,7 @@ def plan(opened: Opened) -> Llama:
         if table not in opened.tensors:  # some writers keep the other name of the one tensor
             table = head
 
-    def parameter(row: Row) -> ArrayParts | StackParts:
+    def parameter(row: ParamSpec) -> ArrayParts | StackParts:
         return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
 
     found = build(c, parameter)
@@ -197,21 +197,23 @@ class Copied(Derived):
 
 
 def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
-    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.padding`.
 
     Raises:
       MeshError: the model cannot be padded to fit.
       CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
-    config, target = opened.config, laid_out(opened.config, sizes)
+    config, target = opened.config, padded_shapes_config(opened.config, sizes)
     plan(opened)  # errors about the file name the file's own shapes
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
+        tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)} & set(
+            tensors
+        )
         tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
-        shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
+        shares = [share.name for row in specs_for(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
         tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import CheckpointError
 from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Padded, Tensor
-from llama_jax.ops.rotary_order import half_from_interleaved
+from llama_jax.ops.rope_layout import half_from_interleaved
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share

@@ -40,8 +40,8 @@ from llama_jax.formats.tensor_names import with_layers
 from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
 from llama_jax.gguf_header import MOST_ENTRIES, Header, is_gguf, open_header
 from llama_jax.model.mixtures import base_kind, kind_of_part
-from llama_jax.ops.weights.kinds import KINDS, with_fallback
-from llama_jax.ops.weights.planes import join
+from llama_jax.ops.weights.format_spec import join
+from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
@@ -459,7 +459,7 @@ def write_file(
             if blocks is not None:
                 write(blocks)
             elif stored not in FLOATS:
-                form = KINDS[stored.lower()]
+                form = QUANT_FORMATS[stored.lower()]
                 assert form.encode is not None  # of all kinds in `FILE_TYPES`
                 runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
                 write(np.concatenate(runs).reshape(-1))

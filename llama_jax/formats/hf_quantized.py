@@ -20,8 +20,8 @@ import numpy as np
 
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import FLOATS, Dense, RowBytes, Tensor, read_bytes, read_strips
-from llama_jax.ops.weights import KINDS, Kind, nf4
-from llama_jax.ops.weights.scaled import GROUPS
+from llama_jax.ops.weights import QUANT_FORMATS, QuantFormat, nf4
+from llama_jax.ops.weights.scaled_formats import GROUPS
 from llama_jax.storage import StoredPath
 
 METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
@@ -210,7 +210,7 @@ class QuantizedTensor(ABC):
     name: str
     parts: Mapping[str, Dense]
     shape: tuple[int, int]
-    form: Kind
+    form: QuantFormat
     scheme: Scheme
     dtype = np.dtype(np.float32)
 
@@ -500,7 +500,7 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
         end = ".weight_scale" if ".weight_scale" in parts else ".weight_scale_inv"
         if scheme.block is None:
             need(end, SCALES, (), (1,), (1, 1), (shape[0],), (shape[0], 1))
-            return Scaled(name, parts, shape, KINDS[layout], scheme)
+            return Scaled(name, parts, shape, QUANT_FORMATS[layout], scheme)
         high, width = scheme.block
         need(end, SCALES, (-(-shape[0] // high), -(-shape[1] // width)))
         return Scaled(name, parts, shape, _in_groups(name, "fp8", width, shape[1]), scheme)
@@ -544,14 +544,14 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
     return Reordered(name, parts, shape, form, scheme)
 
 
-def _in_groups(name: str, family: str, width: int, columns: int) -> Kind:
+def _in_groups(name: str, family: str, width: int, columns: int) -> QuantFormat:
     """The kind with the largest groups that the file's groups of `width`, and its rows, are made of."""
     group = next((group for group in GROUPS if width % group == 0 and columns % group == 0), None)
     if group is None:
         raise CheckpointError(
             f"{name} has rows of {columns} numbers in groups of {width}; multiples of {GROUPS[-1]} are read"
         )
-    return KINDS[f"{family}_{group}" if f"{family}_{group}" in KINDS else family]
+    return QUANT_FORMATS[f"{family}_{group}" if f"{family}_{group}" in QUANT_FORMATS else family]
 
 
 def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> QuantizedTensor:

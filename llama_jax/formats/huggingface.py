@@ -42,7 +42,7 @@ from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, te
 from llama_jax.formats.tensor_names import shares_of, with_layers
 from llama_jax.formats.tokenizer_files import About, read_about, token_ids, write_about
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.model.params import BLOCKS, Llama, Row, rows, shape_of
+from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
@@ -650,7 +650,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     tensors: dict[str, ArrayTensor | QuantizedArrayTensor] = {}
     names = names_of(config)
 
-    def put(row: Row, node: Any, layer: int = 0) -> None:
+    def put(row: ParamSpec, node: Any, layer: int = 0) -> None:
         leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
         for i, share in enumerate(shares_of(row)):
             held, shape = leaf, shape_of(share.axes, config)
@@ -665,7 +665,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
             )
 
     layers = layers_of(on_host)
-    for row in rows(config):
+    for row in specs_for(config):
         if not row.in_blocks:
             put(row, params)
             continue

@@ -16,8 +16,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.ops.weights import Kind, QuantizedWeight
-from llama_jax.ops.weights.planes import join
+from llama_jax.ops.weights import QuantFormat, QuantizedWeight
+from llama_jax.ops.weights.format_spec import join
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 
@@ -97,7 +97,7 @@ class Tensor(TensorInfo, Protocol):
 
 
 def blocks_of(tensor: TensorInfo) -> Tensor | None:
-    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
+    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], for `QuantFormat.from_rows`; None of any other."""
     return getattr(tensor, "blocks", None)
 
 
@@ -367,7 +367,7 @@ class QuantizedArrayTensor:
         return RowBytes(self) if self.weight.form.of_gguf else None
 
     @property
-    def form(self) -> Kind:
+    def form(self) -> QuantFormat:
         return self.weight.form
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:

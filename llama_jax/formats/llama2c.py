@@ -26,7 +26,7 @@ from llama_jax.formats.tensor_export import WrittenTensor, tensors_to_write
 from llama_jax.formats.tensor_names import shares_of
 from llama_jax.formats.tokenizer_files import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_pickled, tensors_of
-from llama_jax.model.params import rows, shape_of
+from llama_jax.model.params import shape_of, specs_for
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -193,7 +193,7 @@ def _legacy(path: Location) -> LlamaConfig | None:
 
 def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Shape of each part, of one layer, in the file's order."""
-    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in shares_of(row)}
+    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
     shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
     return {part: shapes[part] for part in order if part in shapes}
 

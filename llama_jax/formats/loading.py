@@ -36,8 +36,8 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import padded_config
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
@@ -129,11 +129,11 @@ def load(
         a `dtype` does, and is an error where there are none. `dtype` is with both that of the computation.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
-        (`model.adapters.adapted`).
+        (`model.lora.adapted`).
       adapters: several such folders: the parameters then have a table of adapters, one of which each row of a batch may use
-        (`model.adapter_table.choose_adapters`, by their number here).
+        (`model.multi_lora.choose_adapters`, by their number here).
       mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
-        (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
+        (`parallel.padding`), and the configuration is then the padded one. Each device gets its share as it is read;
         for orbax alone the padding and copying is done on the devices, one array at a time.
       shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
         everything is put on the default device.
@@ -175,10 +175,10 @@ def load(
     table = [load_adapter(each, config) for each in adapters]
     config = with_attend(config, adapters if adapter is None else [adapter])
     if mesh is not None:
-        from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
+        from llama_jax.parallel.generation_sharding import pad_on_mesh, param_shardings  # imports what training needs too
 
-        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, OrbaxCheckpoint))
-        config = fitted(config, mesh)
+        shardings = param_shardings(config, mesh, padded=not isinstance(opened, OrbaxCheckpoint))
+        config = padded_config(config, mesh)
     read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
@@ -192,7 +192,7 @@ def load(
         if quantize != "keep":
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
-            params = fit_on_mesh(opened.config, mesh, params)
+            params = pad_on_mesh(opened.config, mesh, params)
         params = layers_apart(params) if to_decode else params
     else:
         wanted = opened if mesh is None else pad_to_mesh(opened, mesh)

@@ -45,12 +45,12 @@ from llama_jax.formats.step_dirs import (
     verify,
 )
 from llama_jax.formats.tokenizer_files import About, read_about
-from llama_jax.model.params import Llama, Row, row_at
+from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
-from llama_jax.ops.weights import KINDS, JoinedWeight, MixedStack, Plane, QuantizedWeight, shardings_of_planes
-from llama_jax.ops.weights.order import arranged
-from llama_jax.ops.weights.planes import FP8, INT4, packed
-from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.ops.weights import QUANT_FORMATS, JoinedWeight, MixedStack, QuantField, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.device_layout import arranged
+from llama_jax.ops.weights.format_spec import FP8, INT4, packed
+from llama_jax.ops.weights.quantized_matmul import columns_on_each
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import FULL, cannot_write
 from llama_jax.storage.paths import read_object
@@ -182,7 +182,7 @@ def read_kinds(folder: Path) -> tuple[Kinds, str]:
         raise CheckpointError(f"{folder / KINDS_FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
         for each in _single_kinds(kind):
-            if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
+            if not (isinstance(each, str) and each in QUANT_FORMATS) and (each is not None or each is kind):
                 raise CheckpointError(
                     f"{folder / KINDS_FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
                 )
@@ -204,7 +204,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
     left = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        kind, row = kinds.get(name_of(path)), row_at(path)
+        kind, row = kinds.get(name_of(path)), spec_at(path)
         if kind is None:
             return leaf
         left.discard(name_of(path))
@@ -221,7 +221,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
     def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
         if kind is None:
             return leaf
-        form, shape = KINDS[kind], leaf.shape
+        form, shape = QUANT_FORMATS[kind], leaf.shape
         if shape[-1] % form.block:
             raise CheckpointError(
                 f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
@@ -236,7 +236,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
     return found
 
 
-def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _stored(plane: QuantField, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     found, dtype = plane.packed(shape)
     return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
 
@@ -278,7 +278,7 @@ def from_arrays(params: Llama) -> Llama:
     return _over_planes(params, _from_bytes)
 
 
-def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+def _over_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
     def changed(leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedWeight):
             return leaf
@@ -288,13 +288,13 @@ def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
     return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
-def _to_bytes(array: Any, plane: Plane) -> Any:
+def _to_bytes(array: Any, plane: QuantField) -> Any:
     if plane.dtype == FP8:
         return lax.bitcast_convert_type(array, jnp.uint8)
     return jax.jit(packed)(array) if array.dtype == INT4 else array
 
 
-def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
+def _from_bytes(array: jax.Array, plane: QuantField) -> jax.Array:
     if plane.dtype == FP8:
         return arranged(plane, lax.bitcast_convert_type(array, FP8))
     found = arranged(plane, array)
@@ -550,7 +550,7 @@ def _load_shares(
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
-    def parts(row: Row) -> ArrayParts | StackParts:
+    def parts(row: ParamSpec) -> ArrayParts | StackParts:
         shape = row.shape(stored.config)
         rows = math.prod(shape[:-1])
 

@@ -32,23 +32,23 @@ from llama_jax.formats.hf_quantized import Reordered
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Tensor, TensorInfo, blocks_of
 from llama_jax.model.mixtures import MIXTURES
 from llama_jax.ops.weights import (
-    KINDS,
+    QUANT_FORMATS,
+    FormatName,
     JoinedWeight,
-    Kind,
     MixedStack,
-    Name,
-    Pure,
+    PureFormatName,
+    QuantFormat,
     QuantizedWeight,
-    fitting,
+    format_for,
     shardings_of_planes,
     with_fallback,
 )
-from llama_jax.ops.weights.kinds import MADE
-from llama_jax.ops.weights.planes import in_smaller_groups, split_into
-from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.ops.weights.format_spec import in_smaller_groups, split_into
+from llama_jax.ops.weights.formats import ENCODABLE
+from llama_jax.ops.weights.quantized_matmul import columns_on_each
 from llama_jax.storage import Location
 
-Quantization = Literal[Name, Pure, "keep"]
+Quantization = Literal[FormatName, PureFormatName, "keep"]
 _log = logging.getLogger("llama_jax.formats")
 ENCODED_AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
@@ -57,10 +57,10 @@ def check_quantize(quantize: str | None) -> None:
     """Raise CheckpointError for a kind that a model cannot be quantized to while it is read."""
     if quantize is None or quantize == "keep" or quantize in MIXTURES:
         return
-    if quantize in KINDS:
+    if quantize in QUANT_FORMATS:
         raise CheckpointError(
             f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
-            f" or one of {', '.join(MADE)}"
+            f" or one of {', '.join(ENCODABLE)}"
         )
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
 
@@ -69,12 +69,12 @@ def check_kept(tensors: Sequence[TensorInfo], where: Location) -> None:
     """Raise CheckpointError if no tensor of a model is quantized in a kind that can be kept, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
-            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
+            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(ENCODABLE)}"
         )
     if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
-            f"quantize='keep': {where} has no quantized tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
+            f"quantize='keep': {where} has no quantized tensor of those that are kept ({kinds}); use {', '.join(ENCODABLE)}"
         )
 
 
@@ -95,7 +95,7 @@ def log_what_becomes_floats(tensors: Mapping[str, TensorInfo], where: Location) 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
     """Whether a tensor is quantized in a kind that the parameters may have."""
-    return isinstance(tensor, OrbaxWeightInfo) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
+    return isinstance(tensor, OrbaxWeightInfo) or (tensor.kind.lower() in QUANT_FORMATS and blocks_of(tensor) is not None)
 
 
 def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
@@ -155,12 +155,12 @@ def parameter_fill(
             filling = Filling(arrays, [target], floats_of(dtype), memory, stacked=stacked)
             return ParameterFill(filling.fill, lambda: filling.done()[0])
         columns = columns_on_each(arrays[0].shape, one)
-        form = fitting(kind, columns) if quantize == "keep" else with_fallback(kind, columns)
+        form = format_for(kind, columns) if quantize == "keep" else with_fallback(kind, columns)
         _check_columns(arrays[0], form, one)
         if quantize != "keep":
             return _quantized(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
         blocks = [replace(one, parts=tuple(replace(part, tensor=_blocks(part)) for part in one.parts)) for one in arrays]
-        return _quantized(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
+        return _quantized(blocks, form, dtype, sharding, partial(_kept, QUANT_FORMATS[kind], form), memory, stacked)
 
     def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> ParameterFill:
         if layers_apart and stacked and arrays[0].is_matrix:
@@ -214,7 +214,7 @@ def _floats_by_rows(arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any
 
 def _quantized(
     arrays: Sequence[ArrayParts],
-    form: Kind,
+    form: QuantFormat,
     dtype: np.dtype,
     sharding: Any,
     put: Callable[[ArrayParts, int, int, Sequence[np.ndarray]], None],
@@ -272,7 +272,7 @@ def _blocks(part: Part) -> Tensor:
     return found
 
 
-def _encoded(form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+def _encoded(form: QuantFormat, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
     """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
     assert form.encode is not None  # `check_quantize` refuses the others
     columns = array.shape[-1]
@@ -289,7 +289,7 @@ def _width(part: Part) -> int:
     return part.columns.stop - part.columns.start
 
 
-def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
+def _check_columns(array: ArrayParts, form: QuantFormat, sharding: Any) -> None:
     columns = array.shape[-1]
     parts = columns // columns_on_each(array.shape, sharding)
     if columns % (form.block * parts):
@@ -300,7 +300,9 @@ def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
         )
 
 
-def _kept(kept: Kind, form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+def _kept(
+    kept: QuantFormat, form: QuantFormat, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]
+) -> None:
     """Fill planes of `form`, which may have smaller groups, with entries [start, stop) of tensors of a kind.
 
     Blocks lie along the columns, so that rows may be moved as those of floats are.

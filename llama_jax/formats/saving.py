@@ -38,8 +38,8 @@ from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
-from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
-from llama_jax.parallel.fit import unfit
+from llama_jax.ops.weights import FormatName, JoinedWeight, QuantizedWeight
+from llama_jax.parallel.padding import unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.atomic_write import remove
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
@@ -72,7 +72,7 @@ def save(
     """Write a model: the whole of it appears under `path` at once, or nothing does.
 
     Args:
-      config, params: the model. Padding and copies made to fit a mesh are left out (`parallel.fit`); if heads were copied,
+      config, params: the model. Padding and copies made for a mesh are left out (`parallel.padding`); if heads were copied,
         give the configuration of the model's file, not the one that `load` returned for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
@@ -93,7 +93,7 @@ def save(
     _check(path, format, dtype)
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
-    params = unfit(config, params)
+    params = unpad_params(config, params)
     if format != "orbax":
         _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
         return
@@ -184,7 +184,7 @@ def convert(
         config, params, vocabulary = found
         tokens = _calibration(calibrate, config, vocabulary)
         params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
-        params = params if quantize is None else quantized_params(params, cast(Name, quantize))
+        params = params if quantize is None else quantized_params(params, cast(FormatName, quantize))
         options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
         save(path, config, params, vocabulary, **options)
         return

@@ -20,8 +20,8 @@ from llama_jax.formats.device_fill import READ_BYTES, cast, check
 from llama_jax.formats.lazy_tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.formats.tokenizer_files import SETTINGS_FILES, VOCABULARIES
-from llama_jax.model.params import TABLE, rows, shape_of
-from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
+from llama_jax.model.params import PARAM_SPECS, shape_of, specs_for
+from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -169,7 +169,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
             tensor = RopePermuted(tensor, config.head_dim, interleaved)
         return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}", run=run)
 
-    table = rows(config)
+    table = specs_for(config)
     layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in shares_of(row)]
     first, *rest = (piece(share) for row in table if not row.in_blocks for share in shares_of(row))
     return [first, *layers, *rest]
@@ -185,7 +185,7 @@ def split_fused(
       names: of each part.
     """
     found = dict(tensors)
-    rows = {share.name: shape_of(share.axes, config)[0] for row in TABLE for share in shares_of(row)}
+    rows = {share.name: shape_of(share.axes, config)[0] for row in PARAM_SPECS for share in shares_of(row)}
     for name, parts in fused_names.items():
         if name.format(0) not in found:
             continue

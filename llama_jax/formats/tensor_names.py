@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_jax.model.params import Row
+from llama_jax.model.params import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE.items()} | {
 }
 
 
-def shares_of(row: Row) -> tuple[Share, ...]:
+def shares_of(row: ParamSpec) -> tuple[Share, ...]:
     """The tensors that make up a parameter."""
     return SHARES[row.path, row.axes]
 

@@ -19,19 +19,30 @@ from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, check_turns, room_before_turning, token_ids, turning_point
-from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
-from llama_jax.inference.placement import check_rows, layout_of
-from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
+from llama_jax.inference.decode import (
+    STEPS_PER_CHUNK,
+    DecodeState,
+    PrefillState,
+    Request,
+    TokenChunk,
+    begin_decode,
+    decode,
+    init_prefill,
+    prefill,
+    with_request,
+)
+from llama_jax.inference.drafter import Counts, Drafter, stream_drafted, with_counts
+from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, ask, decode, empty_reading, read, start
+from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import device_elsewhere
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
-LONGEST_PIECE = 64  # turns of the decode loop between two looks at its result
+LONGEST_CHUNK = 64  # turns of the decode loop between two looks at its result
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ def generate(
             cache=cache,
             compute=compute,
             draft=draft,
-            turns=LONGEST_PIECE,
+            turns=LONGEST_CHUNK,
         )
     )
     results = continuations(pieces, stop_tokens)
@@ -122,21 +133,21 @@ def stream(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
     turns: int = 1,
-) -> Iterator[Piece]:
-    """Yield the tokens of every row as they come, in `Piece`s: the first token alone, then at most 4 * min(`turns`, 64).
+) -> Iterator[TokenChunk]:
+    """Yield the tokens of every row as they come, as `TokenChunk`: the first token alone, then at most 4 * min(`turns`, 64).
 
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
     check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    layout, table = Layout(), params.embedding
+    sharding, table = Sharding(), params.embedding
     if isinstance(getattr(table, "sharding", None), NamedSharding) or device_elsewhere(table) is not None:
-        layout = layout_of(params)  # the generation runs where the model lies
-        check_rows(layout, len(prompts))
-    run = Run(config, params, compute, layout)
+        sharding = sharding_of(params)  # the generation runs where the model lies
+        check_rows(sharding, len(prompts))
+    run = Run(config, params, compute, sharding)
     if draft is not None:
-        return drafting(run, draft, (tokens, lengths, request), cache, int(turns))
+        return stream_drafted(run, draft, (tokens, lengths, request), cache, int(turns))
     return run.stream(tokens, lengths, request, cache, int(turns))
 
 
@@ -146,25 +157,25 @@ transferring = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 @dataclass(frozen=True)
 class Run:
-    """The compiled functions of `inference.state`, with the arguments that are the same in all calls of a generation."""
+    """The compiled functions of `inference.decode`, with the arguments that are the same in all calls of a generation."""
 
     config: LlamaConfig
     params: Llama
     compute: Compute
-    layout: Layout
+    sharding: Sharding
 
     @functools.cached_property
     def natively(self) -> bool:
         """See `ops.decodes_natively`."""
-        return ops.decodes_natively(self.params, self.compute.dtype, self.layout.mesh)
+        return ops.decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenChunk]:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
         again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
-        capacity, most = capacity_for(lengths, request), min(turns, LONGEST_PIECE)
+        capacity, most = capacity_for(lengths, request), min(turns, LONGEST_CHUNK)
         self.prepare(tokens, lengths, first, capacity, options, most)
         state, packed = self.start(self.read_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
@@ -174,7 +185,7 @@ class Run:
         while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
                 with transferring():
-                    state = _ask(state, request, self.layout)
+                    state = _with_request(state, request, self.sharding)
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
@@ -194,11 +205,11 @@ class Run:
 
         Over a mesh only a compiled program knows the sharding of its results, and they are made one after another.
         """
-        piece = prefill_piece(options, tokens.shape[1])
-        empty = self.config, self.params, len(tokens), capacity, options, self.layout, piece
-        if self.layout.mesh is not None or not _empty_reading.wants(*empty):
+        piece = prefill_chunk(options, tokens.shape[1])
+        empty = self.config, self.params, len(tokens), capacity, options, self.sharding, piece
+        if self.sharding.mesh is not None or not _init_prefill.wants(*empty):
             return
-        model, places = (self.config, self.params), Places(np.clip(lengths, 0, piece), rope_lengths=lengths)
+        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, piece), rope_lengths=lengths)
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
@@ -207,28 +218,30 @@ class Run:
                 threads.submit(contextvars.copy_context().run, compile_or_load)  # what it announces is observed
                 return result
 
-            reading = make(_empty_reading, *empty)
+            reading = make(_init_prefill, *empty)
             with ops.native_anyway(self.natively):
-                make(_read, *model, reading, tokens[:, :piece], places, self.compute, self.layout)
-            state, _ = make(_start, *model, *reading, tokens, lengths, request, self.layout)
+                make(_prefill, *model, reading, tokens[:, :piece], positions, self.compute, self.sharding)
+            state, _ = make(_begin_decode, *model, *reading, tokens, lengths, request, self.sharding)
             with ops.native_anyway(self.natively):
-                make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.layout)
+                make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
-    def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
+    def start(
+        self, reading: PrefillState, tokens: np.ndarray, lengths: np.ndarray, request: Request
+    ) -> tuple[DecodeState, jax.Array]:
         with transferring():
-            return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
+            return _begin_decode(self.config, self.params, *reading, tokens, lengths, request, self.sharding)
 
-    def decode(self, state: State, turns: int, most: int) -> tuple[State, jax.Array]:
+    def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, jax.Array]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
         with ops.native_anyway(self.natively), transferring():
-            return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
+            return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.sharding)
 
     def read_again(
         self,
         tokens: np.ndarray,
         lengths: np.ndarray,
-        given: Sequence[Piece],
+        given: Sequence[TokenChunk],
         count: int,
         capacity: int,
         options: CacheOptions,
@@ -242,26 +255,26 @@ class Run:
 
     def read_prompts(
         self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions, longer: int = 0
-    ) -> Reading:
+    ) -> PrefillState:
         """Prefill in pieces, of rows that are to become `longer` than these tokens."""
         batch, width = tokens.shape
-        piece = prefill_piece(options, width)
-        reading = _empty_reading(self.config, self.params, batch, capacity, options, self.layout, piece)
+        piece = prefill_chunk(options, width)
+        reading = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, piece)
         for begin in range(0, int(lengths.max()), piece):
-            places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
+            positions = Positions(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + piece]
             with ops.native_anyway(self.natively), transferring():
-                reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
+                reading = _prefill(self.config, self.params, reading, part, positions, self.compute, self.sharding)
         return reading
 
 
-def piece_of(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
+def checked_chunk(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> TokenChunk:
     """The piece of these tokens; GenerationError where the model's logits were NaN."""
     check_logprobs(logprobs, valid)
-    return Piece(tokens, logprobs, valid)
+    return TokenChunk(tokens, logprobs, valid)
 
 
-def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[Generation]:
+def continuations(pieces: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> list[Generation]:
     """The generations of all rows, from all pieces."""
     tokens, logprobs, valid = (
         np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
@@ -276,14 +289,14 @@ def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[G
     return results
 
 
-def pack(produced: Piece, done: jax.Array, taken: jax.Array) -> jax.Array:
+def pack(produced: TokenChunk, done: jax.Array, taken: jax.Array) -> jax.Array:
     """Everything that the host needs after a piece as one array, int32[B, 3 n + 2], for a single transfer."""
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
     last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
     return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
 
 
-def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
+def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
     """The piece, which rows are done, and the turns taken: undo `pack`, and wait for the device.
 
     Raises:
@@ -292,29 +305,29 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     array = jax.device_get(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
     done, taken = array[:, -2].astype(bool), int(array[0, -1])
-    columns = taken * CHUNK or 1  # the first piece has no turn
+    columns = taken * STEPS_PER_CHUNK or 1  # the first piece has no turn
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
-    return piece_of(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
+    return checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
 
 
-def start_packed(
+def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
-) -> tuple[State, jax.Array]:
+) -> tuple[DecodeState, jax.Array]:
     """`start`, with the reading as two arguments, because only the cache can be donated; the result is packed."""
-    state, produced = start(config, params, Reading(cache, hidden), *rest)
+    state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
 
-def decode_packed(*args: Any) -> tuple[State, jax.Array]:
+def decode_packed(*args: Any) -> tuple[DecodeState, jax.Array]:
     """`decode`, with a packed result."""
     state, taken, produced = decode(*args)
     return state, pack(produced, state.done, taken)
 
 
-_empty_reading = compiled.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5, 6))
-_read = compiled.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
-_start = compiled.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
-_ask = compiled.jit(ask, static_argnums=2)
+_init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
+_prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
+_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
+_with_request = compiled.jit(with_request, static_argnums=2)
 
 
 def capacity_for(lengths: np.ndarray, request: Request) -> int:
@@ -329,7 +342,7 @@ def whole_capacity(longest: int, new: int) -> int:
     return wanted if wanted <= 8 * SMALLEST_CACHE else -(-(longest + new) // step) * step
 
 
-def prefill_piece(options: CacheOptions, longest: int) -> int:
+def prefill_chunk(options: CacheOptions, longest: int) -> int:
     """Prompt tokens that are read at once. With a window they take pages of their own."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)

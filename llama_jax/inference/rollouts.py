@@ -11,11 +11,20 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.inference.decode import (
+    STEPS_PER_CHUNK,
+    DecodeState,
+    PrefillState,
+    Request,
+    decode_step,
+    logits_of,
+    prefill,
+    shard_cache,
+)
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, lay_out, logits_of, read
 from llama_jax.model.cache import branch, init_cache
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
 
@@ -81,24 +90,24 @@ def roll_out(
     prompts: Prompts,
     options: RolloutOptions,
     compute: Compute = Compute(),
-    layout: Layout = Layout(),
+    sharding: Sharding = Sharding(),
 ) -> Answers:
     """Sample `group` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
 
     A prompt is read once, and its answers share its pages in the cache. The loop ends when all answers have ended. For
-    `jax.jit` with `config`, `options`, `compute` and `layout` bound: one program for all prompts of at most W tokens.
+    `jax.jit` with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
 
     Args:
       params: in any form, also with adapters or quantized, on any devices.
-      layout: see `parallel.serving.layout_to_generate`; P must be divisible by the ways in which it divides rows.
+      sharding: see `generation_sharding`; P must be divisible by the ways in which it divides rows.
     """
-    reading = _read(config, params, prompts, compute, layout)
+    reading = _prefill(config, params, prompts, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group
-    state = _started(reading, prompts, options, layout)
-    turns = -(-options.most // CHUNK)
+    state = _started(reading, prompts, options, sharding)
+    turns = -(-options.most // STEPS_PER_CHUNK)
 
-    def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-        """`state.choose`, with log-probabilities at the temperature."""
+    def choose(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
+        """`decode.sample_next`, with log-probabilities at the temperature."""
         token = sample(logits, state.request.sampling, state.seen, state.count)
         token = jnp.where(state.done, state.token, token)
         scores = logits / options.temperature
@@ -109,8 +118,10 @@ def roll_out(
 
     def turn(carry: Any) -> Any:
         state, taken, out = carry
-        state, new = lax.scan(lambda state, _: advance(config, params, state, compute, layout, choose), state, length=CHUNK)
-        at = (jnp.zeros_like(taken), 1 + taken * CHUNK)
+        state, new = lax.scan(
+            lambda state, _: decode_step(config, params, state, compute, sharding, choose), state, length=STEPS_PER_CHUNK
+        )
+        at = (jnp.zeros_like(taken), 1 + taken * STEPS_PER_CHUNK)
         out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
         return state, taken + 1, out
 
@@ -118,41 +129,41 @@ def roll_out(
         state, taken, _ = carry
         return (taken < turns) & ~jnp.all(state.done)
 
-    with layout.context():
+    with sharding.context():
         state, logprobs = choose(
-            state, logits_of(config, params, _repeated(reading.hidden, options, layout), layout), layout
+            state, logits_of(config, params, _repeated(reading.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
-    out = tuple(jnp.zeros((batch, 1 + turns * CHUNK), part.dtype).at[:, 0].set(part) for part in first)
+    out = tuple(jnp.zeros((batch, 1 + turns * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
     _, _, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
-    tokens, logprobs, valid = (layout.constrain(part[:, : options.most], "everywhere") for part in out)
+    tokens, logprobs, valid = (sharding.constrain(part[:, : options.most], "everywhere") for part in out)
     ends = jnp.any(tokens[..., None] == jnp.asarray(options.stop, jnp.int32), axis=-1)
     return Answers(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
 
 
-def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, layout: Layout) -> Reading:
+def _prefill(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, sharding: Sharding) -> PrefillState:
     """All prompts, in pieces; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
     cache = init_cache(config, batch, width, dtype)
-    reading = Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+    reading = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]
-        places = Places(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
-        reading = read(config, params, reading, part, places, compute, layout)
+        positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
+        reading = prefill(config, params, reading, part, positions, compute, sharding)
     return reading
 
 
-def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout: Layout) -> State:
+def _started(reading: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
     """A state with `group` rows for each prompt, before the first token of any."""
     batch = reading.hidden.shape[0] * options.group
-    with layout.context():
-        cache = branch(reading.cache, options.group, options.most, layout.division)
+    with sharding.context():
+        cache = branch(reading.cache, options.group, options.most, sharding.head_sharding)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
-    return State(
-        cache=lay_out(cache, layout),
+    return DecodeState(
+        cache=shard_cache(cache, sharding),
         request=Request(sampling, jnp.full(batch, options.most, jnp.int32), stop),
         token=jnp.zeros(batch, jnp.int32),
         seen=jnp.zeros((batch, 1), bool),  # for a repetition penalty, which is not used here
@@ -161,5 +172,5 @@ def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout
     )
 
 
-def _repeated(hidden: jax.Array, options: RolloutOptions, layout: Layout) -> jax.Array:
-    return layout.constrain(jnp.repeat(hidden, options.group, axis=0), "row")
+def _repeated(hidden: jax.Array, options: RolloutOptions, sharding: Sharding) -> jax.Array:
+    return sharding.constrain(jnp.repeat(hidden, options.group, axis=0), "row")

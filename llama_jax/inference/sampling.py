@@ -69,7 +69,7 @@ class Sampling(struct.PyTreeNode):
         )
 
 
-class Restriction(NamedTuple):
+class LogitMask(NamedTuple):
     """Tokens that some rows may not choose.
 
     Attributes:
@@ -82,7 +82,7 @@ class Restriction(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, restriction: Restriction | None = None
+    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, restriction: LogitMask | None = None
 ) -> jax.Array:
     """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
 
@@ -100,7 +100,7 @@ def sample(
     def among_scores(logits: jax.Array) -> jax.Array:
         if restriction is not None:
             logits = lax.cond(restriction.needed, restriction.apply, lambda logits: logits, logits)
-        scores = penalise(logits, penalty, seen)
+        scores = penalize(logits, penalty, seen)
         return jnp.where(drawn, _draw(scores, sampling, step), _argmax(scores))
 
     changed = jnp.any(drawn | (penalty != 1))
@@ -109,7 +109,7 @@ def sample(
     return lax.cond(changed, among_scores, _argmax, logits)
 
 
-def penalise(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:
+def penalize(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:
     """Make seen tokens less probable (Keskar et al. 2019): float32[B, V]."""
     penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)

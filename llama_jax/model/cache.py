@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.ops.attention import Division, PagedView, View
+from llama_jax.ops.attention import HeadSharding, KVView, PagedView
+from llama_jax.ops.int8 import Quantized, dequantize, over_rows
 from llama_jax.ops.platform import mesh_in_force
-from llama_jax.ops.quantized import Quantized, dequantize, over_rows
 
 PAGE = 16  # tokens of a page
 LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
@@ -173,7 +173,7 @@ def cache_bytes(
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
 
 
-def cache_of(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int) -> KVCache:
+def cache_from(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int) -> KVCache:
     """The cache of rows whose keys and values [L, B, K, T, H] are known, with room for `capacity` tokens, T or more."""
     layers, batch, heads, new, width = keys.shape
     both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
@@ -188,14 +188,14 @@ def is_quantized(cache: KVCache) -> bool:
     return isinstance(cache.pages, Quantized)
 
 
-def branch(cache: KVCache, group: int, room: int, division: Division | None = None) -> KVCache:
+def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | None = None) -> KVCache:
     """A cache with `group` rows for each row of `cache`, consecutive ones, and room in each for `room` more tokens.
 
     They share the whole pages of the row; of its last page, which they go on writing to, each has a copy.
 
     Args:
       cache: without a window.
-      division: over which axes of the mesh rows and heads are divided.
+      head_sharding: over which axes of the mesh rows and heads are divided.
     """
 
     def of_part(
@@ -218,8 +218,8 @@ def branch(cache: KVCache, group: int, room: int, division: Division | None = No
         return jax.tree.map(longer, pages), table + part * (count + own.size), length
 
     run: Callable[..., Any] = of_part
-    if division is not None and math.prod(mesh_in_force().values()) > 1:
-        rows, heads = division.mesh_axes_of_rows or None, division.mesh_axes_of_heads or None
+    if head_sharding is not None and math.prod(mesh_in_force().values()) > 1:
+        rows, heads = head_sharding.mesh_axes_of_rows or None, head_sharding.mesh_axes_of_heads or None
         specs = P(None, rows, None, heads), P(rows), P(rows)
 
         def of_own(pages: Any, table: jax.Array, length: jax.Array) -> Any:
@@ -230,7 +230,7 @@ def branch(cache: KVCache, group: int, room: int, division: Division | None = No
     return cache.replace(pages=pages, table=table, length=length)
 
 
-def gathered(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> View:
+def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KVView:
     """Keys and values for an attention that knows no pages: of each row [R, K, S, H], or of each of `count` new tokens'
     rows [T, K, S, H] where rows read different numbers of tokens. Those of int8 in `dtype`."""
     table = view.table if view.each is not None else view.table[view.tokens(count)[0]]
@@ -244,7 +244,7 @@ def gathered(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> View:
         found = over_rows(take, view.pages)
         return dequantize(found, dtype) if isinstance(found, Quantized) else found
 
-    return View(of(0), of(1))
+    return KVView(of(0), of(1))
 
 
 def bucket(length: int, smallest: int) -> int:

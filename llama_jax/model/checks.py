@@ -13,12 +13,14 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache, pages_of
-from llama_jax.model.options import Attend, Compute, Places
-from llama_jax.model.params import TABLE, Llama, Row, rows
-from llama_jax.ops.attention import Seen, View
+from llama_jax.model.forward_options import Attend, Compute, Positions
+from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
+from llama_jax.ops.attention import AttentionMask, KVView
 
 
-def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
+def check_arguments(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, positions: Positions
+) -> None:
     """Raise for arguments that `forward` does not accept; see there for the errors."""
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
@@ -26,7 +28,7 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
         )
     check_params(config, params)
     batch, new = tokens.shape
-    for name, value in (("positions", places.positions), ("segment_ids", places.segment_ids)):
+    for name, value in (("positions", positions.position_ids), ("segment_ids", positions.segment_ids)):
         if value is None:
             continue
         if cache is not None:
@@ -34,7 +36,7 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
         if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
             kind = f"{value.dtype}{list(value.shape)}"
             raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
-    lengths, rope_lengths = places.lengths, places.rope_lengths
+    lengths, rope_lengths = positions.lengths, positions.rope_lengths
     if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
         raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
     if lengths is not None:
@@ -43,12 +45,12 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
         if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
             raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
     if cache is not None:
-        _check_cache(config, tokens, cache, places)
-    elif places.starts is not None:
+        _check_cache(config, tokens, cache, positions)
+    elif positions.starts is not None:
         raise GenerationError("starts are for rows of a cache; leave them out")
 
 
-def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, places: Places) -> None:
+def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
     """Raise for a cache of another model or of other rows, and for tokens that do not fit: they would be dropped."""
     wanted, found = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (found[0], *found[3:]) != wanted:
@@ -57,10 +59,10 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, places:
             " make it with init_cache"
         )
     (batch, new), rows = tokens.shape, cache.table.shape[0]
-    if places.starts is not None:
-        if jnp.shape(places.starts) != (rows + 1,) or new != 1:
+    if positions.starts is not None:
+        if jnp.shape(positions.starts) != (rows + 1,) or new != 1:
             raise GenerationError(
-                f"tokens {[batch, new]} and starts {list(jnp.shape(places.starts))} for {rows} rows of a cache; int[T, 1]"
+                f"tokens {[batch, new]} and starts {list(jnp.shape(positions.starts))} for {rows} rows of a cache; int[T, 1]"
                 f" and int[{rows + 1}] are needed"
             )
         return
@@ -82,8 +84,8 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, places:
 def check_params(config: LlamaConfig, params: Llama) -> None:
     """Raise unless parameters have the shapes of a configuration.
 
-    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.fit`). With fewer, a lookup
-    would silently take another token's row.
+    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.padding`). With fewer, a
+    lookup would silently take another token's row.
 
     Raises:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
@@ -106,10 +108,10 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 
 
 @cache
-def _shapes(config: LlamaConfig) -> dict[str, tuple[Row, tuple[int, ...] | None]]:
+def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
     """The row and the shape of the parameter at each path; None where a model of this configuration has none."""
-    absent: dict[str, tuple[Row, tuple[int, ...] | None]] = {row.path: (row, None) for row in TABLE}
-    there = {row.path: (row, row.shape_of_all(config)) for row in rows(config)}
+    absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {row.path: (row, None) for row in PARAM_SPECS}
+    there = {row.path: (row, row.shape_of_all(config)) for row in specs_for(config)}
     return absent | there
 
 
@@ -145,7 +147,7 @@ def check_attend(config: LlamaConfig, compute: Compute) -> None:
 def checked_attention(attend: Attend) -> Attend:
     """A user's attention with a check of its result's shape, since axes in another order might go unnoticed."""
 
-    def found(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
+    def found(queries: jax.Array, view: KVView, seen: AttentionMask, **options: Any) -> jax.Array:
         mixed = attend(queries, view, seen, **options)
         kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (mixed, queries))
         if kind != wanted:

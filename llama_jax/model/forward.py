@@ -13,13 +13,13 @@ from jax import lax
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, gathered, is_quantized
+from llama_jax.model.cache import KVCache, gather_pages, is_quantized
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
-from llama_jax.model.options import Compute, Layout, Places, identity
+from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
-from llama_jax.ops.attention import Division, PagedView, Seen, View
+from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.weights.layers import is_held, split
 
@@ -30,9 +30,9 @@ def forward(
     tokens: jax.Array,
     cache: KVCache | None = None,
     *,
-    places: Places = Places(),
+    positions: Positions = Positions(),
     compute: Compute = Compute(),
-    layout: Layout = Layout(),
+    sharding: Sharding = Sharding(),
 ) -> tuple[jax.Array, Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
 
@@ -42,12 +42,12 @@ def forward(
     Args:
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
         a position beyond `config.max_seq_len`, which `generate` refuses. Where rows read different numbers of tokens,
-        int32[T, 1], and `places.starts` says which are whose.
+        int32[T, 1], and `positions.starts` says which are whose.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Leave it out to
         differentiate: with one there is no derivative.
-      places: the positions of the tokens, if they do not just follow those in the cache.
+      positions: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialization, attention.
-      layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
+      sharding: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
         [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "normed", the input of the first
         matmuls of attention and feed-forward, and "added", the output of their last ones.
 
@@ -61,17 +61,17 @@ def forward(
         together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
-    with layout.context(), ops.native_beside(params):
-        hidden, cache, _ = run(config, params, tokens, cache, Options(places, compute, layout))
+    with sharding.context(), ops.native_beside(params):
+        hidden, cache, _ = run_layers(config, params, tokens, cache, PassOptions(positions, compute, sharding))
     return hidden, cache
 
 
-class Options(NamedTuple):
+class PassOptions(NamedTuple):
     """The arguments of `forward` besides model and tokens."""
 
-    places: Places
+    positions: Positions
     compute: Compute
-    layout: Layout
+    sharding: Sharding
 
 
 Rope: TypeAlias = tuple[jax.Array, jax.Array]
@@ -89,42 +89,42 @@ class _Step(NamedTuple):
     """
 
     rope: tuple[Rope, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[AttentionMask, ...]
     sink_rope: tuple[Rope, ...] | None = None
     query_scale: jax.Array | None = None
     paged: PagedView | None = None
 
 
-def run(
+def run_layers(
     config: LlamaConfig,
     params: Llama,
     tokens: jax.Array,
     cache: KVCache | None,
-    options: Options,
+    options: PassOptions,
     tap: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, Any, Any]:
     """Hidden states, the cache, and what `tap` took from every layer, see `whole.observe`."""
-    places, compute, layout = options
+    positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
-    check_arguments(config, params, tokens, cache, places)
+    check_arguments(config, params, tokens, cache, positions)
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
-    chunks = _chunks(config, tokens, cache, places)
+    chunks = _chunks(config, tokens, cache, positions)
     # Rows that read different numbers of tokens are not divided, their pages are one pool, and XLA divides the heads: with a
     # kernel on each device a step of 8B over eight v5e reads 1.24 times the least, and so less than 1.05.
-    division = layout.division if places.starts is None else None
-    mix = _mixing_of(config, compute, layout, cache, chunks, division)
-    step = _step_of(config, tokens, cache, places, chunks)
-    embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
+    head_sharding = sharding.head_sharding if positions.starts is None else None
+    mix = _mixing_of(config, compute, sharding, cache, chunks, head_sharding)
+    step = _step_of(config, tokens, cache, positions, chunks)
+    embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
-    hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
+    hidden = sharding.constrain(sharding.constrain(embedded, "embedded"), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
         return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
 
     def added(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """What a sublayer adds to the residual stream."""
-        return _times(norm(layout.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
+        return _times(norm(sharding.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
@@ -132,15 +132,15 @@ def run(
         # Where layers are scanned and differ, which kind one is is known when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
-        normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
+        normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, kind)
         kept = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
-        pages, view = _view_of(pages, kept, step, index, division)
+        pages, view = _view_of(pages, kept, step, index, head_sharding)
         mixed = mix(kind, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
-        normed = layout.constrain(norm(after, block.ffn_norm), "normed")
-        after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
-        after = layout.constrain(after, "residual")
+        normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
+        after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
+        after = sharding.constrain(after, "residual")
         return after, pages, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
     def step_of(layer: int | None) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ def run(
     if cache is None:
         return hidden, None, taken
     assert step.paged is not None
-    lengths = step.paged.lengths if places.lengths is None else cache.length + places.lengths
+    lengths = step.paged.lengths if positions.lengths is None else cache.length + positions.lengths
     return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
@@ -191,16 +191,16 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 def _mixing_of(
     config: LlamaConfig,
     compute: Compute,
-    layout: Layout,
+    sharding: Sharding,
     cache: KVCache | None,
     chunks: list[int | None],
-    division: Division | None,
-) -> Callable[[int | jax.Array, _Heads, View | PagedView, tuple[Seen, ...]], jax.Array]:
+    head_sharding: HeadSharding | None,
+) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
-    if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
+    if sharding.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
     check_attend(config, compute)
-    attend = layout.attend or partial(ops.attend, division=division)
+    attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
     if compute.attend is not None:
         attend = checked_attention(compute.attend)
     options: dict[str, Any] = {"scale": config.score_scale}
@@ -219,23 +219,23 @@ def _mixing_of(
         options["backend"] = compute.attention
 
     def mix_within(
-        mask: tuple[int | None, int], heads: _Heads, view: View | PagedView, seen_by_chunk: tuple[Seen, ...]
+        mask: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, seen_by_chunk: tuple[AttentionMask, ...]
     ) -> jax.Array:
         window, seen = mask[0], seen_by_chunk[mask[1]]
         if not isinstance(view, PagedView) or cache is None:
             return attend(heads.queries, view, seen, window=window, **options)
         if own_attention:
-            dense = gathered(view, seen.query_positions.size, heads.queries.dtype)
+            dense = gather_pages(view, seen.query_positions.size, heads.queries.dtype)
             return attend(heads.queries, dense, seen, window=window, **options)
         sink_queries = None if heads.sink_queries is None else _by_token(heads.sink_queries)
         masks: dict[str, Any] = {"window": window, "chunk": some[mask[1]], "sinks": cache.sinks}
         queries = _by_token(heads.queries)
         mixed = ops.attend_paged(
-            queries, view, scale=config.score_scale, sink_queries=sink_queries, division=division, **masks
+            queries, view, scale=config.score_scale, sink_queries=sink_queries, head_sharding=head_sharding, **masks
         )
         return _by_row(mixed, len(heads.queries))
 
-    def mix(kind: int | jax.Array, heads: _Heads, view: View | PagedView, seen: tuple[Seen, ...]) -> jax.Array:
+    def mix(kind: int | jax.Array, heads: _Heads, view: KVView | PagedView, seen: tuple[AttentionMask, ...]) -> jax.Array:
         if isinstance(kind, int):
             return mix_within(masks[kind], heads, view, seen)
         # Attention is all that is compiled once for each mask. The branches share the loop over layers, so a program grows
@@ -246,26 +246,26 @@ def _mixing_of(
     return mix
 
 
-def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> list[int | None]:
+def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
     """The chunk of each kind of layer, None where all that can be seen is in one."""
     end: int | None = tokens.shape[1]  # all positions are below it
     if cache is not None:
         end = cache.capacity
-    end = end if places.positions is None else None
+    end = end if positions.position_ids is None else None
     return [
         None if end is not None and layer.chunk is not None and end <= layer.chunk else layer.chunk
         for layer in config.layer_kinds
     ]
 
 
-def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Places) -> Seen:
+def _in_chunks(config: LlamaConfig, seen: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
     """What queries see in layers with chunks, which are segments of the documents."""
     if chunk is None:
         return seen
-    positions = seen.query_positions, seen.key_positions
-    if places.positions is not None:
-        positions = places.positions, places.positions
-    queries, keys = (x // chunk for x in positions)
+    position_ids = seen.query_positions, seen.key_positions
+    if positions.position_ids is not None:
+        position_ids = positions.position_ids, positions.position_ids
+    queries, keys = (x // chunk for x in position_ids)
     if seen.query_segments is not None:
         # More than any document has: so each chunk of each document has a number of its own.
         chunks = -(-max(config.max_seq_len, seen.query_positions.shape[-1]) // chunk)
@@ -277,47 +277,49 @@ def _step_of(
     config: LlamaConfig,
     tokens: jax.Array,
     cache: KVCache | None,
-    places: Places,
+    positions: Positions,
     chunks: list[int | None],
 ) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
     paged, slots = None, jnp.broadcast_to(order, tokens.shape)
     if cache is not None:
-        paged = cache.view(new, places.starts)
+        paged = cache.view(new, positions.starts)
         slots = jnp.maximum(paged.tokens(tokens.size)[1], 0).reshape(tokens.shape)
-        if places.starts is not None and places.rope_lengths is None:
-            places = places._replace(rope_lengths=slots + 1)
+        if positions.starts is not None and positions.rope_lengths is None:
+            positions = positions._replace(rope_lengths=slots + 1)
     kinds = config.layer_kinds
 
-    def rope(positions: jax.Array) -> tuple[Rope, ...]:
+    def rope(position_ids: jax.Array) -> tuple[Rope, ...]:
         tables: dict[Any, Rope] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
             if key not in tables:
-                cos, sin = ops.rotary_table(positions, *scaled_frequencies(config, slots, places, layer))  # [B, T, H/2]
+                cos, sin = ops.rotary_table(
+                    position_ids, *scaled_frequencies(config, slots, positions, layer)
+                )  # [B, T, H/2]
                 tables[key] = cos[:, None, :, None], sin[:, None, :, None]
         return tuple(tables[layer.rope, layer.rope_theta] for layer in kinds)
 
-    positions = slots if places.positions is None else places.positions
-    own, scale = rope(positions), None
+    position_ids = slots if positions.position_ids is None else positions.position_ids
+    own, scale = rope(position_ids), None
     if config.query_scaling is not None:
         scaling = config.query_scaling
-        counted = positions + scaling.offset if scaling.offset else positions
+        counted = position_ids + scaling.offset if scaling.offset else position_ids
         scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
         scale = scale[:, None, :, None, None]
 
-    def by_chunk(seen: Seen) -> tuple[Seen, ...]:
-        return tuple(_in_chunks(config, seen, chunk, places) for chunk in dict.fromkeys(chunks))
+    def by_chunk(seen: AttentionMask) -> tuple[AttentionMask, ...]:
+        return tuple(_in_chunks(config, seen, chunk, positions) for chunk in dict.fromkeys(chunks))
 
     if cache is None:
-        return _Step(own, by_chunk(Seen.whole(new, places.segment_ids)), query_scale=scale)
+        return _Step(own, by_chunk(AttentionMask.whole(new, positions.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
-    seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
+    seen = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
     return _Step(own, seen, sink_rope, scale, paged)
 
 
@@ -407,13 +409,13 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 
 
 def _view_of(
-    pages: Any, heads: _Heads, step: _Step, layer: jax.Array, division: Division | None
-) -> tuple[Any, View | PagedView]:
+    pages: Any, heads: _Heads, step: _Step, layer: jax.Array, head_sharding: HeadSharding | None
+) -> tuple[Any, KVView | PagedView]:
     """The pages with the new tokens, and what the queries of a layer may read."""
     if step.paged is None:
-        return None, View(heads.keys, heads.values)
+        return None, KVView(heads.keys, heads.values)
     view = step.paged.replace(layer=layer.astype(jnp.int32))
-    pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, division)
+    pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, head_sharding)
     return pages, view.replace(pages=pages)
 
 
@@ -427,14 +429,14 @@ def _by_row(x: jax.Array, batch: int) -> jax.Array:
     return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
-def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, layout: Layout) -> jax.Array:
+def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding: Sharding) -> jax.Array:
     """The feed-forward layer that the block has."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
     routing = ops.Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = ops.experts(normed, weights.router, *matrices, routing=routing, sharding=layout.experts)
+    chosen = ops.experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
         return chosen
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
@@ -445,7 +447,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
 
     Separate from `forward`, so that a prefill projects one position per row onto the vocabulary instead of all of them.
 
-    The output projection may have more rows than the vocabulary, to be divided over devices (`parallel.fit`). They are
+    The output projection may have more rows than the vocabulary, to be divided over devices (`parallel.padding`). They are
     padding: there are as many logits as rows, and those of the padding are -inf, so that nothing ever chooses or counts one.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from llama_jax.ops.weights.kinds import MADE, Pure
+from llama_jax.ops.weights.formats import ENCODABLE, PureFormatName
 
 # Errors of the embedding and the output projection reach every token and every logit: with them in 8 bits SmolLM2 diverges
 # by a quarter less in int4 or q4_0.
@@ -14,7 +14,7 @@ VOCABULARY_KINDS = {
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), "q8_0"),
 }
 MIXED = ("q4_k", "q5_k")  # in some layers values and `down` are in 6 bits, as in llama.cpp's Q4_K_M and Q5_K_M
-MIXTURES: tuple[str, ...] = (*MADE, *get_args(Pure))  # what a user may ask for
+MIXTURES: tuple[str, ...] = (*ENCODABLE, *get_args(PureFormatName))  # what a user may ask for
 
 
 def kind_of_part(part: str, quantize: str, layer: int, layers: int) -> str:

@@ -91,7 +91,7 @@ BLOCKS = "blocks."  # begins the path of what every layer has
 
 
 @dataclass(frozen=True)
-class Row:
+class ParamSpec:
     """A parameter.
 
     Attributes:
@@ -156,33 +156,47 @@ def _shared(config: LlamaConfig) -> bool:
     return config.shared_expert
 
 
-TABLE: tuple[Row, ...] = (
-    Row("embedding", "V D", P("tensor", "fsdp"), "normal"),
-    Row("blocks.attention_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
-    Row("blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", draw=(1,), outputs=(-4, -3, -2)),
-    Row("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", when=lambda config: config.qkv_bias),
-    Row("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
-    Row("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
-    Row("blocks.attention.query_norm", "K G H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
-    Row("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
-    Row("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", draw=(2,), outputs=(-2,)),
-    Row("blocks.attention_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
-    Row("blocks.ffn_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
-    Row("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_dense),
-    Row("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_dense),
-    Row("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_dense),
-    Row("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", draw=(6,), outputs=(-2,), when=_sparse),
-    Row("blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse),
-    Row("blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse),
-    Row("blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse),
-    Row("blocks.feed_forward.shared_gate", "F D", P("tensor", "fsdp"), "normal", draw=(7, 0), outputs=(-2,), when=_shared),
-    Row("blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", draw=(7, 1), outputs=(-2,), when=_shared),
-    Row("blocks.feed_forward.shared_down", "D F", P("fsdp", "tensor"), "residual", draw=(8,), outputs=(-2,), when=_shared),
-    Row("blocks.ffn_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
-    Row("final_norm", "D", P(), "ones"),
-    Row("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
+PARAM_SPECS: tuple[ParamSpec, ...] = (
+    ParamSpec("embedding", "V D", P("tensor", "fsdp"), "normal"),
+    ParamSpec("blocks.attention_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
+    ParamSpec(
+        "blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", draw=(1,), outputs=(-4, -3, -2)
+    ),
+    ParamSpec("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", when=lambda config: config.qkv_bias),
+    ParamSpec("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
+    ParamSpec("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
+    ParamSpec("blocks.attention.query_norm", "K G H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
+    ParamSpec("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
+    ParamSpec("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", draw=(2,), outputs=(-2,)),
+    ParamSpec("blocks.attention_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
+    ParamSpec("blocks.ffn_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
+    ParamSpec("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_dense),
+    ParamSpec("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_dense),
+    ParamSpec("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_dense),
+    ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", draw=(6,), outputs=(-2,), when=_sparse),
+    ParamSpec(
+        "blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse
+    ),
+    ParamSpec(
+        "blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse
+    ),
+    ParamSpec(
+        "blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_gate", "F D", P("tensor", "fsdp"), "normal", draw=(7, 0), outputs=(-2,), when=_shared
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", draw=(7, 1), outputs=(-2,), when=_shared
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_down", "D F", P("fsdp", "tensor"), "residual", draw=(8,), outputs=(-2,), when=_shared
+    ),
+    ParamSpec("blocks.ffn_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
+    ParamSpec("final_norm", "D", P(), "ones"),
+    ParamSpec("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
 )
-_BY_PATH = {row.path: row for row in reversed(TABLE)}
+_BY_PATH = {row.path: row for row in reversed(PARAM_SPECS)}
 
 
 @cache
@@ -210,19 +224,19 @@ def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
 
 
 @cache
-def rows(config: LlamaConfig) -> tuple[Row, ...]:
+def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
     """The parameters that a model of this configuration has."""
-    return tuple(row for row in TABLE if row.when(config))
+    return tuple(row for row in PARAM_SPECS if row.when(config))
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
-    row = row_at((jax.tree_util.GetAttrKey("blocks"), *path))
+    row = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
     inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][row.path.count(".") :]
     return row.is_matrix and all(name in ("base", "parts") for name in inside)
 
 
-def row_at(path: tuple[Any, ...]) -> Row:
+def spec_at(path: tuple[Any, ...]) -> ParamSpec:
     """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama`.
 
     Of several rows for one place the first: they differ in shape and condition alone. The arrays inside of what stands in

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.model.options import Remat
-from llama_jax.ops.attention.rows import MIXED
+from llama_jax.model.forward_options import Remat
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.layers import PRODUCT
 from llama_jax.ops.platform import recomputing
 
@@ -22,7 +22,7 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
     policy = {
         # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.
         # By names: a policy of JAX's own does not see into a matmul with a derivative of its own.
-        "dots": policies.save_only_these_names(PRODUCT, MIXED),
+        "dots": policies.save_only_these_names(PRODUCT, ATTENTION_OUTPUT),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

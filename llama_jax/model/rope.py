@@ -7,7 +7,7 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
 from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
 from llama_jax.ops.rotary import Frequencies
 
@@ -40,12 +40,12 @@ def rotary_frequencies(
 
 
 def scaled_frequencies(
-    config: LlamaConfig, slots: jax.Array, places: Places, layer: LayerConfig = LayerConfig()
+    config: LlamaConfig, slots: jax.Array, positions: Positions, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
     """The same of a pass whose tokens stand in `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
-    lengths = places.rope_lengths
+    lengths = positions.rope_lengths
     if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
-        lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
+        lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, lengths, layer)
     if frequencies.ndim == 2:  # of each row, for all its positions
         frequencies = frequencies[:, None]

@@ -17,25 +17,35 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
-from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, is_matrix_in_block, row_at, rows
+from llama_jax.model.params import (
+    Attention,
+    Block,
+    FeedForward,
+    Leaf,
+    Llama,
+    ParamSpec,
+    is_matrix_in_block,
+    spec_at,
+    specs_for,
+)
 from llama_jax.ops.weights import (
-    ChangedWeight,
+    FormatName,
     JoinedWeight,
-    Kind,
+    LowRankWeight,
     MixedStack,
-    Name,
-    Pure,
+    PureFormatName,
+    QuantFormat,
     QuantizedWeight,
     apart,
-    fitting,
+    format_for,
     layer_of,
     quantized,
     shardings_of_planes,
     with_fallback,
 )
-from llama_jax.ops.weights.kinds import KINDS
-from llama_jax.ops.weights.planes import bits_of
-from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.ops.weights.format_spec import bits_of
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.quantized_matmul import columns_on_each
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
@@ -51,7 +61,7 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
         its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
-    def start(row: Row) -> jax.Array:
+    def start(row: ParamSpec) -> jax.Array:
         shape = row.shape_of_all(config)
         if not row.decays:
             return jnp.full(shape, 1 - config.norm_offset if row.start == "ones" else 0, dtype)
@@ -64,9 +74,9 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
     return build(config, start)
 
 
-def build(config: LlamaConfig, leaf_of: Callable[[Row], Leaf]) -> Llama:
+def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
     """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not."""
-    table = {row.path: row for row in rows(config)}
+    table = {row.path: row for row in specs_for(config)}
 
     def leaf(path: str) -> Leaf | None:
         return leaf_of(table[path]) if path in table else None
@@ -85,7 +95,7 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32)
     return build(config, lambda row: jax.ShapeDtypeStruct(row.shape_of_all(config), jnp.dtype(dtype)))
 
 
-def quantize(params: Llama, kind: Name | Pure) -> Llama:
+def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
     """The parameters with their matrices in fewer bits: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
 
     With less than 6 bits the embedding and the output projection get a wider kind, and "q4_k" and "q5_k" give some layers 6
@@ -98,14 +108,14 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    if kind not in (*MIXTURES, *(KINDS if planned else ())):
+    if kind not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MIXTURES)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
-        row = row_at(path)
+        row = spec_at(path)
         if not row.is_matrix:
             return leaf
-        if isinstance(leaf, ChangedWeight):
+        if isinstance(leaf, LowRankWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
         layers = leaf.shape[0] if row.in_blocks else 1
         each = [kinds_of_parameter(row.path, kind, layer, layers) for layer in range(layers)]
@@ -113,7 +123,7 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
             leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
         return in_kinds(leaf, each, partial(in_kind, row))
 
-    def in_kind(row: Row, leaf: Leaf, own: str) -> Leaf:
+    def in_kind(row: ParamSpec, leaf: Leaf, own: str) -> Leaf:
         form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
@@ -123,7 +133,7 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
             return quantized(leaf.decoded() if is_weight(leaf) else leaf, own)
         return _planned(leaf, form)
 
-    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight)
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_leaf)
 
 
@@ -163,7 +173,7 @@ def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
     """
 
     def in_kind(leaf: jax.ShapeDtypeStruct, kind: str | None) -> Any:
-        return leaf if kind is None else _planned(leaf, fitting(kind, columns_on_each(leaf.shape, leaf.sharding)))
+        return leaf if kind is None else _planned(leaf, format_for(kind, columns_on_each(leaf.shape, leaf.sharding)))
 
     return jax.tree.map(lambda leaf, each: in_kinds(leaf, each, in_kind), params, kinds)
 
@@ -178,7 +188,7 @@ def _parts(leaf: Any, count: int) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for shape in shapes]
 
 
-def _planned(leaf: jax.ShapeDtypeStruct, form: Kind) -> QuantizedWeight:
+def _planned(leaf: jax.ShapeDtypeStruct, form: QuantFormat) -> QuantizedWeight:
     places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
     shapes = [
         jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
@@ -214,14 +224,14 @@ def kinds_in_memory(params: Any) -> str:
     numbers: Counter[str] = Counter()
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
-        if row_at(path).is_matrix:
+        if spec_at(path).is_matrix:
             numbers[leaf.kind if is_quantized(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
     return " and ".join(kind for kind, _ in numbers.most_common())
 
 
 def parameter_count(config: LlamaConfig) -> int:
     """How many parameters a Llama of this configuration has, without allocating any."""
-    return sum(math.prod(row.shape_of_all(config)) for row in rows(config))
+    return sum(math.prod(row.shape_of_all(config)) for row in specs_for(config))
 
 
 def layers_of(params: Llama) -> tuple[Block, ...]:

@@ -7,12 +7,12 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 from llama_jax.ops.attention import attend, attend_paged, write_paged
 from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
-from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
+from llama_jax.ops.int8 import smooth_keys
+from llama_jax.ops.layers import embed, feed_forward, project, rms_norm
 from llama_jax.ops.logprobs import token_logprobs
 from llama_jax.ops.moe import ExpertSharding, Routing, experts
-from llama_jax.ops.quantized import smooth_keys
+from llama_jax.ops.rope_layout import half_from_interleaved
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
-from llama_jax.ops.rotary_order import half_from_interleaved
 
 __all__ = [
     "ExpertSharding",
@@ -24,11 +24,11 @@ __all__ = [
     "compile_native",
     "cross_entropy",
     "decodes_natively",
+    "embed",
     "experts",
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",
-    "look_up",
     "native_anyway",
     "native_beside",
     "project",

@@ -37,7 +37,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.ops import native
-from llama_jax.ops.platform import announce, is_divided, lowering_platform, mesh_in_force, native_code, recomputing
+from llama_jax.ops.platform import is_divided, log_backend, lowering_platform, mesh_in_force, native_code, recomputing
 from llama_jax.ops.threefry import unrolled_threefry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +71,7 @@ def is_short(*arrays: Any) -> bool:
 
 
 PARTS, LEAST, MOST = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
-FEW_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most where it has no tiles
+NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most where it has no tiles
 LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # numbers of a weight
 
 
@@ -112,7 +112,7 @@ def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> boo
 
 
 def _most_rows(dtype: Any) -> int:
-    few = FEW_ROWS.get(str(dtype), 0)
+    few = NATIVE_ROWS.get(str(dtype), 0)
     return ALL_ROWS if few and native.has_tiles() else few
 
 
@@ -142,11 +142,11 @@ def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) 
 
 def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
     matrix = weight.astype(x.dtype)
-    return _by_rows(x, matrix), keep((x, matrix if settings[0] else weight))
+    return _by_rows(x, matrix), pack_bits((x, matrix if settings[0] else weight))
 
 
 def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, matrix = restore(residuals)
+    x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
     of_x = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return of_x.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
@@ -155,8 +155,8 @@ def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient
 _multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
-def sum_of_outer(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """`layers.sum_of_outer`, for 16-bit numbers."""
+def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+    """`layers.weight_gradient`, for 16-bit numbers."""
     if not is_short(a, b):
         return plain(a, b, out_dtype)
     return _outer_short(a, b, out_dtype or jnp.promote_types(a.dtype, jnp.float32))
@@ -225,7 +225,7 @@ def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -
     """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
     found = plain(weight, rows, groups)
     is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
-    most = min(_most_rows(weight.dtype), max(FEW_ROWS.values())) if native_code.value and is_float else 0
+    most = min(_most_rows(weight.dtype), max(NATIVE_ROWS.values())) if native_code.value and is_float else 0
     if rows > most * groups:
         return found
     return found._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
@@ -233,13 +233,18 @@ def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -
 
 def is_native(kind: str) -> bool:
     """Whether matmuls with weights of a kind are native code in what is traced now."""
-    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable(f"quantized_{kind}")
+    return (
+        kind in native.NATIVE_FORMATS
+        and lowering_platform() == "cpu"
+        and not is_divided()
+        and native.usable(f"quantized_{kind}")
+    )
 
 
 def native_beside(params: Any) -> AbstractContextManager[Any]:
     """The context to trace a model in, see `platform.native_code`; quantized weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
-    kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.KINDS}
+    kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
     if lowering_platform() == "cpu" and not is_divided():
         native.prepare(f"quantized_{kind}" for kind in kinds)  # beside one another
     quantized = any(is_native(kind) for kind in kinds)
@@ -250,7 +255,7 @@ def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
     """Whether a model is decoded on a single CPU, and in floats that are multiplied natively, see `native_anyway`."""
     first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
     platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
-    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in FEW_ROWS
+    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in NATIVE_ROWS
 
 
 def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
@@ -265,8 +270,8 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
       kinds: of its quantized weights; none for one of floats.
       keys: [H], of the type of floats, too.
     """
-    if lowering_platform() == "cpu" and str(keys.dtype) in FEW_ROWS:
-        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.KINDS] or [f"floats_{keys.dtype}"]
+    if lowering_platform() == "cpu" and str(keys.dtype) in NATIVE_ROWS:
+        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.NATIVE_FORMATS] or [f"floats_{keys.dtype}"]
         native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
 
 
@@ -287,15 +292,15 @@ def in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return coarse.astype(jnp.int8), jnp.round((scaled - coarse) * FINER).astype(jnp.int8), factors
 
 
-def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
-    """`layers.look_up`, from a table that depends on the rows: what is converted is these rows alone, in the loop."""
+def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
+    """`layers.embed`, from a table that depends on the rows: what is converted is these rows alone, in the loop."""
     return plain(*lax.optimization_barrier((table, rows))) if is_short(table) else plain(table, rows)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------------
 
 
-def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
+def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
     """`serving.multihost_engine.launched`, which then waits: XLA runs two programs at once where neither needs the other,
     and the sums of one over all processes would meet those of the other.
     """
@@ -358,7 +363,7 @@ class Bits(struct.PyTreeNode):
     dtype: Any = struct.field(pytree_node=False)
 
 
-def keep(tree: Any) -> Any:
+def pack_bits(tree: Any) -> Any:
     """On a CPU the same tree with 16-bit floating-point arrays as `Bits`, to be undone by `restore`; both cost nothing."""
     if lowering_platform() != "cpu":
         return tree
@@ -369,7 +374,7 @@ def keep(tree: Any) -> Any:
     return jax.tree.map(packed, tree)
 
 
-def restore(tree: Any) -> Any:
+def unpack_bits(tree: Any) -> Any:
     """What was given to `keep`."""
 
     def unpacked(x: Any) -> jax.Array:
@@ -378,7 +383,7 @@ def restore(tree: Any) -> Any:
     return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, Bits))
 
 
-def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def remat(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`jax.checkpoint` of a function of arrays, whose residuals, its arguments, are kept as `Bits` where they are short."""
 
     @jax.custom_vjp
@@ -386,16 +391,16 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return function(*args)
 
     def backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-        return jax.vjp(function, *restore(residuals))[1](gradient)
+        return jax.vjp(function, *unpack_bits(residuals))[1](gradient)
 
-    run.defvjp(lambda *args: (function(*args), keep(args)), backward)
+    run.defvjp(lambda *args: (function(*args), pack_bits(args)), backward)
     return run
 
 
 # --- elementwise ---------------------------------------------------------------------------------------------------------
 
 
-def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
+def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
     """`layers.feed_forward`'s product, of 16-bit numbers in float32 and rounded once."""
     if not is_short(gates):
         return plain(gates, values, activation)
@@ -414,7 +419,7 @@ def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array,
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
-    return restore(jax.tree.map(put, keep(pages), keep(rows)))
+    return unpack_bits(jax.tree.map(put, pack_bits(pages), pack_bits(rows)))
 
 
 def attend_paged(
@@ -425,7 +430,7 @@ def attend_paged(
     wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
     if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
         return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
-    announce("native", "on cpu")
+    log_backend("native", "on cpu")
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from llama_jax.ops.layers import Weight, project, sum_of_outer
+from llama_jax.ops.layers import Weight, project, weight_gradient
 
 Constrain = Callable[[jax.Array, str], jax.Array]  # told what an array is, lays it out over devices
 
@@ -130,7 +130,7 @@ def _sums_and_gradients(
         of_logits = of_logits.astype(cast.dtype)
         if of_head is not None:
             rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
-            of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
+            of_head = constrain(of_head + weight_gradient(rows, of_rows, of_head.dtype), "head_gradient")
         of_hidden = project(of_logits, cast.T)
         return (LossSums(*map(jnp.add, total, sums)), of_head), of_hidden
 

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.layers import PRODUCT, project, sum_of_outer
+from llama_jax.ops.layers import PRODUCT, project, weight_gradient
 from llama_jax.ops.platform import lowering_platform, native_code, planned_for, recomputing
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
@@ -320,13 +320,13 @@ def _by_blocks(
     """
     rows, groups = len(x), len(sizes)
     blocks = _blocks_for(weight, rows, groups)
-    padded = cpu.keep(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
-    found = cpu.keep(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
+    padded = cpu.pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
+    found = cpu.pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
 
     def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
         put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return jax.tree.map(put, found, cpu.keep(product.astype(out.dtype)))
+        return jax.tree.map(put, found, cpu.pack_bits(product.astype(out.dtype)))
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, found: Any) -> Any:
         return blocks.of_group(start, size, partial(of_block, group), found)
@@ -337,11 +337,11 @@ def _by_blocks(
         found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of[i], 1, i, found), found)
     else:
         found = _for_each_group(sizes, of_group, found)
-    return cpu.restore(found)[:rows]
+    return cpu.unpack_bits(found)[:rows]
 
 
 def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
-    return cpu.restore(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
+    return cpu.unpack_bits(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
 
 
 def expert_of(weight: Any, group: jax.Array | int) -> Any:
@@ -351,7 +351,7 @@ def expert_of(weight: Any, group: jax.Array | int) -> Any:
     if isinstance(group, int):
         return jax.tree.map(lambda array: array[group], weight)
     take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
-    return cpu.restore(jax.tree.map(take, cpu.keep(weight)))
+    return cpu.unpack_bits(jax.tree.map(take, cpu.pack_bits(weight)))
 
 
 @for_cpu(cpu.multiply_group)
@@ -382,21 +382,21 @@ def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
     blocks = _blocks(len(a), len(sizes))
-    padded = [cpu.keep(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
+    padded = [cpu.pack_bits(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
         def add(length: int, at: jax.Array, total: jax.Array) -> jax.Array:
             rows, others = (_slice(array, at, length) for array in padded)
             if length == blocks.lengths[-1] > 1:  # the last
                 rows = jnp.where((at + jnp.arange(length) < start + size)[:, None], rows, 0)
-            return total + sum_of_outer(rows, others, wide)
+            return total + weight_gradient(rows, others, wide)
 
         total = blocks.of_group(start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
         put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
-        return jax.tree.map(put, out, cpu.keep(total.astype(out_dtype)))
+        return jax.tree.map(put, out, cpu.pack_bits(total.astype(out_dtype)))
 
-    found = cpu.keep(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
-    return cpu.restore(_for_each_group(sizes, of_group, found))
+    found = cpu.pack_bits(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
+    return cpu.unpack_bits(_for_each_group(sizes, of_group, found))
 
 
 # --- by the kernel of TPUs -------------------------------------------------------------------------------------------------

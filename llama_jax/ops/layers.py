@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.mixed import multiply_cast
+from llama_jax.ops.mixed_precision import multiply_cast
 from llama_jax.ops.platform import recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +24,7 @@ class Weight(Protocol):
     """What may stand in the place of a weight's array: a quantized one, or one with an adapter.
 
     It must also be a pytree, have the `shape` and `dtype` of the weight, and be told apart from an array by its type alone.
-    In the place of the embedding it must have a `look_up` too.
+    In the place of the embedding it must have an `embed` too.
     """
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -50,10 +50,10 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
     return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
 
 
-@for_cpu(cpu.look_up)
-def look_up(table: Any, rows: jax.Array) -> jax.Array:
-    """Some rows of a table [V, D], an array or what has a `look_up` of its own: [*rows, D]."""
-    return table.look_up(rows) if hasattr(table, "look_up") else table[rows]
+@for_cpu(cpu.embed)
+def embed(table: Any, rows: jax.Array) -> jax.Array:
+    """Some rows of a table [V, D], an array or what has an `embed` of its own: [*rows, D]."""
+    return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
 @for_cpu(cpu.multiply, to_plan=True)
@@ -68,8 +68,8 @@ def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
 
 
-@for_cpu(cpu.sum_of_outer)
-def sum_of_outer(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+@for_cpu(cpu.weight_gradient)
+def weight_gradient(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
     """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
 
     Args:
@@ -85,7 +85,7 @@ def sum_of_outer(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array
     return lax.dot_general(a, b, ((rows, rows), (batch, batch)), preferred_element_type=wide)
 
 
-def recomputed(function: F) -> F:
+def remat(function: F) -> F:
     """The same function of arrays, which saves only its arguments for the backward pass and computes the rest again.
 
     For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
@@ -93,7 +93,7 @@ def recomputed(function: F) -> F:
     """
 
     def variant(plain: Callable[..., Any], *args: Any) -> Any:
-        return cpu.recomputed(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
+        return cpu.remat(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
 
     # No common subexpressions to be kept apart: layers are scanned where they are trained.
     return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
@@ -115,7 +115,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *
       [..., D] in the dtype of `x`.
     """
 
-    @recomputed
+    @remat
     def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
@@ -143,15 +143,15 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
       [..., D].
     """
 
-    @recomputed
+    @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
         """The product is as large as either: its projection is computed with it, so that it need not be saved."""
-        return project(gated(gates, values, activation), down)
+        return project(gated_activation(gates, values, activation), down)
 
     return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
 
 
-@for_cpu(cpu.gated)
-def gated(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
+@for_cpu(cpu.gated_activation)
+def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
     """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.ops.grouped import Gather, grouped
-from llama_jax.ops.layers import feed_forward, gated, project, recomputed
+from llama_jax.ops.layers import feed_forward, gated_activation, project, remat
 from llama_jax.ops.platform import mesh_in_force
 
 
@@ -115,9 +115,9 @@ def _chosen_experts(
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
     gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
 
-    @recomputed
+    @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
-        return grouped(gated(gates, values, "silu"), down, sizes, gather=on_first)
+        return grouped(gated_activation(gates, values, "silu"), down, sizes, gather=on_first)
 
     results = project_gated(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)

@@ -47,7 +47,7 @@ def lowering_platform() -> str:
     (`jax.set_mesh`, or `jax.sharding.use_abstract_mesh` inside of a traced function), which may be one of devices that are
     not there; else from `jax.default_device`; else it is the default backend. A program for another platform than the
     default one must therefore be traced under its mesh, as the library's own functions do for parameters that lie there
-    (`inference.placement.layout_of`), or under `jax.default_device`, as in a `jax.jit` of your own.
+    (`inference.sharding.sharding_of`), or under `jax.default_device`, as in a `jax.jit` of your own.
     """
     if planned_for.value is not None:
         return planned_for.value
@@ -114,7 +114,7 @@ _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVa
 
 
 @contextlib.contextmanager
-def observed() -> Iterator[dict[str, str]]:
+def record_backends() -> Iterator[dict[str, str]]:
     """Collects within it which ways of computing attention are taken, each with the reason of its first time.
 
     Programs choose when they are traced: what was compiled before is not seen again.
@@ -127,8 +127,8 @@ def observed() -> Iterator[dict[str, str]]:
         _OBSERVED.reset(before)
 
 
-def announce(name: str, why: str) -> None:
-    """Report the backend that is used, and why: to the log, and to an `observed` block once for each backend."""
+def log_backend(name: str, why: str) -> None:
+    """Report the backend that is used, and why: to the log, and to a `record_backends` block once for each backend."""
     taken = _OBSERVED.get()
     if taken is None or name not in taken:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)

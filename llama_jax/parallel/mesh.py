@@ -24,7 +24,7 @@ class MeshSizes:
         (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
       tensor: parts of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
       context: parts of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
-        `parallel.ring`). The parameters are sharded over their devices as over those of `fsdp`.
+        `parallel.ring_attention`). The parameters are sharded over their devices as over those of `fsdp`.
 
     Raises:
       MeshError: a size that is not a positive integer.

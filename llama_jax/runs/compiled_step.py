@@ -13,18 +13,25 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError, TrainingError
-from llama_jax.model.adapters import adapted, init_adapters, settled, with_base
-from llama_jax.model.options import Layout, identity
+from llama_jax.model.forward_options import Sharding, identity
+from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, with_base
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import init
-from llama_jax.ops.attention import observed
-from llama_jax.parallel.fit import laid_out
+from llama_jax.ops.attention import record_backends
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.pmapped import pmap_step, replicate
-from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, reading_over, shardings, train_state_specs
+from llama_jax.parallel.padding import padded_shapes_config
+from llama_jax.parallel.pmap import pmap_step, replicate
+from llama_jax.parallel.sharding import (
+    batch_spec,
+    evaluation_sharding,
+    param_specs,
+    shardings,
+    train_state_specs,
+    training_sharding,
+)
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
-from llama_jax.training.objective import LossOptions
+from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
@@ -118,30 +125,30 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         jax.eval_shape(partial(_random, recipe), begins_as),
         placement,
     )
-    config, layout = layout_over(recipe.model, mesh)
+    config, sharding = training_sharding(recipe.model, mesh)
 
     def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         base, other = models
-        over, frozen = layout, FrozenModels(None, other)
+        over, frozen = sharding, FrozenModels(None, other)
         if base is not None and lora is not None:
-            over, frozen = with_base(layout, base, lora), FrozenModels(layout.fit(base), other)
+            over, frozen = with_base(sharding, base, lora), FrozenModels(sharding.fit(base), other)
         if objective.prepare is not None:
-            with layout.context():
+            with sharding.context():
                 prepare = objective.prepare(frozen)
                 batch = prepare(config, over.fit(state.params), batch, loss_options(recipe), over)
-        return _step(recipe, objective, frozen, partial(train_step, config, layout=over))(state, batch)
+        return _step(recipe, objective, frozen, partial(train_step, config, sharding=over))(state, batch)
 
     def model(params: Llama) -> Llama:
-        return params if base is None or lora is None else settled(adapted(base, params, lora))
+        return params if base is None or lora is None else precompute_dora_scale(adapted(base, params, lora))
 
-    _, reading = reading_over(recipe.model, mesh)
+    _, reading = evaluation_sharding(recipe.model, mesh)
     # If nothing is padded or copied the model is returned unchanged: `jit` would copy it.
-    as_it_is = laid_out(recipe.model, sizes) == recipe.model
+    as_it_is = padded_shapes_config(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
     batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, whole))
     began = time.perf_counter()
-    with observed() as attention:
+    with record_backends() as attention:
         compiled = jitted.lower(models, shapes, batches).compile()
 
     def start(params: Llama | None) -> TrainState:
@@ -164,9 +171,9 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         model=model,
         # All processes read the same rows, and each the whole answer.
         jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
-        fit=identity if as_it_is else jax.jit(layout.fit),
+        fit=identity if as_it_is else jax.jit(sharding.fit),
         config=config,
-        layout=reading,
+        sharding=reading,
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else f"one device ({jax.default_backend()})",
         compile_seconds=time.perf_counter() - began,
@@ -198,7 +205,7 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
         jit=jax.jit,
         fit=partial(jax.tree.map, lambda array: array.addressable_data(0)),
         config=recipe.model,
-        layout=Layout(),
+        sharding=Sharding(),
         devices=len(devices),
         description=f"pmap over {len(devices)} devices",
         compile_seconds=time.perf_counter() - began,

@@ -19,10 +19,10 @@ from llama_jax.formats import open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.multihost import Processes
 from llama_jax.runs import preflight
 from llama_jax.runs.checkpoint_manager import SAVE_TIMEOUT, CheckpointManager
 from llama_jax.runs.compiled_step import make_program
@@ -104,7 +104,7 @@ def train(
       save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
       stuck: called with the error, in another thread, if this thread hangs for longer than that while it begins to write a
         checkpoint: no exception reaches it. The command line ends the process; None logs the error.
-      processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
+      processes: what `parallel.multihost.join_job` gave, where there are several: each calls this with the same arguments.
       log: prints progress, such as `runs.log.Log()`; None prints nothing.
 
     Raises:
@@ -116,7 +116,7 @@ def train(
     processes = Processes() if processes is None else processes
     if processes.count != jax.process_count():
         raise TrainingError(
-            f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and"
+            f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.multihost.join_job, and"
             " pass its result as processes="
         )
     # First of all, since JAX's own barriers assume that each process has equally many devices.
@@ -477,7 +477,7 @@ def sample_prompts(
     if not prompts:
         return []
     # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
-    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.layout.shares)]
+    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.sharding.shares)]
     new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
     results = generate(

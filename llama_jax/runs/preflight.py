@@ -23,11 +23,11 @@ from llama_jax.data.documents import TOKENS, DocumentFormat, kind_of, read_docum
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
-from llama_jax.model.adapters import adapter_count
+from llama_jax.model.lora import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops import project
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.compiled_step import check_mesh
 from llama_jax.runs.locks import run_of

@@ -20,10 +20,10 @@ from llama_jax.formats import load, open_checkpoint
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.model.params import Llama
-from llama_jax.ops.weights import Kept, QuantizedWeight
-from llama_jax.ops.weights.planes import INT4, unpacked
+from llama_jax.ops.weights import FrozenFormatName, QuantizedWeight
+from llama_jax.ops.weights.format_spec import INT4, unpacked
+from llama_jax.parallel.generation_sharding import param_shardings
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.serving import param_shardings
 from llama_jax.runs.recipe import Recipe
 
 _log = logging.getLogger("llama_jax.runs")
@@ -58,7 +58,7 @@ def load_weights(
     if recipe.lora is None:
         if weights is None or note is not None:
             return None, None
-        places = param_shardings(recipe.model, mesh, fitted=False)
+        places = param_shardings(recipe.model, mesh, padded=False)
         return load(weights, "float32", shardings=places).params, None
     assert weights is not None
     params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
@@ -72,7 +72,7 @@ def load_weights(
 
 
 def load_frozen(
-    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept | None
+    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: FrozenFormatName | None
 ) -> tuple[Llama, dict[str, str]]:
     """A model that a run only reads, placed as `param_specs` says; and its path and digest.
 
@@ -82,7 +82,7 @@ def load_frozen(
     kind: Any = quantize
     if quantize == "none":
         kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
-    params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
+    params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, padded=False)).params
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 

@@ -12,18 +12,18 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError, shown
-from llama_jax.model.adapters import Lora, adapter_shapes
-from llama_jax.model.options import Attend, Compute, Remat
+from llama_jax.model.forward_options import Attend, Compute, Remat
+from llama_jax.model.lora import Lora, adapter_shapes
 from llama_jax.ops.attention import AttentionBackend
-from llama_jax.ops.weights import Kept
+from llama_jax.ops.weights import FrozenFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import dataclass_of
 from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
-from llama_jax.training.objective import CHUNK
+from llama_jax.training.loss import LOSS_CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
-from llama_jax.training.preferences import PreferenceOptions
-from llama_jax.training.rewards import PolicyKind, PolicyOptions
+from llama_jax.training.policy_gradient import PolicyKind, PolicyOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
@@ -59,7 +59,7 @@ class RewardSettings:
       answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
       temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
       updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
-      loss, clip, clip_high, beta: see `training.rewards.PolicyOptions`. With beta the reference is the model without its
+      loss, clip, clip_high, beta: see `PolicyOptions`. With beta the reference is the model without its
         adapters, or the weights that training began with.
       scale: whether advantages are divided by the standard deviation of their group.
       truncated: whether answers that were cut off are learned from as others are ("count") or not ("mask", Yu et al. 2025,
@@ -131,13 +131,13 @@ class Recipe:
         QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
       dtype: type of the computation; the trained parameters are float32.
-      remat: what the backward pass recomputes to save memory; see `Compute` of `model.options`.
+      remat: what the backward pass recomputes to save memory; see `Compute` of `model.forward_options`.
       attention: the implementation of attention; "auto" takes the device's kernel where it can.
-      attend: attention of your own, see `Compute` of `model.options`.
-      loss: a loss of your own in place of `training.objective.total_loss`, which None takes.
+      attend: attention of your own, see `Compute` of `model.forward_options`.
+      loss: a loss of your own in place of `training.loss.total_loss`, which None takes.
       chunk: positions of each row whose logits are computed at a time.
       z_loss: weight of the squared logarithm of the softmax's denominator, see `ops.LogitOptions`; 1e-4 is usual.
-      neftune: scale of the noise that is added to the embeddings, see `training.objective`; 0 adds none. The noise depends
+      neftune: scale of the noise that is added to the embeddings, see `training.loss`; 0 adds none. The noise depends
         on the seed and the number of the batch.
       ema_decay: decay of a moving average of the parameters, which is then evaluated and loaded in their place; 0 keeps
         none.
@@ -173,14 +173,14 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     vocabulary: Vocabulary = "given"
     lora: Lora | None = None
-    quantize: Kept = "none"
+    quantize: FrozenFormatName = "none"
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
     attend: Attend | None = None
     loss: Loss | None = None
-    chunk: int = CHUNK
+    chunk: int = LOSS_CHUNK
     z_loss: float = 0.0
     neftune: float = 0.0
     ema_decay: float = 0.0
@@ -207,7 +207,12 @@ class Recipe:
             _require(self, name, 0)
         if self.seed >= 1 << 32:  # `jax.random.key` leaves out the bits above
             raise TrainingError(f"seed={shown(self.seed, 40)} must be an integer from 0 to 2**32 - 1")
-        kinds = ("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"]), ("quantize", Kept)
+        kinds = (
+            ("vocabulary", Vocabulary),
+            ("remat", Remat),
+            ("dtype", Literal["float32", "bfloat16"]),
+            ("quantize", FrozenFormatName),
+        )
         for name, known in kinds:
             if getattr(self, name) not in get_args(known):
                 raise TrainingError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(known))}")

@@ -13,7 +13,7 @@ from llama_jax.runs.user_functions import result_of
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
-from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 
 
 def tiny() -> Recipe:

@@ -26,7 +26,7 @@ from typing import Protocol
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
-from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.multihost import Processes
 from llama_jax.runs import locks
 from llama_jax.runs.locks import Lease, locked
 from llama_jax.runs.log import Log

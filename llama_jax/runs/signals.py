@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from llama_jax.parallel.votes import StopVote
+from llama_jax.parallel.stop_signal import StopVote
 
 MOST_STEPS = 250  # between votes
 VOTE_SECONDS = 0.5  # between votes: one takes up to 4 ms of waiting for each other, measured on two busy cores

@@ -9,8 +9,8 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import checked_prompts, room_before_turning, token_ids, turning_point
+from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Request
 from llama_jax.model.checks import check_tokens
 from llama_jax.serving.requests import MOST_ALTERNATIVES, BusyError, GenerationRequest, Ticket
 from llama_jax.serving.served_model import STOPS, ServedModel

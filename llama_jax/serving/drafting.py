@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
-from llama_jax.inference.speculation.lookup import Following
-from llama_jax.inference.speculation.pace import Pace
+from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.prompt_lookup import Following
 from llama_jax.serving.requests import GenerationRequest
 
 GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn

@@ -73,7 +73,7 @@ def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
-@cpu.for_cpu(cpu.one_by_one)
+@cpu.for_cpu(cpu.block_after_launch)
 def launched(program: Callable[..., Any], *args: Any) -> Any:
     """The results of a program over several processes; accelerators run programs in the order of the calls."""
     return program(*args)

@@ -102,7 +102,7 @@ def batch(
 
     Args:
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
-      adapters: for each prompt its number in the table of the parameters (`model.adapter_table`), -1 for none; by default
+      adapters: for each prompt its number in the table of the parameters (`model.multi_lora`), -1 for none; by default
         all use none.
       draft: the drafter, as for `generate`; the same as that of the options.
       options: how many prompts are continued at once, and their lengths.

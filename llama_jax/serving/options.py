@@ -13,7 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
 
 CPU_CHUNK, CHUNK = 32, 256  # tokens of a prompt that are read in one step
 TOKENS_OF_ROW = 512  # for which there is room by default

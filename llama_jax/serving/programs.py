@@ -19,13 +19,13 @@ from jax import lax
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
+from llama_jax.inference.decode import DecodeState, logits_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
-from llama_jax.inference.state import State, logits_of
-from llama_jax.model.adapter_table import choose_adapters
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, head_of, unembed
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
@@ -45,7 +45,7 @@ class StaticModel(NamedTuple):
 
     config: LlamaConfig
     compute: Compute
-    layout: Layout
+    sharding: Sharding
 
 
 class ServingState(struct.PyTreeNode):
@@ -93,24 +93,24 @@ def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: i
     drafts = None if draft is None else init_pages(draft.config, count, dtype)
     seen = jnp.zeros((seats, head_of(model.config, params).shape[0]), bool)
     state = ServingState(init_pages(model.config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
-    return _laid_out(state, model.layout)
+    return _laid_out(state, model.sharding)
 
 
-def enter(state: ServingState, seat: jax.Array, seen: jax.Array, layout: Layout) -> ServingState:
+def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Sharding) -> ServingState:
     """The state in which the request of a seat, int32[], holds these tokens, bool[rows of the output projection]."""
-    return state.replace(seen=layout.constrain(state.seen.at[seat].set(seen), "logits"))
+    return state.replace(seen=sharding.constrain(state.seen.at[seat].set(seen), "logits"))
 
 
 def step(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
-    layout = model.layout
+    sharding = model.sharding
     state, hidden = _read(model, params, state, batch, settings)
-    with layout.context():
-        logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], layout)
-        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, layout), logits, layout)
-    return _with_chosen(state, batch, rows, layout), packed[:, None]
+    with sharding.context():
+        logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
+        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
+    return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
 def burst(
@@ -127,7 +127,7 @@ def burst(
         return state, following, lax.dynamic_update_slice_in_dim(chosen, packed, i, 1)
 
     shape = len(batch.seats), BURST, packed_width(head_of(model.config, params).shape[0])
-    nothing = model.layout.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
     state, _, chosen = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
     return state, chosen
 
@@ -141,18 +141,18 @@ def verify_drafts(
       batch: of one token of each row, the live ones first; they have pages for K + 1.
       drafts: -1 for none.
     """
-    width, layout = drafts.shape[1] + 1, model.layout
+    width, sharding = drafts.shape[1] + 1, model.sharding
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
-    with layout.context():
+    with sharding.context():
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
-        rows, chosen = choose_each(_rows_of(state, batch, settings, layout), logits, drafts, layout, choose)
+        rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    seen = layout.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
-    packed = layout.constrain(chosen.logprobs, "everywhere")
-    return _with_chosen(state, batch, rows, layout).replace(seen=seen), packed
+    seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
+    packed = sharding.constrain(chosen.logprobs, "everywhere")
+    return _with_chosen(state, batch, rows, sharding).replace(seen=seen), packed
 
 
 def verify_own_drafts(
@@ -182,7 +182,7 @@ def verify_own_drafts(
         many = tokens.shape[1]
         read = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * many, lengths=batch.lengths + i)
         pages, hidden = read_by(draft, draft_params, pages, read)
-        with draft.layout.context():
+        with draft.sharding.context():
             last = hidden.reshape(*tokens.shape, -1)[:, -1]
             logits = unembed(draft.config, draft_params, last).astype(jnp.float32)[:, :vocab]
             token = sample(logits, sampling, seen, batch.counts + i + many - 1)
@@ -213,7 +213,7 @@ def score(
       targets: int32[T], the tokens that follow.
     """
     state, hidden = _read(model, params, state, batch, settings)
-    with model.layout.context():
+    with model.sharding.context():
         logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
@@ -221,7 +221,7 @@ def score(
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0),
         )
-        return state, model.layout.constrain(pack(choice), "everywhere")
+        return state, model.sharding.constrain(pack(choice), "everywhere")
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
@@ -234,10 +234,12 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
     row, position = cache.view(1, batch.starts).tokens(len(batch.tokens))
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
-    places = Places(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
-    config, compute, layout = model
-    hidden, cache = forward(config, params, batch.tokens[:, None], cache, places=places, compute=compute, layout=layout)
-    return _constrained(cache.pages, layout), hidden[:, 0]
+    positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
+    config, compute, sharding = model
+    hidden, cache = forward(
+        config, params, batch.tokens[:, None], cache, positions=positions, compute=compute, sharding=sharding
+    )
+    return _constrained(cache.pages, sharding), hidden[:, 0]
 
 
 def _read(
@@ -250,32 +252,32 @@ def _read(
     return state.replace(pages=pages), hidden
 
 
-def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, layout: Layout) -> State:
+def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
     """The rows of a batch as a generation's; those that are not live are done."""
-    seen = layout.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
+    seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
-    return State(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
+    return DecodeState(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
-def _with_chosen(state: ServingState, batch: StepBatch, rows: State, layout: Layout) -> ServingState:
+def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:
     """The state after the last chosen token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    token = layout.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
-    seen = layout.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
+    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
+    seen = sharding.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
     return state.replace(token=token, seen=seen)
 
 
-def _laid_out(state: ServingState, layout: Layout) -> ServingState:
+def _laid_out(state: ServingState, sharding: Sharding) -> ServingState:
     return ServingState(
-        _constrained(state.pages, layout),
-        _constrained(state.draft_pages, layout),
-        layout.constrain(state.token, "everywhere"),
-        layout.constrain(state.seen, "logits"),
+        _constrained(state.pages, sharding),
+        _constrained(state.draft_pages, sharding),
+        sharding.constrain(state.token, "everywhere"),
+        sharding.constrain(state.seen, "logits"),
     )
 
 
-def _constrained(pages: Any, layout: Layout) -> Any:
-    return jax.tree.map(lambda x: layout.constrain(x, "pages"), pages)
+def _constrained(pages: Any, sharding: Sharding) -> Any:
+    return jax.tree.map(lambda x: sharding.constrain(x, "pages"), pages)
 
 
 class Programs(NamedTuple):

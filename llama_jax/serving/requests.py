@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from llama_jax.errors import UserError
+from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Request
 
 MOST_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
 

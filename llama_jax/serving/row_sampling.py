@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.inference.sampling import Restriction
-from llama_jax.inference.state import Request, State, choose
-from llama_jax.model.options import Layout
+from llama_jax.inference.decode import DecodeState, Request, sample_next
+from llama_jax.inference.sampling import LogitMask
+from llama_jax.model.forward_options import Sharding
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
@@ -53,25 +53,29 @@ class ChosenTokens(NamedTuple):
     logprobs: Any
 
 
-def choose_packed(settings: RowSettings, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def choose_packed(
+    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
+) -> tuple[DecodeState, jax.Array]:
     """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
-    rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, layout)
+    rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, sharding)
     return rest.replace(cache=state.cache), packed
 
 
 @partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
-def _choose_without_cache(settings: RowSettings, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+def _choose_without_cache(
+    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
+) -> tuple[DecodeState, jax.Array]:
     valid = ~state.done
     barred = state.count < settings.min_tokens
 
     def permitted(logits: jax.Array) -> jax.Array:
         allowed = _permitted(state, settings, barred, logits.shape[-1])
-        return layout.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
+        return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
-    chosen, logprob = choose(state, logits, layout, Restriction(jnp.any(settings.constrained | barred), permitted))
+    chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
     ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
-    return chosen, layout.constrain(pack(choice), "everywhere")
+    return chosen, sharding.constrain(pack(choice), "everywhere")
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -79,7 +83,7 @@ def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _permitted(state: State, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
+def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
     """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
     bits = (settings.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)

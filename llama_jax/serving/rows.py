@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Request
 from llama_jax.model.cache import PAGE
 from llama_jax.serving.drafting import StepKind
 from llama_jax.serving.programs import StepBatch

@@ -9,13 +9,13 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.drafting import Drafter
-from llama_jax.inference.placement import check_rows, layout_of
+from llama_jax.inference.drafter import Drafter
+from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.inference.speculation import DraftModel
-from llama_jax.model.adapter_table import adapters_in
 from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.forward import head_of
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
+from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
@@ -51,11 +51,11 @@ class ServedModel:
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
             beside = cls.of(draft.config, draft.params, cache, Compute())
-        layout = layout_of(params)
-        check_rows(layout, 1)
+        sharding = sharding_of(params)
+        check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        native, programs = ops.decodes_natively(params, compute.dtype, layout.mesh), programs_for(device.platform)
-        static = StaticModel(config, compute, layout)
+        native, programs = ops.decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
+        static = StaticModel(config, compute, sharding)
         return cls(static, params, cache, programs, native, adapters_in(params), beside)
 
     @property
@@ -97,7 +97,7 @@ class ServedModel:
         return self.programs.empty(self.static, self.params, draft, seats, count, self.cache_dtype)
 
     def enter(self, state: ServingState, seat: int, seen: np.ndarray) -> ServingState:
-        return self.programs.enter(state, np.int32(seat), seen, self.static.layout)
+        return self.programs.enter(state, np.int32(seat), seen, self.static.sharding)
 
     def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> StateAndTokens:
         """A token of each live row, after what the rows read."""

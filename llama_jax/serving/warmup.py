@@ -39,7 +39,7 @@ def warm(
       progress: called after each program with the number done and the total.
     """
     calls = list(_calls(model, options, width, numbers))
-    ahead = model.static.layout.mesh is None  # over a mesh only a compiled program knows the sharding of its results
+    ahead = model.static.sharding.mesh is None  # over a mesh only a compiled program knows the sharding of its results
 
     def run(model: ServedModel) -> ServingState:
         current = state

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     noise: Any = None
 
 
-class Shifted(NamedTuple):
+class NextTokenBatch(NamedTuple):
     """A batch as the model reads it: each token with the target that is predicted from it.
 
     Attributes:
@@ -66,12 +66,12 @@ def checked(batch: Batch) -> Batch:
     return arrays
 
 
-def shift(batch: Batch) -> Shifted:
+def shift(batch: Batch) -> NextTokenBatch:
     """The first T tokens of each row to read and the last T to predict; for the errors see `checked`."""
     batch = checked(batch)
     read = (batch.segment_ids, batch.positions, batch.noise)
     segment_ids, positions, noise = (None if part is None else part[:, :-1] for part in read)
-    return Shifted(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions, noise=noise)
+    return NextTokenBatch(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions, noise=noise)
 
 
 def predicted(batch: Batch) -> jax.Array:

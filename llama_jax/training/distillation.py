@@ -15,12 +15,12 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
-from llama_jax.model.options import Layout, Places
+from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.divergence import DivergenceOptions, Logits, token_divergence
-from llama_jax.ops.weights import Kept
+from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
+from llama_jax.ops.weights import FrozenFormatName
 from llama_jax.training.batch import Batch, shift
-from llama_jax.training.objective import LossOptions, TaskSums
+from llama_jax.training.loss import LossOptions, TaskSums
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DistillOptions:
       weight: weight of the divergence KL(teacher || student); the negative log-likelihood of the text has the rest of 1.
       temperature: divides the logits of both in the divergence, which then counts temperature² times, so that its gradients
         keep their size.
-      top_k: most probable tokens of the teacher that are compared, see `ops.divergence.DivergenceOptions`; 0 compares the
+      top_k: most probable tokens of the teacher that are compared, see `ops.kl_divergence.DivergenceOptions`; 0 compares the
         whole distributions.
       quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them as
         their files have them, floats in the dtype of the computation.
@@ -45,14 +45,14 @@ class DistillOptions:
     weight: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
-    quantize: Kept = "none"
+    quantize: FrozenFormatName = "none"
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, above=0)
         if not 0 < self.weight <= 1:
             raise ConfigError(f"weight={self.weight} must be above 0 and at most 1: the likelihood has what is left of 1")
-        if self.quantize not in get_args(Kept):
-            raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(Kept))}")
+        if self.quantize not in get_args(FrozenFormatName):
+            raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(FrozenFormatName))}")
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k!r} must be at least 0; 0 compares whole distributions")
 
@@ -62,7 +62,7 @@ class Teacher(NamedTuple):
 
     config: LlamaConfig
     params: Llama
-    layout: Layout = Layout()
+    sharding: Sharding = Sharding()
 
 
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
@@ -77,19 +77,19 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         params: Llama,
         batch: Batch,
         options: LossOptions = LossOptions(),
-        layout: Layout = Layout(),
+        sharding: Sharding = Sharding(),
     ) -> TaskSums:
-        rows = layout.arrange(shift(batch))
-        places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+        rows = sharding.arrange(shift(batch))
+        positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
 
-        def read(model: tuple[LlamaConfig, Llama], layout: Layout) -> tuple[Logits, Any]:
-            hidden, _ = forward(*model, rows.tokens, places=places, compute=options.compute, layout=layout)
-            made = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, layout.shares, layout.constrain)
-            return Logits(layout.constrain(hidden, "hidden"), head_of(*model)), made
+        def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
+            hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
+            made = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
+            return Logits(sharding.constrain(hidden, "hidden"), head_of(*model)), made
 
-        with layout.context():
-            student, made = read((config, params), layout)
-            theirs, also = read((teacher.config, lax.stop_gradient(teacher.layout.fit(teacher.params))), teacher.layout)
+        with sharding.context():
+            student, made = read((config, params), sharding)
+            theirs, also = read((teacher.config, lax.stop_gradient(teacher.sharding.fit(teacher.params))), teacher.sharding)
             targets = jnp.where(rows.weights, rows.targets, -1)
             compared = DivergenceOptions(distill.temperature, distill.top_k)
             found = token_divergence(student, theirs, targets, (made, also), compared)

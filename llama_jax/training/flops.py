@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Row, rows
+from llama_jax.model.params import ParamSpec, specs_for
 
 FORMULA = (
     "FLOPs of a step = tokens * (6 * P + 12 * L * N * H * T / 2), P the matrix parameters that every token is multiplied "
@@ -29,7 +29,7 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
       all_experts: count all experts, as devices hold and send them, instead of only those that a token is routed to.
     """
     total = 0
-    for row in rows(config):
+    for row in specs_for(config):
         if not row.decays or (row.path == "embedding" and not config.tie_embeddings):
             continue
         numbers = math.prod(row.shape(config)) * (config.n_layers if row.in_blocks else 1)
@@ -38,7 +38,7 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
     return total
 
 
-def _is_of_expert(row: Row) -> bool:
+def _is_of_expert(row: ParamSpec) -> bool:
     """Whether each expert has its own such matrix; a token is multiplied with only a few."""
     return row.axes.startswith("E ") and len(row.axes.split()) == 3
 

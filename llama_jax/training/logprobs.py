@@ -9,10 +9,10 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.forward import forward, head_of
-from llama_jax.model.options import Layout, Places
+from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch, shift
-from llama_jax.training.objective import LossOptions
+from llama_jax.training.loss import LossOptions
 
 
 def token_logprobs(
@@ -20,7 +20,7 @@ def token_logprobs(
     params: Llama,
     batch: Batch,
     options: LossOptions = LossOptions(),
-    layout: Layout = Layout(),
+    sharding: Sharding = Sharding(),
     temperature: float | jax.Array = 1.0,
 ) -> jax.Array:
     """The log-probability of every predicted token given those before it in its segment, in nats: float32[B, T].
@@ -29,9 +29,9 @@ def token_logprobs(
     answer that the mask marks. Differentiable in the parameters; `ops.token_logprobs` makes the logits in chunks.
 
     Args:
-      params: sharded as `layout.fit` gives them, as for `total_loss`.
+      params: sharded as `sharding.fit` gives them, as for `total_loss`.
       options: `z_loss` must be 0, because it is part of a loss, and this is not a loss.
-      layout: see `total_loss`; not one that divides the tokens of each row over devices.
+      sharding: see `total_loss`; not one that divides the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
 
     Raises:
@@ -42,13 +42,13 @@ def token_logprobs(
     if options.z_loss:
         raise ConfigError(f"z_loss={options.z_loss} has no meaning for log-probabilities; leave it at 0")
     whole = shift(batch)
-    rows = layout.arrange(whole)
+    rows = sharding.arrange(whole)
     if rows.tokens.shape != whole.tokens.shape:
         raise MeshError("log-probabilities are of whole rows, which context divides; use data, fsdp and tensor")
-    places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    hidden, _ = forward(config, params, rows.tokens, places=places, compute=options.compute, layout=layout)
-    with layout.context():
-        hidden = layout.constrain(hidden, "hidden")
-        made = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, layout.shares, layout.constrain)
+    positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+    hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
+    with sharding.context():
+        hidden = sharding.constrain(hidden, "hidden")
+        made = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
         targets = jnp.where(rows.weights, rows.targets, -1)
         return ops.token_logprobs(hidden, head_of(config, params), targets, made, temperature)

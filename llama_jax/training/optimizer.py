@@ -9,10 +9,10 @@ import jax
 import optax
 
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import Llama, row_at
+from llama_jax.model.params import Llama, spec_at
 
-Name = Literal["adamw", "muon"]
-Course = Literal["cosine", "wsd", "constant"]
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "wsd", "constant"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class OptimizerSettings:
       ConfigError: a value that cannot be.
     """
 
-    name: Name = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: float = 3e-4
-    schedule: Course = "cosine"
+    schedule: ScheduleName = "cosine"
     warmup_steps: int = 0
     decay_share: float = 0.2
     final_share: float = 0.1
@@ -54,7 +54,7 @@ class OptimizerSettings:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, known in (("name", Name), ("schedule", Course)):
+        for field, known in (("name", OptimizerName), ("schedule", ScheduleName)):
             value = getattr(self, field)
             if value not in get_args(known):
                 raise ConfigError(f"{field}={value!r} must be one of {', '.join(get_args(known))}")
@@ -140,14 +140,14 @@ def _matrix_axes(params: Llama) -> Llama:
     """Which axes of each array are a matrix's input and output; the others, such as the layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=row_at(path).outputs)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=spec_at(path).outputs)
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def _rule_of(params: Llama) -> Llama:
-    def rule(path: tuple[Any, ...], _: Any) -> Name:
-        return "adamw" if row_at(path).outputs is None else "muon"
+    def rule(path: tuple[Any, ...], _: Any) -> OptimizerName:
+        return "adamw" if spec_at(path).outputs is None else "muon"
 
     return jax.tree_util.tree_map_with_path(rule, params)
 
@@ -169,4 +169,4 @@ def _is_after_a(params: Llama) -> Llama:
 
 
 def _is_matrix(params: Llama) -> Llama:
-    return jax.tree_util.tree_map_with_path(lambda path, _: row_at(path).decays, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: spec_at(path).decays, params)

@@ -16,15 +16,15 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
-from llama_jax.model.options import Layout, identity
+from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_together
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.training.batch import Batch, predicted_count
-from llama_jax.training.objective import LossOptions, TaskSums, total_loss
+from llama_jax.training.loss import LossOptions, TaskSums, total_loss
 
-Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Layout], LossSums | TaskSums]
+Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
 Kept = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the average
 
 
@@ -109,7 +109,7 @@ def train_step(
     state: TrainState,
     batch: Batch | Any,
     options: StepOptions = StepOptions(),
-    layout: Layout = Layout(),
+    sharding: Sharding = Sharding(),
     loss: Loss = total_loss,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the parameters once, to make `batch` more probable. Intended for `jax.jit` with the state donated.
@@ -135,9 +135,9 @@ def train_step(
         raise ConfigError(
             f"ema_decay={options.ema_decay}, but the state keeps no average; make it with init_state(ema=True)"
         )
-    with layout.context():
+    with sharding.context():
         batch = jax.tree.map(jnp.asarray, batch)
-        (nll, more), gradients, count = _gradients(config, state.params, batch, options, layout, loss)
+        (nll, more), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
         norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
@@ -147,16 +147,16 @@ def train_step(
 
 
 def _gradients(
-    config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, layout: Layout, loss: Loss
+    config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, sharding: Sharding, loss: Loss
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array]:
     """Mean negative log-likelihood and further sums, its gradients, and the divisor of the mean, over all devices."""
-    over = identity if layout.axis_name is None else partial(lax.psum, axis_name=layout.axis_name)
-    if layout.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
-        params = _as_varying(params, layout.axis_name)
+    over = identity if sharding.axis_name is None else partial(lax.psum, axis_name=sharding.axis_name)
+    if sharding.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
+        params = _as_varying(params, sharding.axis_name)
     count = over(options.count(batch))
 
     def share_of(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
-        found = loss(config, layout.fit(params), batch, options.loss, layout)
+        found = loss(config, sharding.fit(params), batch, options.loss, sharding)
         more = found.more if isinstance(found, TaskSums) else {}
         return found.loss / jnp.maximum(count, 1), (found.nll / jnp.maximum(count, 1), more)
 
@@ -169,11 +169,11 @@ def _gradients(
     if options.accumulate == 1:
         (_, found), gradients = differentiate(params, batch)
     else:
-        parts = in_parts(batch, options.accumulate)
+        parts = microbatches(batch, options.accumulate)
         shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
-        if layout.axis_name is not None:
-            start = _as_varying(start, layout.axis_name)
+        if sharding.axis_name is not None:
+            start = _as_varying(start, sharding.axis_name)
         (found, gradients), _ = lax.scan(add, start, parts)
     return *over((found, gradients)), count
 
@@ -222,7 +222,7 @@ def _updated(
     )
 
 
-def in_parts(batch: Any, parts: int) -> Any:
+def microbatches(batch: Any, parts: int) -> Any:
     """[B, ...] as [parts, B / parts, ...]; every part has rows from every device over which B may be sharded.
 
     Raises:

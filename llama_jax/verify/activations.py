@@ -13,9 +13,9 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward import finish, unembed
+from llama_jax.model.logits import observe
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import stack
-from llama_jax.model.whole import observe
 from llama_jax.tokenizers import Tokenizer
 
 

@@ -15,10 +15,10 @@ from llama_jax.errors import CheckpointError
 from llama_jax.formats.device_fill import ArrayParts, StackParts
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_kind
-from llama_jax.model.params import Llama, row_at
+from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import is_weight
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight, layer_of, with_fallback
-from llama_jax.ops.weights.planes import bits_of
+from llama_jax.ops.weights import JoinedWeight, LoraWeight, QuantizedWeight, layer_of, with_fallback
+from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.verify.activations import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
@@ -174,10 +174,10 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
         `formats.build_params.plan`, which is then read in runs of rows.
     """
     found = []
-    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, AdaptedWeight)
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LoraWeight)
     given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
     for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
-        weights, row = leaf.base if isinstance(leaf, AdaptedWeight) else leaf, row_at(path)
+        weights, row = leaf.base if isinstance(leaf, LoraWeight) else leaf, spec_at(path)
         for layer in range(weights.shape[0]) if row.in_blocks else [None]:
             weight = weights if layer is None else layer_of(weights, layer)
             if isinstance(weight, QuantizedWeight | JoinedWeight):

@@ -10,7 +10,7 @@ from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
 from llama_jax.analysis.hardware import BY_NAME, named_hardware
 from llama_jax.errors import MeshError
-from llama_jax.ops.weights import KINDS
+from llama_jax.ops.weights import QUANT_FORMATS
 
 
 @pytest.mark.parametrize("name", aot_compile.NAMES)
@@ -304,7 +304,7 @@ def test_quantized_layers_of_8b_are_never_dense(hardware, kinds):
         assert decode["bytes_per_device"]["temporaries"] < layer, kind
         assert prefill["bytes_per_device"]["temporaries"] < layer, kind
         # What is read for a token is what there is: a weight that is decoded first would be read twice.
-        assert decode["token"]["read_ratio"] < (1.05 if KINDS[kind].of_gguf else 1.2), kind
+        assert decode["token"]["read_ratio"] < (1.05 if QUANT_FORMATS[kind].of_gguf else 1.2), kind
 
 
 DECODED = """
@@ -316,7 +316,7 @@ import llama_jax
 from program_report import examine
 from llama_jax.analysis.aot_compile import mesh_for
 from llama_jax.analysis.memory import train_programs
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.parallel.mesh import MeshSizes
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
 options = {"dtype": "bfloat16", "packed": True, "lora": Lora(rank=16), "weights": "nf4"}

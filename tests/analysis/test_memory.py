@@ -9,7 +9,7 @@ from llama_jax import cache_bytes, parameter_count, preset
 from llama_jax.analysis.memory import Memory, decode_programs, kernel_scratch, train_programs
 from llama_jax.errors import MeshError
 from llama_jax.model.trees import bytes_in_memory, quantize
-from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.formats import ENCODABLE
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
 CONFIG = preset("stories-260k")
@@ -98,7 +98,7 @@ def test_generating_by_its_parts(decoding):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", ENCODABLE)
 def test_quantized_weights_count_as_they_lie_in_memory(kind):
     """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
     config = replace(

@@ -19,7 +19,7 @@ from llama_jax.analysis.roofline import (
     training_roofline,
 )
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import CHUNK
+from llama_jax.inference.generate import STEPS_PER_CHUNK
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.training.flops import flops_utilization, matrix_parameters, step_flops
 
@@ -215,7 +215,9 @@ def test_decoding_is_bound_by_reading_the_weights():
     once = Collective("all-reduce", ("tensor",), 8, 10**9, 0, ("bf16[1]",), loops=(3,))
     bound = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once])
     assert bound.limit == "memory"
-    assert bound.exchange == pytest.approx(3 * 2 * 7 / 8 * 1e9 / 450e9 / CHUNK)  # once in a call, which is for a chunk
+    assert bound.exchange == pytest.approx(
+        3 * 2 * 7 / 8 * 1e9 / 450e9 / STEPS_PER_CHUNK
+    )  # once in a call, which is for a chunk
     assert 1 / bound.overlapped == pytest.approx(8 * 4.8e12 / (2 * parameter_count(config)), rel=1e-6)
     turn = replace(once, loops=(None, 3))
     again = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once, turn])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from llama_jax.cli.chat import fit, reply
 from llama_jax.errors import GenerationError
-from llama_jax.inference.state import Piece
+from llama_jax.inference.decode import TokenChunk
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "chat"]
@@ -73,7 +73,7 @@ def pieces(*texts):
             text()
             continue
         tokens = np.array([[*text.replace("#", "").encode("latin-1"), *[256] * ("#" in text)]], np.int32)
-        yield Piece(tokens, np.zeros(tokens.shape, np.float32), np.ones(tokens.shape, bool))
+        yield TokenChunk(tokens, np.zeros(tokens.shape, np.float32), np.ones(tokens.shape, bool))
 
 
 def test_a_reply_is_shown_until_its_end(capsys):

@@ -15,8 +15,8 @@ from commands import run_here
 from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.cli.estimate import kinds_in_files, read_config
 from llama_jax.formats.huggingface import config_to_dict
-from llama_jax.model.adapters import Lora, adapter_count
 from llama_jax.model.cache import PAGE
+from llama_jax.model.lora import Lora, adapter_count
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
 
@@ -238,8 +238,8 @@ def test_a_model_file_is_enough(run, stories_folder):
             "the links of L4 connect, and no network beyond",
         ),
         (
-            ["stories-260k", "--mesh", "context=2", "--attention", "rows"],
-            "--attention rows is of one device: over context it is ring attention; leave it out",
+            ["stories-260k", "--mesh", "context=2", "--attention", "dense"],
+            "--attention dense is of one device: over context it is ring attention; leave it out",
         ),
     ],
 )

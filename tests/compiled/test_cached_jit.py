@@ -21,9 +21,9 @@ from llama_jax import compiled, ops
 from llama_jax.cli.runtime import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
-from llama_jax.inference.state import lay_out
+from llama_jax.inference.decode import shard_cache
 from llama_jax.model.cache import branch, init_cache
-from llama_jax.model.options import Layout
+from llama_jax.model.forward_options import Sharding
 from llama_jax.ops.platform import native_code
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -352,11 +352,11 @@ def test_functions_of_the_users_are_not_stored(folder, caplog):
 
     with caplog.at_level(logging.INFO, "llama_jax.compiled"):
         cache = init_cache(make_goldens.KINDS["gqa"], 1, 4, jnp.float32)
-        placed = compiled.jit(lay_out, static_argnums=1)(cache, Layout(constrain=own))
+        placed = compiled.jit(shard_cache, static_argnums=1)(cache, Sharding(constrain=own))
         assert compiled.jit(lambda x: x + 1)(1) == 2
     assert placed.capacity == cache.capacity
     assert not folder.exists()
-    assert "lay_out is traced in every process: it depends on test_cached_jit.test_functions" in caplog.text
+    assert "shard_cache is traced in every process: it depends on test_cached_jit.test_functions" in caplog.text
 
 
 def test_a_platform_that_serializes_nothing_says_so(folder, monkeypatch, caplog):

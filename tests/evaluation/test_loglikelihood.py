@@ -14,7 +14,7 @@ import llama_jax
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation import loglikelihood
 from llama_jax.evaluation.loglikelihood import Continuation, compiled_measure, score_pairs
-from llama_jax.model.whole import logits
+from llama_jax.model.logits import logits
 
 CONFIG = replace(make_goldens.KINDS["gqa"], max_seq_len=64)
 

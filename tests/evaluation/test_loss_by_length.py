@@ -18,7 +18,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.evaluation import loss_by_length as room
 from llama_jax.evaluation.loss_by_length import LengthLoss, cut_spans, evaluate_lengths
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.whole import logits
+from llama_jax.model.logits import logits
 
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]

@@ -19,8 +19,8 @@ from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
 from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Places
-from llama_jax.model.whole import logits
+from llama_jax.model.forward_options import Compute, Positions
+from llama_jax.model.logits import logits
 
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]
@@ -113,7 +113,7 @@ def test_without_overlap_it_is_the_packed_loss(models, measure):
     @jax.jit
     def packed(tokens, segments, positions):
         hidden, _ = forward(
-            config, params, tokens[:, :-1], places=Places(positions=positions[:, :-1], segment_ids=segments[:, :-1])
+            config, params, tokens[:, :-1], positions=Positions(position_ids=positions[:, :-1], segment_ids=segments[:, :-1])
         )
         found = jax.nn.log_softmax(unembed(config, params, hidden))
         chosen = jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]

@@ -29,7 +29,7 @@ from llama_jax.formats.device_fill import (
 )
 from llama_jax.formats.lazy_tensors import ArrayTensor, Dense, Joined
 from llama_jax.formats.tensor_export import RopePermuted
-from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
+from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 
 FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
 F32 = np.dtype(np.float32)

@@ -184,7 +184,7 @@ def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_p
     config, dense, tokenizer = llama_jax.load(tmp_path / "model.gguf", "float32")
     llama_jax.convert(tmp_path / "model.gguf", tmp_path / "converted.gguf")
     written = [tmp_path / "converted.gguf"]
-    if kind.lower() in weights.KINDS:
+    if kind.lower() in weights.QUANT_FORMATS:
         kept = llama_jax.load(tmp_path / "model.gguf", "float32", quantize="keep").params
         assert kinds_in_memory(kept) == kind.lower()
         is_weight = lambda leaf: isinstance(leaf, weights.QuantizedWeight)

@@ -13,7 +13,7 @@ from llama_jax.cli.convert import Convert
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import convert, load_adapter, save_adapter
 from llama_jax.formats.gguf import read_file
-from llama_jax.model.adapters import Lora, merge
+from llama_jax.model.lora import Lora, merge
 
 CONFIG = make_goldens.KINDS["gqa"]
 SOME = Lora(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "down_proj"), rslora=True)

@@ -34,7 +34,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import llama_jax
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.trees import init
-from llama_jax.ops.weights.planes import bits_of
+from llama_jax.ops.weights.format_spec import bits_of
 
 def status(name):
     with open("/proc/self/status") as file:

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 import llama_jax
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import load_adapter, save_adapter
-from llama_jax.model.adapters import Lora, adapted
-from llama_jax.parallel.fit import fit
+from llama_jax.model.lora import Lora, adapted
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import pad_params
 
 CONFIG = make_goldens.KINDS["gqa"]
 KEY = "base_model.model.model.layers.{}.{}.lora_{}.weight"
@@ -86,7 +86,7 @@ def test_in_16_bits_it_is_kept_as_it_is(tmp_path):
 
 def test_what_a_mesh_holds_is_written_as_the_model_has_it(tmp_path):
     adapters = random_adapters(CONFIG)
-    save_adapter(tmp_path / "a", CONFIG, fit(CONFIG, MeshSizes(tensor=4), adapters), LORA)
+    save_adapter(tmp_path / "a", CONFIG, pad_params(CONFIG, MeshSizes(tensor=4), adapters), LORA)
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "a", CONFIG).params, adapters)
 
 

@@ -16,9 +16,9 @@ from llama_jax.formats.gguf import read_file
 from llama_jax.formats.lazy_tensors import read_bytes
 from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, layers_of, quantize, stack
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, order
-from llama_jax.parallel.fit import unfit
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, device_layout
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import unpad_params
 
 FORMATS = Path(__file__).parents[1] / "goldens" / "formats"
 Q4_K_M = FORMATS / "q4_k_m.gguf"
@@ -171,7 +171,7 @@ def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model
     block = there.blocks
     assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
     logits = jit_logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
-    found = jit_logits(config, jit_dequantize(unfit(config, there)), jnp.asarray([[1, 5, 9]]))
+    found = jit_logits(config, jit_dequantize(unpad_params(config, there)), jnp.asarray([[1, 5, 9]]))
     np.testing.assert_allclose(found, logits, atol=2)
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_factor_is_noticed(tmp_path):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """Planes are held as a TPU is given them: here only the layouts of arrays say in which order."""
-    monkeypatch.setattr(order, "platform_of", lambda sharding: "tpu")
+    monkeypatch.setattr(device_layout, "platform_of", lambda sharding: "tpu")
 
 
 def groups_first(params) -> bool:
@@ -312,7 +312,7 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
             llama_jax.load(tmp_path / "a", mesh=MeshSizes(tensor=2))
         return
     there = llama_jax.load(tmp_path / "a", mesh=MeshSizes(fsdp=2, tensor=2))
-    same(unfit(config, there.params), found)
+    same(unpad_params(config, there.params), found)
     prompts = [tokenizer.encode("Once upon a time")] * 2
     wanted = llama_jax.generate(config, found, prompts, max_new_tokens=4)
     assert llama_jax.generate(there.config, there.params, prompts, max_new_tokens=4)[0].tokens == wanted[0].tokens

@@ -16,8 +16,8 @@ from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.loading import open_checkpoint
 from llama_jax.model.trees import kinds_in_memory, quantize
 from llama_jax.ops.weights import JoinedWeight
-from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.padding import unpad_params
 
 KEPT = [name for name, (*_, kinds) in writers.FOLDERS.items() if kinds]
 TOKENS = jnp.asarray([[1, 5, 9, 40]])
@@ -72,7 +72,7 @@ def test_kept_over_a_mesh(kind, tmp_path):
     config = replace(writers.CONFIG, hidden_dim=1536)
     dense = params_of(config, writers.write_folder(tmp_path, kind, config))
     there = llama_jax.load(tmp_path, quantize="keep", mesh=MeshSizes(tensor=2))
-    same(jit_dequantize(unfit(config, there.params)), dense)
+    same(jit_dequantize(unpad_params(config, there.params)), dense)
     if kind in ("int4", "int8", "fp8", "nf4 twice"):
         found = llama_jax.generate(there.config, there.params, [[1, 5, 9]], max_new_tokens=3)
         alone = llama_jax.load(tmp_path, quantize="keep")

@@ -15,8 +15,8 @@ from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.inference import generate as module
-from llama_jax.inference import requests
-from llama_jax.inference.placement import layout_of
+from llama_jax.inference import prepare_inputs
+from llama_jax.inference.sharding import sharding_of
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.serving.served_model import ServedModel
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -70,7 +70,7 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
 
     def attend(queries, view, seen, **options):
         traced.add(lowering_platform())
-        return ops.attend(queries, view, seen, backend="rows", **options)
+        return ops.attend(queries, view, seen, backend="dense", **options)
 
     compute = Compute(attend=attend)
     [want] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3)
@@ -86,7 +86,9 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
     else:
         evaluate(config, params, corpus, length=8, batch=1, compute=compute)
     assert traced == {"cpu"}
-    assert ServedModel.of(config, params, CacheOptions(), compute).static.layout.mesh == layout_of(params).mesh is not None
+    assert (
+        ServedModel.of(config, params, CacheOptions(), compute).static.sharding.mesh == sharding_of(params).mesh is not None
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=4, max_size=4), st.booleans())
@@ -119,12 +121,12 @@ def test_decoding_stops_early_when_every_row_has(model):
     first = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW)[0].tokens
     pieces = list(llama_jax.stream(*model, [PROMPTS[0]], max_new_tokens=400, stop_tokens=[first[1]], turns=1 << 20))
     steps = sum(piece.tokens.shape[1] for piece in pieces)
-    assert steps <= 1 + module.CHUNK * (2 if first[0] != first[1] else 1)
+    assert steps <= 1 + module.STEPS_PER_CHUNK * (2 if first[0] != first[1] else 1)
 
 
 def test_any_number_of_new_tokens(model):
     want = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW)[0]
-    for n in (1, 2, module.CHUNK, module.CHUNK + 1, NEW - 1):
+    for n in (1, 2, module.STEPS_PER_CHUNK, module.STEPS_PER_CHUNK + 1, NEW - 1):
         got = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=n)[0]
         assert got.tokens == want.tokens[:n]
         assert got.logprobs == want.logprobs[:n]
@@ -150,7 +152,7 @@ def test_the_penalty_sees_prompt_and_continuation(model):
 def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, monkeypatch):
     monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
     monkeypatch.setattr(module, "LARGEST_PREFILL", 8)
-    monkeypatch.setattr(requests, "SMALLEST_PREFILL", 4)
+    monkeypatch.setattr(prepare_inputs, "SMALLEST_PREFILL", 4)
     prompts = [PROMPTS[2], PROMPTS[0], list(range(8))]
     for prompt, result in zip(prompts, llama_jax.generate(*model, prompts, max_new_tokens=30), strict=True):
         assert result.tokens == plain_greedy(*model, prompt, 30)
@@ -159,7 +161,7 @@ def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, m
 def test_streaming_yields_the_same_tokens_in_pieces(model):
     want = llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW)
     pieces = list(llama_jax.stream(*model, PROMPTS, max_new_tokens=NEW))
-    assert [piece.tokens.shape[1] for piece in pieces[:2]] == [1, module.CHUNK]
+    assert [piece.tokens.shape[1] for piece in pieces[:2]] == [1, module.STEPS_PER_CHUNK]
     tokens, valid = (np.concatenate([getattr(p, name) for p in pieces], axis=1) for name in ("tokens", "valid"))
     for row, result in enumerate(want):
         assert tokens[row][valid[row]].tolist() == result.tokens
@@ -168,11 +170,11 @@ def test_streaming_yields_the_same_tokens_in_pieces(model):
 def test_the_number_of_compilations_is_bounded(model):
     """Prompts of 1 to 60 tokens and any sampling: one prefill per power of two, one decode program for the bucket."""
     config, params = model
-    before = module._read._cache_size(), module._decode_for("cpu")._cache_size()
+    before = module._prefill._cache_size(), module._decode_for("cpu")._cache_size()
     for length in range(1, 61, 3):
         sampling = Sampling(temperature=length / 30, top_k=length, top_p=0.5 + length / 200, seed=length)
         llama_jax.generate(config, params, [[3] * length], max_new_tokens=3 + length % 4, sampling=sampling)
-    assert module._read._cache_size() - before[0] <= 3  # buckets 16, 32, 64
+    assert module._prefill._cache_size() - before[0] <= 3  # buckets 16, 32, 64
     assert module._decode_for("cpu")._cache_size() - before[1] <= 1
 
 

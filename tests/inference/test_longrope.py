@@ -10,8 +10,8 @@ from test_siblings import SIBLINGS, random_params
 import llama_jax
 from llama_jax import RopeScaling, Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.requests import prepare
-from llama_jax.inference.whole import complete
+from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.single_program import complete
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
@@ -56,8 +56,8 @@ def test_tokens_are_those_of_whole_rows(params):
 
 @jax.jit
 def _of_length(params, tokens, lengths):
-    places = llama_jax.Places(lengths)
-    hidden, _ = llama_jax.forward(CONFIG, params, tokens, places=places)
+    positions = llama_jax.Positions(lengths)
+    hidden, _ = llama_jax.forward(CONFIG, params, tokens, positions=positions)
     return llama_jax.unembed(CONFIG, params, hidden)[0, lengths[0] - 1]
 
 

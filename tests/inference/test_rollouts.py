@@ -13,7 +13,7 @@ from training_options import loss_options
 
 from llama_jax.errors import ConfigError
 from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
-from llama_jax.model.adapters import adapted
+from llama_jax.model.lora import adapted
 from llama_jax.model.trees import quantize
 from llama_jax.training.batch import Batch
 from llama_jax.training.logprobs import token_logprobs

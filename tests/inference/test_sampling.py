@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.sampling import Restriction, _argmax, _key, penalise, sample, threshold
+from llama_jax.inference.sampling import LogitMask, _argmax, _key, penalize, sample, threshold
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(threshold)
@@ -31,7 +31,7 @@ def seen_of(ids, vocab):
 def our_scores(logits, ids, rows):
     """Scores after all rules, -inf where a token is dropped, to compare with transformers' processors."""
     sampling = settings_of(rows)
-    scores = penalise(logits, sampling.repetition_penalty, seen_of(ids, logits.shape[1]))
+    scores = penalize(logits, sampling.repetition_penalty, seen_of(ids, logits.shape[1]))
     scores = scores / sampling.temperature[:, None]
     return jnp.where(scores >= jit_threshold(scores, sampling)[:, None], scores, -jnp.inf)
 
@@ -160,7 +160,7 @@ def test_what_a_row_may_not_choose_is_never_chosen(settings, forbidden):
     barred[1, np.argsort(logits[1])[-20:]] = True
     apply = lambda logits: jnp.where(barred, -jnp.inf, logits)
     sampling, steps = Sampling(**settings).per_row(3), np.arange(3, dtype=np.int32)
-    restricted = jax.jit(lambda needed: sample(logits, sampling, seen, steps, Restriction(needed, apply)))
+    restricted = jax.jit(lambda needed: sample(logits, sampling, seen, steps, LogitMask(needed, apply)))
     got = np.asarray(restricted(forbidden))
     want = jit_sample(apply(logits) if forbidden else logits, sampling, seen, steps)
     np.testing.assert_array_equal(got, want)
@@ -207,7 +207,7 @@ def test_a_row_depends_on_its_own_seed_and_step_alone():
 
 def test_repetition_penalty_makes_seen_tokens_less_probable():
     logits = jnp.array([[2.0, -2.0, 1.0]])
-    got = penalise(logits, jnp.array([2.0]), jnp.array([[True, True, False]]))
+    got = penalize(logits, jnp.array([2.0]), jnp.array([[True, True, False]]))
     np.testing.assert_array_equal(got, [[1.0, -4.0, 1.0]])
 
 

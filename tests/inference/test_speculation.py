@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import CacheOptions, DraftModel, PromptLookup, Sampling
 from llama_jax.errors import ConfigError, GenerationError, MeshError
-from llama_jax.inference.speculation import pace
-from llama_jax.inference.speculation import run as module
-from llama_jax.inference.speculation.lookup import Following, continued
-from llama_jax.inference.speculation.pace import Pace
+from llama_jax.inference.speculation import draft_length
+from llama_jax.inference.speculation import speculative_decode as module
+from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.prompt_lookup import Following, continued
 from llama_jax.parallel.mesh import parse_mesh
 
 NEW = 24
@@ -113,7 +113,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
     def test_the_next_steps_are_started_before_the_last_are_seen(self, model, monkeypatch):
         """So that the device does not wait for the host; not where all rows have ended, or the cache has no room."""
         for name in ("SHORT", "LONG"):  # however fast the machine is, there are many pieces
-            monkeypatch.setattr(pace, name, 0.0)
+            monkeypatch.setattr(draft_length, name, 0.0)
         events = []
         for name in ("_start", "unpack"):
             original = getattr(module, name)

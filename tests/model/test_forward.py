@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
+from llama_jax.model.logits import logits
 from llama_jax.model.rope import rotary_frequencies
-from llama_jax.model.whole import logits
 from llama_jax.ops.platform import planned_for
 
 KINDS = list(make_goldens.KINDS)
@@ -89,7 +89,7 @@ def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models):
         row[:n] = text[:n]
         row[n:] = 95  # whatever lies in the padding
     cache = llama_jax.init_cache(config, 3, 16)
-    hidden, cache = jit_forward(config, params, padded, cache, places=Places(jnp.asarray(lengths)))
+    hidden, cache = jit_forward(config, params, padded, cache, positions=Positions(jnp.asarray(lengths)))
     np.testing.assert_array_equal(cache.length, lengths)
     logits_of = lambda hidden: np.asarray(jit_unembed(config, params, hidden))
     got = [[row[:n]] for row, n in zip(logits_of(hidden), lengths, strict=True)]
@@ -245,7 +245,7 @@ def test_packed_documents_are_what_they_are_alone(models):
     segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in [*sizes, 2]])[None].astype(np.int32)
     packed = jax.jit(forward, static_argnums=0)
-    hidden, _ = packed(config, params, tokens, places=Places(positions=positions, segment_ids=segments))
+    hidden, _ = packed(config, params, tokens, positions=Positions(position_ids=positions, segment_ids=segments))
     assert np.isfinite(np.asarray(hidden)).all()
     start = 0
     for n in sizes:
@@ -264,8 +264,12 @@ def test_packing_that_does_not_fit_is_named(models, name):
     config, params = models["gqa"]
     tokens = jnp.zeros((2, 4), jnp.int32)
     with pytest.raises(GenerationError, match=rf"{name} are int32\[2, 3\]; int\[2, 4\]"):
-        forward(config, params, tokens, places=Places()._replace(**{name: jnp.zeros((2, 3), jnp.int32)}))
+        forward(config, params, tokens, positions=Positions()._replace(**{name: jnp.zeros((2, 3), jnp.int32)}))
     with pytest.raises(GenerationError, match=rf"{name} are for packed rows"):
         forward(
-            config, params, tokens, llama_jax.init_cache(config, 2, 8), places=Places(**{name: jnp.zeros((2, 4), jnp.int32)})
+            config,
+            params,
+            tokens,
+            llama_jax.init_cache(config, 2, 8),
+            positions=Positions(**{name: jnp.zeros((2, 4), jnp.int32)}),
         )

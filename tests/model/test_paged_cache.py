@@ -11,9 +11,9 @@ from conftest import jit_init
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import KVCache, branch, gathered, init_cache, init_pages
+from llama_jax.model.cache import KVCache, branch, gather_pages, init_cache, init_pages
 from llama_jax.model.forward import forward
-from llama_jax.model.options import Compute, Places
+from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.ops.attention import attend
 
 PLAIN = LlamaConfig(
@@ -60,8 +60,8 @@ def in_passes(config, params, texts, dtype=jnp.float32, compute=Compute(), seed=
             part = slice(starts[r], starts[r + 1])
             tokens[part, 0], whole[part] = text[done[r] : done[r] + new[r]], len(text)
         cache = KVCache(pages, table, np.asarray(done, np.int32))
-        places = Places(starts=starts, rope_lengths=whole)
-        hidden, after = read(config, params, tokens, cache, places=places, compute=compute)
+        positions = Positions(starts=starts, rope_lengths=whole)
+        hidden, after = read(config, params, tokens, cache, positions=positions, compute=compute)
         pages = after.pages
         done = [at + n for at, n in zip(done, new, strict=True)]
         assert after.length.tolist() == done
@@ -79,7 +79,7 @@ def some_texts(seed=0):
 def test_rows_of_ragged_passes_are_what_each_is_alone(model, compute):
     config, params = model
     for text, hidden in zip(some_texts(), in_passes(config, params, some_texts(), compute=compute), strict=True):
-        alone, _ = read(config, params, text[None], places=Places(rope_lengths=np.array([len(text)], np.int32)))
+        alone, _ = read(config, params, text[None], positions=Positions(rope_lengths=np.array([len(text)], np.int32)))
         np.testing.assert_allclose(hidden, alone[0], atol=2e-5)
 
 
@@ -95,9 +95,9 @@ def test_rows_share_pages_of_what_they_begin_with():
     texts = [[*range(8), 9, 9, 9], [*range(8), 5, 3]]
     pages = init_pages(PLAIN, COUNT, page=PAGE)
     cache = KVCache(pages, np.array([[3, 1, 0]], np.int32), np.zeros(1, np.int32))
-    _, cache = read(PLAIN, params, np.array([texts[0]], np.int32).T, cache, places=Places(starts=np.array([0, 11])))
+    _, cache = read(PLAIN, params, np.array([texts[0]], np.int32).T, cache, positions=Positions(starts=np.array([0, 11])))
     shared = KVCache(cache.pages, np.array([[3, 1, 7]], np.int32), np.array([8], np.int32))
-    hidden, _ = read(PLAIN, params, np.array([[5], [3]], np.int32), shared, places=Places(starts=np.array([0, 2])))
+    hidden, _ = read(PLAIN, params, np.array([[5], [3]], np.int32), shared, positions=Positions(starts=np.array([0, 2])))
     alone, _ = read(PLAIN, params, np.array([texts[1]], np.int32))
     np.testing.assert_allclose(hidden[:, 0], alone[0, -2:], atol=2e-5)
 
@@ -105,7 +105,7 @@ def test_rows_share_pages_of_what_they_begin_with():
 def test_branches_share_whole_pages_and_go_on_alone():
     params = jit_init(PLAIN, jax.random.key(0))
     prompts, lengths = np.arange(2 * 40).reshape(2, 40) % PLAIN.vocab_size, np.array([37, 16], np.int32)
-    _, cache = read(PLAIN, params, prompts, init_cache(PLAIN, 2, 40), places=Places(lengths))
+    _, cache = read(PLAIN, params, prompts, init_cache(PLAIN, 2, 40), positions=Positions(lengths))
     rows = branch(cache, 3, 20)
     assert rows.pages.shape[1] == 2 * 3 + 6 * 3
     assert all(len(set(rows.table[3 * i : 3 * i + 3, lengths[i] // 16 - 1].tolist())) == 1 for i in range(2))
@@ -126,13 +126,18 @@ def test_invalid_arguments():
     cache = KVCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
     tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2])
     for said, tokens_, cache_, params_, places in (
-        ("tokens have batch=3 but the cache has 2 rows", np.zeros((3, 1), np.int32), cache, params, Places()),
-        ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Places()),
-        (r"starts \[2\] for 2 rows", tokens, cache, params, Places(starts=starts[:2])),
-        (r"tokens \[1, 2\]", tokens.T, cache, params, Places(starts=starts)),
-        ("not one of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Places(starts=starts)),
-        ("starts are for rows of a cache", tokens, None, params, Places(starts=starts)),
+        ("tokens have batch=3 but the cache has 2 rows", np.zeros((3, 1), np.int32), cache, params, Positions()),
+        ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Positions()),
+        (r"starts \[2\] for 2 rows", tokens, cache, params, Positions(starts=starts[:2])),
+        (r"tokens \[1, 2\]", tokens.T, cache, params, Positions(starts=starts)),
+        ("not one of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Positions(starts=starts)),
+        ("starts are for rows of a cache", tokens, None, params, Positions(starts=starts)),
     ):
         with pytest.raises(GenerationError, match=said):
             forward(PLAIN, params_, tokens_, cache_, places=places)
-    assert gathered(cache.view(1, starts).replace(pages=cache.pages, layer=0), 2, jnp.float32).keys.shape == (2, 2, 16, 8)
+    assert gather_pages(cache.view(1, starts).replace(pages=cache.pages, layer=0), 2, jnp.float32).keys.shape == (
+        2,
+        2,
+        16,
+        8,
+    )

@@ -18,13 +18,13 @@ import llama_jax
 from llama_jax import RopeScaling, rotary_frequencies
 from llama_jax.config import ROPE_FIELDS
 from llama_jax.errors import GenerationError
-from llama_jax.inference.state import Reading, read
+from llama_jax.inference.decode import PrefillState, prefill
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Places
+from llama_jax.model.forward_options import Positions
 from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS
 
 jit_forward = jax.jit(forward, static_argnums=0)
-jit_read = jax.jit(read, static_argnums=0)
+jit_read = jax.jit(prefill, static_argnums=0)
 PLAIN = make_goldens.KINDS["gqa"]
 
 
@@ -161,7 +161,7 @@ def alone(config, params, tokens):
     """The states [n, D] of a row of n tokens by itself, padded to 24 so that one program serves all."""
     row = np.zeros((1, 24), np.int32)
     row[0, : len(tokens)] = tokens
-    hidden, _ = jit_forward(config, params, row, places=Places(np.array([len(tokens)])))
+    hidden, _ = jit_forward(config, params, row, positions=Positions(np.array([len(tokens)])))
     return np.asarray(hidden)[0, : len(tokens)]
 
 
@@ -172,13 +172,13 @@ def test_a_row_read_in_pieces_is_what_it_is_alone(by_length):
     tokens = np.random.default_rng(5).integers(0, config.vocab_size, (3, 24), dtype=np.int32)
 
     def last_states(**given):
-        reading = Reading(llama_jax.init_cache(config, 3, 24), jnp.zeros((3, config.dim)))
+        reading = PrefillState(llama_jax.init_cache(config, 3, 24), jnp.zeros((3, config.dim)))
         for start in range(0, 24, 8):
             new = np.clip(lengths - start, 0, 8)
-            reading = jit_read(config, params, reading, tokens[:, start : start + 8], Places(new, **given))
+            reading = jit_read(config, params, reading, tokens[:, start : start + 8], Positions(new, **given))
         return np.asarray(reading.hidden)
 
-    whole, _ = jit_forward(config, params, tokens, places=Places(lengths))
+    whole, _ = jit_forward(config, params, tokens, positions=Positions(lengths))
     whole = np.asarray(whole)[np.arange(3), lengths - 1]
     np.testing.assert_allclose(last_states(rope_lengths=lengths), whole, atol=2e-5, rtol=0)
     for row, length in enumerate(lengths):
@@ -195,7 +195,7 @@ def test_a_packed_document_goes_by_its_own_length(with_segments, by_length):
     tokens = np.random.default_rng(7).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
     positions = np.concatenate([np.arange(n) for n in sizes])[None].astype(np.int32)
     segments = np.repeat([100, -9][: len(sizes)], sizes)[None].astype(np.int32) if with_segments else None
-    packed, _ = jit_forward(config, params, tokens, places=Places(positions=positions, segment_ids=segments))
+    packed, _ = jit_forward(config, params, tokens, positions=Positions(position_ids=positions, segment_ids=segments))
     start = 0
     for n in sizes:
         want = alone(config, params, tokens[0, start : start + n])
@@ -211,7 +211,7 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
     step, _ = jit_forward(config, params, tokens[:, 16:], cache)
     told = jax.jit(forward, static_argnums=0)
     same, other = (
-        told(config, params, tokens[:, 16:], cache, places=Places(rope_lengths=np.array([n])))[0] for n in (17, 16)
+        told(config, params, tokens[:, 16:], cache, positions=Positions(rope_lengths=np.array([n])))[0] for n in (17, 16)
     )
     np.testing.assert_allclose(step, same, atol=1e-6, rtol=0)
     assert np.abs(step - other).max() > 1e-4
@@ -233,4 +233,4 @@ def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
 def test_lengths_of_another_shape_are_named(by_length):
     config, params = by_length
     with pytest.raises(GenerationError, match=r"rope_lengths are \[3\]; int\[2\]"):
-        forward(config, params, make_goldens.tokens(config), places=Places(rope_lengths=np.array([1, 2, 3])))
+        forward(config, params, make_goldens.tokens(config), positions=Positions(rope_lengths=np.array([1, 2, 3])))

@@ -16,11 +16,11 @@ from llama_jax.formats import gguf, huggingface, llama2c, meta
 from llama_jax.formats.huggingface import names_of
 from llama_jax.formats.tensor_names import shares_of
 from llama_jax.model.checks import check_params
-from llama_jax.model.params import TABLE, row_at, rows, shape_of
+from llama_jax.model.params import PARAM_SPECS, shape_of, spec_at, specs_for
 from llama_jax.model.trees import build, count, init, param_shapes, parameter_count
-from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.specs import param_specs
+from llama_jax.parallel.padding import pad_params
+from llama_jax.parallel.sharding import param_specs
 
 TIED = preset("stories-260k")
 UNTIED = replace(TIED, tie_embeddings=False)
@@ -54,17 +54,17 @@ SIBLINGS |= {"attention_post_norm", "ffn_post_norm", "shared_gate", "shared_up",
 
 
 def paths_of(tree):
-    return [row_at(path).path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [spec_at(path).path for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 @each
 def test_every_leaf_has_one_row_and_every_row_its_leaf(config):
     params = init(config, jax.random.key(0))
-    assert sorted(paths_of(params)) == sorted(row.path for row in rows(config))
+    assert sorted(paths_of(params)) == sorted(row.path for row in specs_for(config))
     shapes = param_shapes(config)
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
     for (path, array), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):
-        row = {row.path: row for row in rows(config)}[row_at(path).path]
+        row = {row.path: row for row in specs_for(config)}[spec_at(path).path]
         leading = (config.n_layers,) if row.in_blocks else ()
         assert array.shape == shape.shape == (*leading, *row.shape(config))
 
@@ -72,11 +72,11 @@ def test_every_leaf_has_one_row_and_every_row_its_leaf(config):
 @each
 def test_places_and_shapes_are_apart(config):
     """Every row has as many mesh axes as it has axes at most, and its shares have as many numbers as it has."""
-    paths = [row.path for row in rows(config)]
+    paths = [row.path for row in specs_for(config)]
     assert len(set(paths)) == len(paths)
-    draws = [row.draw for row in rows(config) if row.decays]
+    draws = [row.draw for row in specs_for(config) if row.decays]
     assert len(set(draws)) == len(draws)
-    for row in rows(config):
+    for row in specs_for(config):
         assert len(row.mesh) <= len(row.axes.split())
         numbers = sum(np.prod(shape_of(share.axes, config)) for share in shares_of(row))
         assert numbers == np.prod(row.shape(config))
@@ -87,8 +87,8 @@ def test_places_and_shapes_are_apart(config):
 
 def test_specs_are_those_of_before():
     def spec(path, found):
-        wanted = SPECS[row_at(path).path]
-        assert found == (P(None, *wanted) if row_at(path).in_blocks else wanted)
+        wanted = SPECS[spec_at(path).path]
+        assert found == (P(None, *wanted) if spec_at(path).in_blocks else wanted)
 
     jax.tree_util.tree_map_with_path(spec, param_specs(UNTIED, MeshSizes()))
 
@@ -99,9 +99,9 @@ def test_every_format_names_every_tensor_of_a_llama(module):
     assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
     for config in (UNTIED, *KINDS.values()):
         named = names_of(config) if module is huggingface else module.NAMES
-        own = [named[share.name] for row in rows(config) for share in shares_of(row) if share.name in named]
+        own = [named[share.name] for row in specs_for(config) for share in shares_of(row) if share.name in named]
         assert len(set(own)) == len(own)
-    for row in TABLE:
+    for row in PARAM_SPECS:
         for share in shares_of(row):
             assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks
 
@@ -126,7 +126,7 @@ def test_parameters_of_the_configuration_pass(config):
     params = init(config, jax.random.key(0))
     check_params(config, params)
     check_params(config, param_shapes(config))
-    check_params(config, fit(config, MeshSizes(tensor=2), params))  # its vocabulary is padded
+    check_params(config, pad_params(config, MeshSizes(tensor=2), params))  # its vocabulary is padded
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from llama_jax import ops
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama, is_matrix_in_block
 from llama_jax.model.trees import quantize
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 
 
 class Adapted(struct.PyTreeNode):

@@ -16,8 +16,8 @@ from llama_jax import ops
 from llama_jax.errors import GenerationError
 from llama_jax.model.cache import CacheOptions, init_cache
 from llama_jax.model.forward import forward
-from llama_jax.model.options import Places
-from llama_jax.ops.quantized import dequantize, quantize
+from llama_jax.model.forward_options import Positions
+from llama_jax.ops.int8 import dequantize, quantize
 
 WINDOW, SINKS, LENGTH = 6, 2, 90
 
@@ -108,7 +108,7 @@ def test_ragged_rows(model, tokens):
         lengths = np.minimum([5 if step % 2 else 1, 3 if step % 3 else 0], LENGTH - done)
         new = np.stack([np.pad(row[at : at + n], (0, 5 - n)) for row, at, n in zip(tokens, done, lengths, strict=True)])
         hidden, cache = read(
-            config, params, jnp.asarray(new), cache, places=Places(jax.device_put(np.asarray(lengths, np.int32)))
+            config, params, jnp.asarray(new), cache, positions=Positions(jax.device_put(np.asarray(lengths, np.int32)))
         )
         for row in range(2):
             got, want = hidden[row, : lengths[row]], expected[row, done[row] : done[row] + lengths[row]]

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops import cpu
-from llama_jax.ops.attention import Division, Problem, Seen, View, choose, observed
-from llama_jax.ops.attention.blockwise import OfQueries, backward_part, forward_part, merge
+from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
-from llama_jax.ops.attention.view import NO_KEY, NO_QUERY
+from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
 SIDE = blockwise._side
@@ -33,7 +33,7 @@ def small_blocks():
     """Blocks of 2 queries of a group of 3, and of 7 keys, also for few queries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "_side", lambda *_: 7)
-        patch.setattr(blockwise, "FEW_ROWS", 0)
+        patch.setattr(blockwise, "FEW_QUERY_ROWS", 0)
         yield
 
 
@@ -57,7 +57,7 @@ def value_and_gradients_of(function, arrays):
     """What attention gives, and the gradients of a sum in which every entry counts differently."""
 
     def total(arrays):
-        mixed = function(arrays[0], View(*arrays[1:]))
+        mixed = function(arrays[0], KVView(*arrays[1:]))
         return jnp.sum(jnp.sin(mixed)), mixed
 
     gradients, mixed = jax.jit(jax.grad(total, has_aux=True))(arrays)
@@ -80,7 +80,7 @@ def packed_ragged_rows(draw):
     segments -= draw(st.sampled_from([0, 1, 7]))  # any integers will do
     lengths = np.array([[draw(st.integers(0, LENGTH))] for _ in range(2)], np.int32)
     slots = np.arange(LENGTH, dtype=np.int32)[None]
-    return Seen(np.where(slots < lengths, slots, NO_QUERY), slots, segments, segments)
+    return AttentionMask(np.where(slots < lengths, slots, NO_QUERY), slots, segments, segments)
 
 
 @st.composite
@@ -89,7 +89,7 @@ def rings(draw):
     slots = np.array([draw(st.permutations(range(LENGTH))) for _ in range(2)], np.int32)
     empty = np.array(draw(st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH))).reshape(2, LENGTH)
     queries = draw(st.lists(st.integers(-1, LENGTH), min_size=2 * LENGTH, max_size=2 * LENGTH))
-    return Seen(np.array(queries, np.int32).reshape(2, LENGTH), np.where(empty, NO_KEY, slots).astype(np.int32))
+    return AttentionMask(np.array(queries, np.int32).reshape(2, LENGTH), np.where(empty, NO_KEY, slots).astype(np.int32))
 
 
 def some_segments(batch, length, seed=0):
@@ -110,42 +110,47 @@ class TestEveryBackendIsTheReference:
     def check(self, window, seen, seed):
         arrays = operands(seed)
         expected = value_and_gradients(arrays, seen, "reference", window)
-        for backend in ("rows", "blockwise"):
+        for backend in ("dense", "blockwise"):
             assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
     @pytest.mark.parametrize(
         ("backend", "packed", "window"),
         [
-            *(("rows", True, 7), ("blockwise", True, None), ("blockwise", False, 7)),
+            *(("dense", True, 7), ("blockwise", True, None), ("blockwise", False, 7)),
             *(
                 pytest.param(*case, marks=pytest.mark.slow)
-                for case in (("rows", False, None), ("rows", True, None), ("blockwise", False, None), ("blockwise", True, 7))
+                for case in (
+                    ("dense", False, None),
+                    ("dense", True, None),
+                    ("blockwise", False, None),
+                    ("blockwise", True, 7),
+                )
             ),
             *(
                 pytest.param(*case, marks=pytest.mark.nightly)
-                for case in (("rows", False, 7), *itertools.product(("rows", "blockwise"), (False, True), (1, 100)))
+                for case in (("dense", False, 7), *itertools.product(("dense", "blockwise"), (False, True), (1, 100)))
             ),
         ],
     )
     def test_whole_rows(self, backend, packed, window):
         """Computed in blocks: of three, unequal, by rows."""
         arrays = operands(0, (2, 2, 200, 3, 4))
-        seen = Seen.whole(200, some_segments(2, 200) if packed else None)
+        seen = AttentionMask.whole(200, some_segments(2, 200) if packed else None)
         expected = value_and_gradients(arrays, seen, "reference", window)
         assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
-    @pytest.mark.parametrize("backend", ["rows", "blockwise"])
+    @pytest.mark.parametrize("backend", ["dense", "blockwise"])
     def test_values_of_another_width(self, backend):
         """As the notebooks give the identity for values, to see the weights."""
         queries, keys, _ = operands()
         arrays = queries, keys, jnp.broadcast_to(jnp.eye(LENGTH), (2, 2, LENGTH, LENGTH))
-        found, expected = (value_and_gradients(arrays, Seen.whole(LENGTH), way) for way in (backend, "reference"))
+        found, expected = (value_and_gradients(arrays, AttentionMask.whole(LENGTH), way) for way in (backend, "reference"))
         assert_near(found, expected)
 
-    @pytest.mark.parametrize("backend", ["reference", "rows", "blockwise"])
+    @pytest.mark.parametrize("backend", ["reference", "dense", "blockwise"])
     def test_who_sees_nothing_gives_zeros_and_moves_nothing(self, backend):
         slots = jnp.arange(LENGTH)[None]
-        seen = Seen(jnp.where(slots < jnp.array([[0], [5]]), slots, NO_QUERY), slots)
+        seen = AttentionMask(jnp.where(slots < jnp.array([[0], [5]]), slots, NO_QUERY), slots)
         mixed, gradients = value_and_gradients(operands(), seen, backend)
         assert not np.any(mixed[0])
         assert not np.any(mixed[1, :, 5:])
@@ -155,10 +160,10 @@ class TestEveryBackendIsTheReference:
             assert not np.any(gradient[0])
             assert not np.any(gradient[1, :, 5:])
 
-    @pytest.mark.parametrize("backend", ["rows", "blockwise"])
+    @pytest.mark.parametrize("backend", ["dense", "blockwise"])
     def test_bfloat16(self, backend):
         arrays = tuple(x.astype(jnp.bfloat16) for x in operands())
-        seen = Seen.whole(LENGTH)
+        seen = AttentionMask.whole(LENGTH)
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", 7)
         found = value_and_gradients(arrays, seen, backend, 7)
         assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
@@ -171,9 +176,9 @@ class TestEveryBackendIsTheReference:
         slots = new + before
         queries, _, _ = operands(seed, (1, 2, new, groups, 4))
         _, keys, values = operands(seed + 1, (1, 2, slots, 1, 4))
-        seen = Seen(before + np.arange(new, dtype=np.int32)[None], np.arange(slots, dtype=np.int32)[None])
+        seen = AttentionMask(before + np.arange(new, dtype=np.int32)[None], np.arange(slots, dtype=np.int32)[None])
         expected = value_and_gradients((queries, keys, values), seen, "reference")
-        for backend in ("rows", "blockwise"):
+        for backend in ("dense", "blockwise"):
             assert_near(value_and_gradients((queries, keys, values), seen, backend), expected)
 
 
@@ -182,8 +187,8 @@ class TestDerivatives:
 
     @staticmethod
     def loss(backend, arrays):
-        seen = Seen.whole(LENGTH, some_segments(2, LENGTH))
-        return jnp.sum(jnp.sin(ops.attend(arrays[0], View(*arrays[1:]), seen, scale=0.5, backend=backend)))
+        seen = AttentionMask.whole(LENGTH, some_segments(2, LENGTH))
+        return jnp.sum(jnp.sin(ops.attend(arrays[0], KVView(*arrays[1:]), seen, scale=0.5, backend=backend)))
 
     def test_forward_and_second_order_are_those_of_the_reference(self):
         with jax.enable_x64(True):
@@ -194,12 +199,12 @@ class TestDerivatives:
                 hessian_by_vector = jax.jvp(jax.grad(loss), (arrays,), (direction,))[1]
                 return jax.jvp(loss, (arrays,), (direction,)), jax.linearize(loss, arrays)[1](direction), hessian_by_vector
 
-            found, expected = (jax.jit(derivatives, static_argnums=0)(name) for name in ("rows", "reference"))
+            found, expected = (jax.jit(derivatives, static_argnums=0)(name) for name in ("dense", "reference"))
             assert_near(found, expected, rtol=1e-9, atol=1e-11)
 
     def test_saves_no_scores_for_the_backward_pass(self):
         queries, keys = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
-        attend = lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(40), scale=1.0, backend="rows")
+        attend = lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.whole(40), scale=1.0, backend="dense")
         pull = jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[1], queries, keys, keys)
         assert max(kept.size for kept in jax.tree.leaves(pull)) <= queries.size
 
@@ -218,7 +223,7 @@ def _whole_and_joined(queries, keys, values, seen):
     parts = [(keys[..., h, :], values[..., h, :], seen.part(slice(None), h)) for h in halves]
     whole = forward_part(queries, keys, values, seen, scale=0.5)
     joined = merge(*(forward_part(queries, *part, scale=0.5) for part in parts))
-    of_queries = OfQueries.of(queries, whole[1], whole[0], jnp.cos(whole[0]))
+    of_queries = QueryGradientInputs.of(queries, whole[1], whole[0], jnp.cos(whole[0]))
     of_whole = backward_part(of_queries, keys, values, seen, scale=0.5)
     of_parts = [backward_part(of_queries, *part, scale=0.5) for part in parts]
     of_joined = (
@@ -238,14 +243,14 @@ class TestPerDevice:
         mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
         def of_device(arrays, segments):
-            attend = lambda q, view: ops.attend(q, view, Seen.whole(1024, segments), scale=0.5)
+            attend = lambda q, view: ops.attend(q, view, AttentionMask.whole(1024, segments), scale=0.5)
             return value_and_gradients_of(attend, arrays)
 
-        with observed() as taken:
+        with record_backends() as taken:
             over = jax.shard_map(of_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True)
             found = jax.jit(over)(arrays, segments)
         assert taken == {"blockwise": "1024 x 1024 scores"}
-        expected = value_and_gradients(arrays, Seen.whole(1024, segments), "reference")
+        expected = value_and_gradients(arrays, AttentionMask.whole(1024, segments), "reference")
         assert_near(found, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -263,7 +268,7 @@ class TestMemory:
     def temporaries(length, dtype=jnp.float32):
         shapes = (1, 8, length, 1, 64), (1, 8, length, 64), (1, 8, length, 64)
         arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        compiled = value_and_gradients.lower(arrays, Seen.whole(length), "auto").compile()
+        compiled = value_and_gradients.lower(arrays, AttentionMask.whole(length), "auto").compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     def test_grows_with_the_length_and_not_with_its_square(self):
@@ -285,8 +290,8 @@ class TestMemory:
 
         def compiled(length, checkpointed):
             arrays = [jax.ShapeDtypeStruct((1, 4, length, *rest, 32), jnp.float32) for rest in ((1,), (), ())]
-            seen = Seen.whole(length)
-            attend = lambda q, k, v: ops.attend(q, View(k, v), seen, scale=1.0, backend="blockwise")
+            seen = AttentionMask.whole(length)
+            attend = lambda q, k, v: ops.attend(q, KVView(k, v), seen, scale=1.0, backend="blockwise")
             attend = jax.checkpoint(attend, policy=policy) if checkpointed else attend
             return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))).lower(*arrays).compile()
 
@@ -297,11 +302,11 @@ class TestMemory:
 
 def problem(batch=8, new=2048, slots=None, heads=(8, 4), width=128, dtype=jnp.bfloat16, **told):
     slots = new if slots is None else slots
-    return Problem((batch, heads[0], new, heads[1], width), (batch, heads[0], slots, width), dtype, **told)
+    return AttentionShape((batch, heads[0], new, heads[1], width), (batch, heads[0], slots, width), dtype, **told)
 
 
 H100, T4, AMD, V5E = "NVIDIA H100 80GB HBM3", "Tesla T4", "AMD Instinct MI300X", "TPU v5 lite"
-GPUS, CUT = {"data": 1, "fsdp": 4, "tensor": 2}, Division(("data", "fsdp"), ("tensor",))
+GPUS, CUT = {"data": 1, "fsdp": 4, "tensor": 2}, HeadSharding(("data", "fsdp"), ("tensor",))
 
 
 class TestChoice:
@@ -310,32 +315,32 @@ class TestChoice:
         [
             # Training as `train` does it: packed.
             ("tpu", V5E, problem(segments=True), "splash"),
-            ("tpu", V5E, problem(segments=True, mesh=GPUS, division=CUT), "splash"),
+            ("tpu", V5E, problem(segments=True, mesh=GPUS, head_sharding=CUT), "splash"),
             ("tpu", V5E, problem(segments=True, mesh=GPUS), "blockwise"),
             ("gpu", H100, problem(segments=True), "cudnn"),
-            ("gpu", H100, problem(segments=True, mesh=GPUS, division=CUT), "cudnn"),
+            ("gpu", H100, problem(segments=True, mesh=GPUS, head_sharding=CUT), "cudnn"),
             ("gpu", H100, problem(segments=True, dtype=jnp.float32), "blockwise"),
-            ("gpu", T4, problem(new=256), "rows"),
-            ("gpu", AMD, problem(new=256), "rows"),
-            ("cpu", "cpu", problem(batch=8, new=256, heads=(6, 1), width=48, dtype=jnp.float32, segments=True), "rows"),
+            ("gpu", T4, problem(new=256), "dense"),
+            ("gpu", AMD, problem(new=256), "dense"),
+            ("cpu", "cpu", problem(batch=8, new=256, heads=(6, 1), width=48, dtype=jnp.float32, segments=True), "dense"),
             ("cpu", "cpu", problem(batch=8, new=256, heads=(6, 1), width=48, segments=True), "blockwise"),
             ("cpu", "cpu", problem(segments=True, dtype=jnp.float32), "blockwise"),
             # A prompt: its first piece whole rows, its later ones over the cache.
             ("tpu", V5E, problem(batch=1, new=512), "splash"),
-            ("tpu", V5E, problem(batch=1, new=96), "rows"),
+            ("tpu", V5E, problem(batch=1, new=96), "dense"),
             ("tpu", V5E, problem(batch=1, new=512, slots=8192, ordered=False), "blockwise"),
             ("gpu", H100, problem(batch=1, new=512), "cudnn"),
             ("gpu", H100, problem(batch=1, new=512, slots=8192, ordered=False), "cudnn"),
             # Decoding.
-            ("tpu", V5E, problem(new=1, slots=8192, ordered=False), "rows"),
-            ("gpu", H100, problem(new=1, slots=8192, ordered=False), "rows"),
-            ("cpu", "cpu", problem(new=1, slots=8192, ordered=False), "rows"),
-            ("gpu", H100, problem(new=2, slots=8192, ordered=False), "rows"),  # drafts, which copy no slots
-            ("gpu", H100, problem(new=16, slots=8192, ordered=False), "rows"),
+            ("tpu", V5E, problem(new=1, slots=8192, ordered=False), "dense"),
+            ("gpu", H100, problem(new=1, slots=8192, ordered=False), "dense"),
+            ("cpu", "cpu", problem(new=1, slots=8192, ordered=False), "dense"),
+            ("gpu", H100, problem(new=2, slots=8192, ordered=False), "dense"),  # drafts, which copy no slots
+            ("gpu", H100, problem(new=16, slots=8192, ordered=False), "dense"),
         ],
     )
     def test_names(self, platform, kind, asked, name):
-        assert choose(platform, kind, asked)[0] == name
+        assert choose_backend(platform, kind, asked)[0] == name
 
     @pytest.mark.parametrize(
         ("platform", "kind", "asked", "reason"),
@@ -353,14 +358,19 @@ class TestChoice:
             ("tpu", V5E, problem(new=100), "multiples of 128 and heads in multiples of 64; these are 100 and 128"),
             ("tpu", V5E, problem(ordered=False), "splash has whole rows only"),
             ("tpu", V5E, problem(mesh=GPUS), "no division of rows and heads over the mesh is given"),
-            ("tpu", V5E, problem(batch=6, mesh=GPUS, division=CUT), r"6 rows cannot be cut over data\*fsdp=4"),
-            ("tpu", V5E, problem(heads=(1, 8), mesh=GPUS, division=CUT), r"1 key/value heads cannot be cut over tensor=2"),
+            ("tpu", V5E, problem(batch=6, mesh=GPUS, head_sharding=CUT), r"6 rows cannot be cut over data\*fsdp=4"),
+            (
+                "tpu",
+                V5E,
+                problem(heads=(1, 8), mesh=GPUS, head_sharding=CUT),
+                r"1 key/value heads cannot be cut over tensor=2",
+            ),
             ("tpu", V5E, problem(new=1, slots=64), "a single query on tpu: 1 x 64 scores"),
             ("cpu", "cpu", problem(new=256), "rows of 256 tokens in 16 bits on a CPU"),
         ],
     )
     def test_reasons(self, platform, kind, asked, reason):
-        assert re.search(reason, choose(platform, kind, asked)[1])
+        assert re.search(reason, choose_backend(platform, kind, asked)[1])
 
     @pytest.mark.parametrize(
         ("backend", "message"),
@@ -373,16 +383,18 @@ class TestChoice:
     def test_what_cannot_be_is_refused(self, backend, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, View(*rest), Seen.whole(LENGTH), scale=1.0, backend=backend)
+            ops.attend(queries, KVView(*rest), AttentionMask.whole(LENGTH), scale=1.0, backend=backend)
 
     def test_a_program_for_other_devices_is_traced_for_them(self):
         """As `estimate` does for devices that are not there."""
         device = jax.sharding.AbstractDevice(device_kind=V5E, num_cores=1, platform="tpu")
         mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2, abstract_device=device)
         queries, keys, values = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in operands(0, (8, 2, 256, 2, 64)))
-        division = Division(("fsdp",), ("tensor",))
-        attend = lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(256), scale=1.0, division=division)
-        with jax.sharding.use_abstract_mesh(mesh), observed() as taken:
+        head_sharding = HeadSharding(("fsdp",), ("tensor",))
+        attend = lambda q, k, v: ops.attend(
+            q, KVView(k, v), AttentionMask.whole(256), scale=1.0, head_sharding=head_sharding
+        )
+        with jax.sharding.use_abstract_mesh(mesh), record_backends() as taken:
             jaxpr = jax.make_jaxpr(attend)(queries, keys, values)
         assert taken == {"splash": "on TPU v5 lite"}
         assert "shard_map" in str(jaxpr)
@@ -390,14 +402,14 @@ class TestChoice:
     def test_the_log_says_it_to_who_observes_once(self, caplog):
         def trace(length):
             arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(0, (1, 1, length, 1, 2)))
-            jax.eval_shape(lambda q, k, v: ops.attend(q, View(k, v), Seen.whole(length), scale=1.0), *arrays)
+            jax.eval_shape(lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.whole(length), scale=1.0), *arrays)
 
-        with caplog.at_level(logging.INFO, "llama_jax.attention"), observed() as taken:
+        with caplog.at_level(logging.INFO, "llama_jax.attention"), record_backends() as taken:
             trace(1024)
             trace(1024)
             trace(512)
         assert caplog.messages == ["attention: blockwise (1024 x 1024 scores)", "attention: rows (512 x 512 scores)"]
-        assert taken == {"blockwise": "1024 x 1024 scores", "rows": "512 x 512 scores"}
+        assert taken == {"blockwise": "1024 x 1024 scores", "dense": "512 x 512 scores"}
 
     @pytest.mark.parametrize(
         ("change", "told", "message"),
@@ -417,12 +429,12 @@ class TestChoice:
     def test_nonsense(self, change, told, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, View(*rest), Seen.whole(LENGTH).replace(**change), scale=1.0, **told)
+            ops.attend(queries, KVView(*rest), AttentionMask.whole(LENGTH).replace(**change), scale=1.0, **told)
 
     def test_nothing_at_all(self):
         queries, keys, values = operands()
         with pytest.raises(ConfigError, match=r"must not be empty"):
-            ops.attend(queries, View(keys[..., :0, :], values[..., :0, :]), Seen.whole(LENGTH), scale=1.0)
+            ops.attend(queries, KVView(keys[..., :0, :], values[..., :0, :]), AttentionMask.whole(LENGTH), scale=1.0)
 
 
 def piece_over_a_cache(batch, new, slots):
@@ -430,7 +442,7 @@ def piece_over_a_cache(batch, new, slots):
     lengths = np.array([[slots - new], *[[3]] * (batch - 1)])
     positions = lengths + np.arange(new)
     positions[-1, 5:] = NO_QUERY
-    return Seen(positions.astype(np.int32), np.arange(slots, dtype=np.int32)[None])
+    return AttentionMask(positions.astype(np.int32), np.arange(slots, dtype=np.int32)[None])
 
 
 class TestKernels:
@@ -441,7 +453,7 @@ class TestKernels:
         monkeypatch.setattr("llama_jax.ops.attention.kernels.FEWEST_MASKED", 64)
         given_as = self.by_xla(monkeypatch)
         arrays = operands(0, (2, 2, 270, 3, 8))
-        seen = Seen.whole(270, some_segments(2, 270) if packed else None)
+        seen = AttentionMask.whole(270, some_segments(2, 270) if packed else None)
         expected = value_and_gradients(arrays, seen, "reference", window)
         found = value_and_gradients_of(lambda q, view: cudnn(q, *view, seen, scale=0.5, window=window), arrays)
         assert_near(found, expected, rtol=1e-4, atol=2e-5)
@@ -453,7 +465,7 @@ class TestKernels:
         self.by_xla(monkeypatch)
         (queries, *_), (_, keys, values) = operands(0, (2, 2, 16, 3, 8)), operands(1, (2, 2, 64, 3, 8))
         seen = piece_over_a_cache(2, 16, 64)
-        expected = ops.attend(queries, View(keys, values), seen, scale=0.5, window=20, backend="reference")
+        expected = ops.attend(queries, KVView(keys, values), seen, scale=0.5, window=20, backend="reference")
         assert_near(cudnn(queries, keys, values, seen, scale=0.5, window=20), expected)
 
     @staticmethod
@@ -473,7 +485,7 @@ class TestKernels:
     @pytest.mark.parametrize("packed", [False, True])
     def test_cudnn_on_a_gpu(self, packed, window):
         arrays = tuple(x.astype(jnp.bfloat16) for x in operands(0, (2, 2, 2048, 3, 64)))
-        seen = Seen.whole(2048, some_segments(2, 2048) if packed else None)
+        seen = AttentionMask.whole(2048, some_segments(2, 2048) if packed else None)
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", window)
         assert_close(value_and_gradients(arrays, seen, "cudnn", window), expected, 0.02)
 
@@ -484,7 +496,7 @@ class TestKernels:
     def test_splash_interpreted(self, window, packed):
         """The kernel itself, run step by step on the CPU, with its gradients."""
         arrays = operands(0, (2, 2, 256, 2, 64))
-        seen = Seen.whole(256, some_segments(2, 256) if packed else None)
+        seen = AttentionMask.whole(256, some_segments(2, 256) if packed else None)
         kernel = partial(splash, seen=seen, scale=0.5, window=window, interpret=True)
         found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view)))(arrays)
         assert_near(found, value_and_gradients(arrays, seen, "reference", window), rtol=1e-4, atol=2e-5)
@@ -493,14 +505,14 @@ class TestKernels:
     def test_splash_divided_over_devices(self):
         """Rows over two devices, heads over two: each interprets the kernel for its own."""
         arrays = operands(0, (2, 2, 128, 2, 64))
-        seen = Seen.whole(128, some_segments(2, 128))
+        seen = AttentionMask.whole(128, some_segments(2, 128))
         mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
         kernel = lambda q, k, v, seen: splash(q, k, v, seen, scale=0.5, interpret=True)
 
         @partial(jax.jit, out_shardings=None)
         def run(arrays):
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                divided = over_devices(kernel, Division(("fsdp",), ("tensor",)))
+                divided = over_devices(kernel, HeadSharding(("fsdp",), ("tensor",)))
                 return value_and_gradients_of(lambda q, view: divided(q, *view, seen), arrays)
 
         placed = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, P("fsdp", "tensor")))

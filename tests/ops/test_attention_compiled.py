@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import ops
-from llama_jax.ops.attention import Division, Seen, View, observed
+from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, record_backends
 from llama_jax.ops.attention.paged import PagedView, attend_paged, write_paged
 
 pytestmark = pytest.mark.accelerators
@@ -56,17 +56,17 @@ def mesh_of(topology, shape, names):
     return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def compiled(mesh, division, function, *shapes):
+def compiled(mesh, head_sharding, function, *shapes):
     """A function of bfloat16 arrays by shape, int32 where the shape has two axes, and what attention it took."""
 
     def struct(shape):
-        spec = P(division.mesh_axes_of_rows or None, *[division.mesh_axes_of_heads or None] * (len(shape) > 2))
+        spec = P(head_sharding.mesh_axes_of_rows or None, *[head_sharding.mesh_axes_of_heads or None] * (len(shape) > 2))
         spec = P() if shape[0] == 1 else spec
         return jax.ShapeDtypeStruct(
             shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, spec)
         )
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), observed() as taken:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), record_backends() as taken:
         return jax.jit(function).lower(*map(struct, shapes)).compile(), set(taken)
 
 
@@ -88,17 +88,17 @@ def kernels_in(program, mesh):
 )
 def test_packed_training_is_by_kernels_forward_and_backward(topology, shape, names, length, width):
     mesh = mesh_of(topology, shape, names)
-    division = Division(*(tuple(n for n in names if (n == "tensor") == heads) for heads in (False, True)))
+    head_sharding = HeadSharding(*(tuple(n for n in names if (n == "tensor") == heads) for heads in (False, True)))
 
     def step(queries, keys, values, segments, gradient):
-        seen = Seen.whole(length, segments)
+        seen = AttentionMask.whole(length, segments)
         mixed, back = jax.vjp(
-            lambda q, k, v: ops.attend(q, View(k, v), seen, scale=0.1, division=division), queries, keys, values
+            lambda q, k, v: ops.attend(q, KVView(k, v), seen, scale=0.1, head_sharding=head_sharding), queries, keys, values
         )
         return mixed, back(gradient)
 
     of_queries, of_keys = (8, 8, length, 4, width), (8, 8, length, width)
-    program, taken = compiled(mesh, division, step, of_queries, of_keys, of_keys, (8, length), of_queries)
+    program, taken = compiled(mesh, head_sharding, step, of_queries, of_keys, of_keys, (8, length), of_queries)
     assert taken == {"splash" if "v5" in topology else "cudnn"}
     # splash: the mixture, the gradients of queries, those of keys and values; cuDNN: both ways for each block of queries.
     assert len(kernels_in(program, mesh)) == (3 if "v5" in topology else 8)
@@ -108,19 +108,19 @@ def test_packed_training_is_by_kernels_forward_and_backward(topology, shape, nam
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100"])
 def test_a_prompt_reaches_the_kernels(topology):
-    mesh, division = mesh_of(topology, (1,), ("tensor",)), Division()
+    mesh, head_sharding = mesh_of(topology, (1,), ("tensor",)), HeadSharding()
     of_queries, of_keys, of_cache = (1, 8, 512, 4, 128), (1, 8, 512, 128), (1, 8, 8192, 128)
 
     def first(queries, keys, values):
-        return ops.attend(queries, View(keys, values), Seen.whole(512), scale=0.1)
+        return ops.attend(queries, KVView(keys, values), AttentionMask.whole(512), scale=0.1)
 
     def later(queries, keys, values, positions):
-        seen = Seen(positions, jnp.arange(8192, dtype=jnp.int32)[None])
-        return ops.attend(queries, View(keys, values), seen, scale=0.1)
+        seen = AttentionMask(positions, jnp.arange(8192, dtype=jnp.int32)[None])
+        return ops.attend(queries, KVView(keys, values), seen, scale=0.1)
 
-    program, _ = compiled(mesh, division, first, of_queries, of_keys, of_keys)
+    program, _ = compiled(mesh, head_sharding, first, of_queries, of_keys, of_keys)
     assert len(kernels_in(program, mesh)) == 1
-    program, taken = compiled(mesh, division, later, of_queries, of_cache, of_cache, (1, 512))
+    program, taken = compiled(mesh, head_sharding, later, of_queries, of_cache, of_cache, (1, 512))
     assert taken == ({"cudnn"} if topology == "h100" else {"blockwise"})
     assert program.memory_analysis().temp_size_in_bytes < 64 * 2**20  # all scores are 512
 
@@ -129,15 +129,15 @@ def test_a_prompt_reaches_the_kernels(topology):
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_decoded_token_makes_no_copy_of_the_cache(topology, batch):
     """XLA reads keys and values once, by two matmuls with the softmax between them: no kernel does less."""
-    mesh, division = mesh_of(topology, (1,), ("tensor",)), Division()
+    mesh, head_sharding = mesh_of(topology, (1,), ("tensor",)), HeadSharding()
 
     def decode(queries, keys, values, positions):
-        seen = Seen(positions, jnp.arange(2048, dtype=jnp.int32)[None])
-        return ops.attend(queries, View(keys, values), seen, scale=0.1)
+        seen = AttentionMask(positions, jnp.arange(2048, dtype=jnp.int32)[None])
+        return ops.attend(queries, KVView(keys, values), seen, scale=0.1)
 
     of_cache = (batch, 8, 2048, 128)
-    program, taken = compiled(mesh, division, decode, (batch, 8, 1, 4, 128), of_cache, of_cache, (batch, 1))
-    assert taken == {"rows"}
+    program, taken = compiled(mesh, head_sharding, decode, (batch, 8, 1, 4, 128), of_cache, of_cache, (batch, 1))
+    assert taken == {"dense"}
     cache = 2 * np.prod(of_cache) * 2
     # One row: partial sums of a matmul that is split over the slots.
     assert program.memory_analysis().temp_size_in_bytes < cache / 8
@@ -157,14 +157,14 @@ def test_a_decoded_token_makes_no_copy_of_the_cache(topology, batch):
 def test_a_step_over_pages_is_by_a_kernel_and_copies_none(topology, new, each, sizes):
     """Of a loop over the layers, which carries the pages; over devices each has its own rows and heads."""
     mesh, rows = mesh_of(topology, sizes, ("data", "tensor")), 16 if each is None else new // each
-    division = None if each is None else Division(("data",), ("tensor",))
+    head_sharding = None if each is None else HeadSharding(("data",), ("tensor",))
 
     def step(pages, queries, keys, values, table, lengths, starts):
         def layer(carry, index):
             pages, queries = carry
             view = PagedView(pages, index, table, lengths[:, 0], starts[0], each)
-            pages = write_paged(pages, keys, values, view, division)
-            return (pages, attend_paged(queries, view.replace(pages=pages), scale=0.1, division=division)), None
+            pages = write_paged(pages, keys, values, view, head_sharding)
+            return (pages, attend_paged(queries, view.replace(pages=pages), scale=0.1, head_sharding=head_sharding)), None
 
         return jax.lax.scan(layer, (pages, queries), jnp.arange(8, dtype=jnp.int32))[0]
 
@@ -179,7 +179,7 @@ def test_a_step_over_pages_is_by_a_kernel_and_copies_none(topology, new, each, s
         *(struct(of_pages, None, "data", None, "tensor"), struct((new, heads, 4, 128), *tokens), of_tokens, of_tokens),
         *(struct((rows, 64), "data"), struct((rows, 1), "data"), struct((1, rows + 1))),
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), observed() as taken:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), record_backends() as taken:
         program = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
     assert set(taken) == {"ragged" if "v5e" in topology else "triton"}
     pages = 2 * np.prod(of_pages) // mesh.size

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llama_jax import ops
-from llama_jax.ops.quantized import dequantize, hadamard, quantize
+from llama_jax.ops.int8 import dequantize, hadamard, quantize
 
 smoothed = jax.jit(ops.smooth_keys, static_argnames="rotated")
 

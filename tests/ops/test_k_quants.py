@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_jax.ops.weights import KINDS
+from llama_jax.ops.weights import QUANT_FORMATS
+from llama_jax.ops.weights.format_spec import join
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
-from llama_jax.ops.weights.planes import join
 
 ENCODE = {"q4_k": encode_q4_k, "q5_k": encode_q5_k, "q6_k": encode_q6_k}
 # The blocks that llama.cpp (llama-cpp-python 0.3.36, `ggml_quantize_chunk`) makes of `row()`.
@@ -44,11 +44,11 @@ def row(step: int) -> np.ndarray:
 
 
 def blocks(kind: str, x: np.ndarray) -> np.ndarray:
-    return join(ENCODE[kind](x), KINDS[kind])
+    return join(ENCODE[kind](x), QUANT_FORMATS[kind])
 
 
 def decoded(kind: str, x: np.ndarray) -> np.ndarray:
-    return KINDS[kind].decode(*ENCODE[kind](x))
+    return QUANT_FORMATS[kind].decode(*ENCODE[kind](x))
 
 
 @pytest.mark.parametrize("kind", ENCODE)
@@ -104,6 +104,8 @@ def test_many_blocks_are_llama_cpps(kind, tailed):
     sizes = [ctypes.c_int64(n) for n in (0, *x.shape)]
     library.ggml_quantize_chunk(ctypes.c_int(number), pointer(x), pointer(theirs), *sizes, None)
     assert (ours == theirs).all(-1).mean() > 0.96
-    numbers = [KINDS[kind].decode(*KINDS[kind].from_rows(each.reshape(256, -1), 1024)) for each in (ours, theirs)]
+    numbers = [
+        QUANT_FORMATS[kind].decode(*QUANT_FORMATS[kind].from_rows(each.reshape(256, -1), 1024)) for each in (ours, theirs)
+    ]
     error, reference = (np.square(each - x).mean() for each in numbers)
     assert abs(error / reference - 1) < 1e-3

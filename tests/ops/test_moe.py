@@ -197,11 +197,11 @@ def test_natively(dtype, tokens):
 def computed(sizes, mode, monkeypatch):
     """Rows that the loop multiplies with a matrix, for groups of these sizes, run by Python."""
     rows = []
-    multiply, outer = grouped.multiply_group, grouped.sum_of_outer
+    multiply, outer = grouped.multiply_group, grouped.weight_gradient
     monkeypatch.setattr(
         grouped, "multiply_group", lambda x, *more, **options: rows.append(len(x)) or multiply(x, *more, **options)
     )
-    monkeypatch.setattr(grouped, "sum_of_outer", lambda a, *more: rows.append(len(a)) or outer(a, *more))
+    monkeypatch.setattr(grouped, "weight_gradient", lambda a, *more: rows.append(len(a)) or outer(a, *more))
     with jax.disable_jit():
         x, sizes = np.zeros((sum(sizes), 2), np.float32), np.asarray(sizes, np.int32)
         other = x if mode == "outer" else np.zeros((len(sizes), 2, 2), np.float32)
@@ -250,7 +250,7 @@ def test_on_each_device():
 
 @pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "q4_k" else pytest.param(kind, marks=pytest.mark.slow) for kind in native.KINDS]
+    "kind", [kind if kind == "q4_k" else pytest.param(kind, marks=pytest.mark.slow) for kind in native.NATIVE_FORMATS]
 )
 def test_every_kind_is_read_where_it_lies(kind):
     """Bit for bit as each group's weight by itself."""

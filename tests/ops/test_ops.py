@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax import RopeScaling, ops
-from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.layers import sum_of_outer
+from llama_jax.ops.attention import AttentionMask, KVView
+from llama_jax.ops.layers import weight_gradient
 from llama_jax.ops.rope_scaling import SCALINGS
 
 
@@ -95,7 +95,7 @@ class TestLinear:
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_sum_of_outer(self, dtype):
         a, b = jnp.asarray(normal(0, 2, 9, 5), dtype), jnp.asarray(normal(1, 2, 9, 3), dtype)
-        got = jax.jit(sum_of_outer)(a, b)
+        got = jax.jit(weight_gradient)(a, b)
         assert got.dtype == jnp.float32
         want = np.einsum("bra,brc->bac", np.asarray(a, np.float64), np.asarray(b, np.float64))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ class TestLinear:
     def test_16_bit_weight_gradients_are_not_computed_in_float32(self):
         """XLA for CPU converts the operands of products that it has no kernel for: that cost half of the speed."""
         x, g = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
-        program = jax.jit(sum_of_outer).lower(g, x).compile()
+        program = jax.jit(weight_gradient).lower(g, x).compile()
         assert "f32[512,1024]" not in program.as_text()
 
 
@@ -232,8 +232,8 @@ def plain_attention(q, k, v, positions, scale):
 
 def attend_at(positions, queries, keys, values, *, scale=0.5, segments=(None, None)):
     """Queries at positions [B|1, T], keys at their slots."""
-    seen = Seen(positions, jnp.arange(keys.shape[2])[None], *segments)
-    return ops.attend(queries, View(keys, values), seen, scale=scale)
+    seen = AttentionMask(positions, jnp.arange(keys.shape[2])[None], *segments)
+    return ops.attend(queries, KVView(keys, values), seen, scale=scale)
 
 
 half_scaled = jax.jit(lambda q, k, v, positions: attend_at(positions, q, k, v))
@@ -314,11 +314,11 @@ class TestAttention:
         shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)
         operands = [normal(i, *shape) for i, shape in enumerate(shapes)]
         documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, length))) if packed else None
-        seen = Seen.whole(length, documents)
+        seen = AttentionMask.whole(length, documents)
 
         def value_and_gradients(seen, operands):
             def attend(q, k, v):
-                return ops.attend(q, View(k, v), seen, scale=0.5)
+                return ops.attend(q, KVView(k, v), seen, scale=0.5)
 
             return attend(*operands), gradients(attend, *operands)
 
@@ -327,8 +327,8 @@ class TestAttention:
 
     def test_what_nobody_sees_is_not_computed(self):
         q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
-        seen = Seen.whole(512)
-        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, View(k, k), seen, scale=1.0)).lower(q, k)
+        seen = AttentionMask.whole(512)
+        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, KVView(k, k), seen, scale=1.0)).lower(q, k)
         blocks, whole = attend(seen), attend(seen.replace(ordered=False))
         flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]
         assert flops[0] / flops[1] == pytest.approx(9 / 16, rel=0.02)
@@ -378,7 +378,7 @@ def test_a_loop_looks_up_rows_of_16_bits_without_a_wider_table():
 
     def follow(table, row):
         def step(row, _):
-            found = ops.look_up(table, row).astype(jnp.float32)
+            found = ops.embed(table, row).astype(jnp.float32)
             return (row + 1 + jnp.sum(found).astype(jnp.int32)) % 3000, found
 
         return jax.lax.scan(step, row, None, length=5)
@@ -390,5 +390,5 @@ def test_a_loop_looks_up_rows_of_16_bits_without_a_wider_table():
     jax.tree.map(np.testing.assert_array_equal, compiled(table, jnp.array([3, 299])), wanted)
     gradient = jax.grad(lambda look, table: jnp.sum(look(table).astype(jnp.float32) ** 2), argnums=1)
     rows = jnp.array([[3, 299], [0, 3]])
-    found, wanted = gradient(lambda t: ops.look_up(t, rows), table), gradient(lambda t: t[rows], table)
+    found, wanted = gradient(lambda t: ops.embed(t, rows), table), gradient(lambda t: t[rows], table)
     np.testing.assert_array_equal(found, wanted)

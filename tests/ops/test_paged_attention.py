@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import ops
 from llama_jax.errors import MeshError
 from llama_jax.ops import native
-from llama_jax.ops.attention import Division
+from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged, paged_reference, write_paged
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks
-from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, triton
+from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, triton
+from llama_jax.ops.int8 import dequantize, quantize
 from llama_jax.ops.platform import native_code
-from llama_jax.ops.quantized import dequantize, quantize
 
 SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
 
@@ -249,7 +249,7 @@ def test_the_kernel_for_tpus_is_given_what_it_means(window, by_ragged):
 def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
     def asked(width=128, dtype=jnp.bfloat16, page_dtype=jnp.bfloat16, heads=8, pages=500, entries=99, **more):
         shapes = (64, heads, 4, width), (32, pages, 64, 2 * heads, width), (64, entries)
-        return PagedProblem(*shapes, jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
+        return PagedAttentionShape(*shapes, jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
 
     assert choose_paged("tpu", asked()) == ("ragged", "on tpu")
     assert choose_paged("gpu", asked()) == ("triton", "on gpu")
@@ -349,10 +349,10 @@ def test_with_a_window_pages_are_a_ring(way, sinks, each, request):
 
 
 DIVISIONS = {
-    "rows": ((8,), ("data",), Division(("data",))),
-    "heads": ((8,), ("tensor",), Division((), ("tensor",))),
-    "both": ((4, 2), ("data", "tensor"), Division(("data",), ("tensor",))),
-    "some": ((2, 2, 2), ("data", "fsdp", "spare"), Division(("data", "fsdp"), ())),
+    "rows": ((8,), ("data",), HeadSharding(("data",))),
+    "heads": ((8,), ("tensor",), HeadSharding((), ("tensor",))),
+    "both": ((4, 2), ("data", "tensor"), HeadSharding(("data",), ("tensor",))),
+    "some": ((2, 2, 2), ("data", "fsdp", "spare"), HeadSharding(("data", "fsdp"), ())),
 }
 
 
@@ -368,10 +368,10 @@ DIVISIONS = {
     ids=str,
 )
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_devices_write_and_read_their_own_rows_and_heads(division, dtype, native, each, limits):
-    sizes, names, division = DIVISIONS[division]
+def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, native, each, limits):
+    sizes, names, head_sharding = DIVISIONS[head_sharding]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    ways = int(np.prod([mesh.shape[axis] for axis in division.mesh_axes_of_rows], dtype=int))
+    ways = int(np.prod([mesh.shape[axis] for axis in head_sharding.mesh_axes_of_rows], dtype=int))
     rng, rows, page, entries, heads, width = np.random.default_rng(0), 8, 4, 5, 8, 16
     # Each device has as many pages for its rows as they need.
     mine = rows // ways * entries
@@ -385,14 +385,14 @@ def test_devices_write_and_read_their_own_rows_and_heads(division, dtype, native
     more = limits | {"sink_queries": of_sinks} if "sinks" in limits else limits
     view = PagedView(None, jnp.int32(LAYER), jnp.asarray(table), lengths, starts, each)
 
-    def step(pages, view, division):
-        written = write_paged(pages, keys, values, view, division)
-        return written, attend_paged(queries, view.replace(pages=written), scale=SCALE, division=division, **more)
+    def step(pages, view, head_sharding):
+        written = write_paged(pages, keys, values, view, head_sharding)
+        return written, attend_paged(queries, view.replace(pages=written), scale=SCALE, head_sharding=head_sharding, **more)
 
-    spec = P(None, division.mesh_axes_of_rows or None, None, division.mesh_axes_of_heads or None)
+    spec = P(None, head_sharding.mesh_axes_of_rows or None, None, head_sharding.mesh_axes_of_heads or None)
     cut = jax.device_put(pages, jax.tree.map(lambda _: NamedSharding(mesh, spec), pages))
     with jax.set_mesh(mesh), ops.native_anyway(native):
-        program = jax.jit(step, static_argnums=2, donate_argnums=0).lower(cut, view, division).compile()
+        program = jax.jit(step, static_argnums=2, donate_argnums=0).lower(cut, view, head_sharding).compile()
         assert ("llama_jax_paged_" in program.as_text()) == (native and "sinks" not in limits)
         written, found = program(cut, view)
     wanted = jax.jit(write_paged)(pages, keys, values, view)
@@ -407,10 +407,10 @@ def test_what_cannot_be_divided_is_refused():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     view, _ = paged([(9, 2)] * 4, 4, 2, 8)  # 14 pages
     keys = jnp.zeros((8, 2, 8))
-    rows, heads = Division(("data",)), Division((), ("tensor",))
+    rows, heads = HeadSharding(("data",)), HeadSharding((), ("tensor",))
     three = view.replace(pages=jnp.zeros((LAYERS, 16, 4, 6, 8)), each=2)
     with jax.set_mesh(mesh):
-        for asked, division, tokens, reason in (
+        for asked, head_sharding, tokens, reason in (
             (view, rows, keys, "different numbers of new tokens"),
             (view.replace(each=2), rows, jnp.zeros((12, 2, 8)), "or padding"),
             (view.replace(each=2), rows, keys, "14 pages cannot be cut over data=4"),
@@ -418,9 +418,9 @@ def test_what_cannot_be_divided_is_refused():
             (three, heads, jnp.zeros((8, 3, 8)), "3 key/value heads cannot be cut over tensor=2"),
         ):
             with pytest.raises(MeshError, match=reason):
-                write_paged(asked.pages, tokens, tokens, asked, division)
+                write_paged(asked.pages, tokens, tokens, asked, head_sharding)
             with pytest.raises(MeshError, match=reason):
-                attend_paged(tokens[:, :, None], asked, scale=SCALE, division=division)
+                attend_paged(tokens[:, :, None], asked, scale=SCALE, head_sharding=head_sharding)
 
 
 @settings(max_examples=20, deadline=None)

@@ -19,19 +19,27 @@ from test_paged_attention import CASES, check, natively
 import llama_jax
 from llama_jax import ops
 from llama_jax.model.mixtures import MIXTURES
-from llama_jax.model.params import row_at
+from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights import KINDS, JoinedWeight, QuantizedWeight, nf4, order, quantized, shardings_of_planes
-from llama_jax.ops.weights import weight as room
-from llama_jax.ops.weights.planes import INT4, in_smaller_groups, join, packed, split, unpacked
+from llama_jax.ops.weights import (
+    QUANT_FORMATS,
+    JoinedWeight,
+    QuantizedWeight,
+    device_layout,
+    nf4,
+    quantized,
+    shardings_of_planes,
+)
+from llama_jax.ops.weights import quantized_matmul as room
+from llama_jax.ops.weights.format_spec import INT4, in_smaller_groups, join, packed, split, unpacked
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-OF_GGUF = [name for name, form in KINDS.items() if form.of_gguf]
-MADE = [name for name, form in KINDS.items() if form.encode is not None]
+OF_GGUF = [name for name, form in QUANT_FORMATS.items() if form.of_gguf]
+MADE = [name for name, form in QUANT_FORMATS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
-EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler here")
 
 
@@ -39,7 +47,7 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     """Random bytes, with factors that are finite."""
     if kind == "int8":
         return tuple(map(np.asarray, weight_of(kind, rows, columns).planes))
-    rng, form = np.random.default_rng(seed), KINDS[kind]
+    rng, form = np.random.default_rng(seed), QUANT_FORMATS[kind]
     if not form.of_gguf:
 
         def plane(shape, dtype):
@@ -77,10 +85,10 @@ def by_xla(monkeypatch):
 def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
     gguf = pytest.importorskip("gguf")
     planes = random_planes(kind, 6, 768)
-    blocks = join(planes, KINDS[kind])
+    blocks = join(planes, QUANT_FORMATS[kind])
     wanted = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[kind.upper()])
-    np.testing.assert_array_equal(KINDS[kind].decode(*planes), wanted)
-    for plane, again in zip(planes, split(blocks, KINDS[kind].planes), strict=True):
+    np.testing.assert_array_equal(QUANT_FORMATS[kind].decode(*planes), wanted)
+    for plane, again in zip(planes, split(blocks, QUANT_FORMATS[kind].planes), strict=True):
         np.testing.assert_array_equal(plane, again)
 
 
@@ -88,7 +96,7 @@ def test_every_exponent_of_mxfp4_is_that_of_the_gguf_package():
     gguf = pytest.importorskip("gguf")
     exponents = np.arange(256, dtype=np.uint8)
     wanted = gguf.quants.MXFP4.e8m0_to_fp32_half(exponents)
-    found = KINDS["mxfp4"].decode(exponents, np.full(256 * 16, 0x11, np.uint8))  # ones
+    found = QUANT_FORMATS["mxfp4"].decode(exponents, np.full(256 * 16, 0x11, np.uint8))  # ones
     np.testing.assert_array_equal(found.reshape(256, 32), np.repeat(wanted[:, None], 32, axis=1))
 
 
@@ -101,7 +109,7 @@ FURTHEST = {"int8": 0.6 / 127, "q8_0": 0.6 / 127, "q4_0": 1.01 / 8, "fp8": 1 / 1
 @pytest.mark.parametrize("kind", MADE)
 def test_quantized_by_the_nearest_numbers(kind):
     matrix = np.random.default_rng(0).normal(0, 1, (8, 256)).astype(np.float32)
-    form = KINDS[kind]
+    form = QUANT_FORMATS[kind]
     found = form.decode(*form.encode(matrix))
     groups = matrix.reshape(8, -1, 256 if form.block == 1 else form.block)
     largest = np.abs(groups).max(-1, keepdims=True)
@@ -125,7 +133,7 @@ def test_nf4_is_bit_for_bit_that_of_bitsandbytes():
         np.testing.assert_array_equal(ours, golden["absmax"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANT_FORMATS)
 def test_numbers_are_the_same_by_jax(kind):
     weight = weight_of(kind)
     # Absolute too: of scale times number plus offset, near zero, XLA may round once where NumPy rounds twice.
@@ -139,9 +147,9 @@ def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
     np.testing.assert_allclose(weight.decoded(), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANT_FORMATS)
 def test_rows_go_through_bytes(kind):
-    planes, form = random_planes(kind, 6, 512), KINDS[kind]
+    planes, form = random_planes(kind, 6, 512), QUANT_FORMATS[kind]
     raw = join(planes, form).reshape(6, -1) if form.of_gguf else form.to_rows(planes)
     assert form.of_gguf or raw.shape == (6, form.bytes_of_row(512))
     assert raw.shape[1] <= form.bits / 8 * 512 + 8  # and two factors of the row at most: 4 bits are never a byte
@@ -151,7 +159,7 @@ def test_rows_go_through_bytes(kind):
 
 def held_by(platform: str, weight: QuantizedWeight, monkeypatch) -> QuantizedWeight:
     """As devices of a platform hold it, on a CPU."""
-    monkeypatch.setattr(order, "platform_of", lambda sharding: platform)
+    monkeypatch.setattr(device_layout, "platform_of", lambda sharding: platform)
     return weight.arranged()
 
 
@@ -170,9 +178,9 @@ def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
     back = held_by("cpu", there, monkeypatch)
     np.testing.assert_array_equal(back.planes[0], weight.planes[0])
     shape = jax.ShapeDtypeStruct((6, 4, 128), INT4, sharding=weight.planes[0].sharding)
-    assert order.arranged(weight.form.planes[0], shape).shape == (6, 4, 64)
-    smaller = in_smaller_groups(tuple(map(np.asarray, weight.planes)), weight.form, KINDS["int4_32"])
-    np.testing.assert_array_equal(KINDS["int4_32"].decode(*smaller), numbers(weight))
+    assert device_layout.arranged(weight.form.planes[0], shape).shape == (6, 4, 64)
+    smaller = in_smaller_groups(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
+    np.testing.assert_array_equal(QUANT_FORMATS["int4_32"].decode(*smaller), numbers(weight))
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
@@ -190,7 +198,7 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
 @pytest.mark.parametrize(("rows", "parts"), [(192, 6), (128, 4), (37, 4)])
 def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkeypatch):
     """192 rows are 4 times 48, of which a TPU would write all first: 32 lie together there."""
-    monkeypatch.setattr(room, "CHUNK", rows * 128 // 4)
+    monkeypatch.setattr(room, "DECODED_AT_ONCE", rows * 128 // 4)
     weight = weight_of("q4_0", rows=rows, columns=128)
     assert room._Chunks.of(weight.form, weight.planes).parts == parts
 
@@ -198,7 +206,7 @@ def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkey
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("kind", EVERY)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
-    monkeypatch.setattr(room, "CHUNK", 1 << 12)  # several parts, of which the last has rows too many
+    monkeypatch.setattr(room, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), np.float32))
     dense = numbers(weight).astype(np.float64)
@@ -254,18 +262,18 @@ def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
     monkeypatch.setattr(room, "lowering_platform", lambda: "gpu")
     for device, has in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L40S", True), ("NVIDIA A100-SXM4-80GB", False)):
         monkeypatch.setattr(room, "lowering_device_kind", lambda name=device: name)
-        assert room.factor_afterwards.__wrapped__(KINDS["fp8"]) == has
-        assert room.groups_apart.__wrapped__(KINDS["fp8_128"], 1) == has
-        assert room.factor_afterwards.__wrapped__(KINDS["int8"])
+        assert room.factor_afterwards.__wrapped__(QUANT_FORMATS["fp8"]) == has
+        assert room.groups_apart.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
+        assert room.factor_afterwards.__wrapped__(QUANT_FORMATS["int8"])
 
 
 def test_rows_are_looked_up():
     ids = jnp.asarray([[3, 0], [7, 3]])
-    for kind in KINDS:
+    for kind in QUANT_FORMATS:
         table = weight_of(kind)
         # Absolute too: of scale times number plus offset, near zero, XLA may round once where NumPy rounds twice.
-        np.testing.assert_allclose(jax.jit(ops.look_up)(table, ids), numbers(table)[ids], rtol=1e-6, atol=1e-6)
-    assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
+        np.testing.assert_allclose(jax.jit(ops.embed)(table, ids), numbers(table)[ids], rtol=1e-6, atol=1e-6)
+    assert ops.embed(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4_asym", "fp8_128", "q8_0", "q4_k"])
@@ -275,11 +283,11 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows, monkeypatch):
     from row by row."""
     table, ids = held_by("tpu", weight_of(kind, rows=rows), monkeypatch), jnp.asarray([[0, 39, 5], [31, 32, 7]])
     with planned_for("tpu"):
-        found = jax.jit(ops.look_up)(table, ids)
-        program = str(jax.make_jaxpr(ops.look_up)(table, ids))
+        found = jax.jit(ops.embed)(table, ids)
+        program = str(jax.make_jaxpr(ops.embed)(table, ids))
         many = jnp.tile(ids, (20, 1))
-        runs = jax.jit(lambda table, ids: ops.look_up(table, ids))(table, many) if kind in ("int8", "int4") else None
-    np.testing.assert_array_equal(found, jax.jit(lambda table, ids: ops.look_up(table, ids))(table, ids))
+        runs = jax.jit(lambda table, ids: ops.embed(table, ids))(table, many) if kind in ("int8", "int4") else None
+    np.testing.assert_array_equal(found, jax.jit(lambda table, ids: ops.embed(table, ids))(table, ids))
     if runs is not None:
         np.testing.assert_array_equal(runs, np.tile(found, (20, 1, 1)))
     values = max(table.planes, key=lambda plane: (plane.dtype.itemsize == 1, plane.ndim, plane.shape[-1]))
@@ -295,7 +303,7 @@ def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, w
     """In the layout of the array alone, which a plan's shapes have too; a matmul of it is the same."""
     matrix = jax.device_put(np.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), np.float32))
     plain = quantized(matrix, kind)
-    monkeypatch.setattr(order, "platform_of", lambda sharding: "tpu")
+    monkeypatch.setattr(device_layout, "platform_of", lambda sharding: "tpu")
     weight = quantized(matrix, kind)
     assert weight.planes[0].format.layout.major_to_minor == wanted
     place = matrix.sharding
@@ -356,7 +364,10 @@ def test_parts_of_different_kinds_side_by_side():
 
 
 WIDTHS = [
-    (kind, columns) for kind in native.KINDS for columns in (256, 768, 32, 96, 303) if columns % KINDS[kind].block == 0
+    (kind, columns)
+    for kind in native.NATIVE_FORMATS
+    for columns in (256, 768, 32, 96, 303)
+    if columns % QUANT_FORMATS[kind].block == 0
 ]
 TOKENS = (1, 2, 5, 12, 40)  # by rows, and in one, two and more panels
 
@@ -376,7 +387,7 @@ def check_integers(kind: str, columns: int) -> None:
     multiply = jax.jit(lambda each, planes: {tokens: native.multiply(x, planes, kind) for tokens, x in each.items()})
     found = multiply(each, tuple(map(jax.device_put, planes)))
     for tokens, x in each.items():
-        wanted = x.astype(np.float64) @ KINDS[kind].decode(*planes).astype(np.float64).T
+        wanted = x.astype(np.float64) @ QUANT_FORMATS[kind].decode(*planes).astype(np.float64).T
         np.testing.assert_allclose(found[tokens], wanted, atol=2e-6 * np.abs(wanted).max(), err_msg=f"{tokens} tokens")
 
 
@@ -574,7 +585,7 @@ def model_in(kind: str, params):
         return quantize(params, kind)
 
     def blocks(path, leaf):
-        if not row_at(path).is_matrix:
+        if not spec_at(path).is_matrix:
             return leaf
         rows = leaf.size // leaf.shape[-1]
         planes = random_planes(kind, rows, leaf.shape[-1])

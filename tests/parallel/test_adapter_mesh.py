@@ -13,18 +13,18 @@ from test_strategies import CONFIG, LENGTH, OPTIMIZER, ROWS
 from training_options import step_options
 
 import llama_jax
-from llama_jax.model.adapter_table import adapter_table, choose_adapters
-from llama_jax.model.adapters import adapted, with_base
-from llama_jax.parallel.fit import fit, fitted, unfit
+from llama_jax.model.lora import adapted, with_base
+from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import (
+from llama_jax.parallel.padding import pad_params, padded_config, unpad_params
+from llama_jax.parallel.sharding import (
     adapter_specs,
     batch_spec,
-    layout_over,
     param_specs,
-    places_of,
     shardings,
+    shardings_like,
     train_state_specs,
+    training_sharding,
 )
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import init_state, train_step
@@ -45,14 +45,14 @@ def test_specs_of_adapters():
 def run(sizes):
     """The losses of a few steps, and the adapters after them."""
     mesh = make_mesh(sizes)
-    held, layout = layout_over(CONFIG, mesh)
+    held, sharding = training_sharding(CONFIG, mesh)
     placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER, lora=LORA))
     base = jax.device_put(jit_init(CONFIG, jax.random.key(0)), shardings(mesh, param_specs(CONFIG, sizes)))
     state = jax.device_put(init_state(OPTIMIZER, random_adapters(CONFIG)), placement)
 
     def step(base, state, batch):
         options = step_options(remat="full", chunk=8, clip_norm=1.0)
-        return train_step(held, OPTIMIZER, state, batch, options, with_base(layout, base, LORA))
+        return train_step(held, OPTIMIZER, state, batch, options, with_base(sharding, base, LORA))
 
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, shardings(mesh, P())))
     rng, losses = np.random.default_rng(0), []
@@ -92,10 +92,10 @@ def test_an_adapted_model_is_fitted_as_a_plain_one_is():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
     wanted = jit_logits(CONFIG, adapted(params, adapters, LORA), tokens)
     sizes = MeshSizes(tensor=8)
-    joined = fit(CONFIG, sizes, adapted(params, adapters, LORA))
-    apart = adapted(fit(CONFIG, sizes, params), fit(CONFIG, sizes, adapters), LORA)
+    joined = pad_params(CONFIG, sizes, adapted(params, adapters, LORA))
+    apart = adapted(pad_params(CONFIG, sizes, params), pad_params(CONFIG, sizes, adapters), LORA)
     jax.tree.map(np.testing.assert_array_equal, joined, apart)
-    np.testing.assert_allclose(jit_logits(fitted(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
+    np.testing.assert_allclose(jit_logits(padded_config(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -105,13 +105,13 @@ def test_so_are_magnitudes_and_a_table():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
     table = adapter_table(CONFIG, params, adapters)
     sizes = MeshSizes(tensor=8)
-    held = fit(CONFIG, sizes, table)
+    held = pad_params(CONFIG, sizes, table)
     wanted = jit_logits(CONFIG, choose_adapters(table, [1, 0]), tokens)
-    found = jit_logits(fitted(CONFIG, sizes), choose_adapters(held, [1, 0]), tokens)[..., :250]
+    found = jit_logits(padded_config(CONFIG, sizes), choose_adapters(held, [1, 0]), tokens)[..., :250]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     alone = jit_logits(CONFIG, adapted(params, *adapters[1]), tokens)
     np.testing.assert_allclose(wanted[0], alone[0], atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, unfit(CONFIG, held), table)
+    jax.tree.map(np.testing.assert_array_equal, unpad_params(CONFIG, held), table)
 
 
 @pytest.mark.slow
@@ -122,6 +122,6 @@ def test_it_generates_over_tensor():
     wanted = llama_jax.generate(config, joined, [[1, 5], [2]], max_new_tokens=6)
     sizes = MeshSizes(tensor=4)
     mesh = make_mesh(sizes)
-    places = places_of(joined, shardings(mesh, param_specs(config, sizes)))
+    places = shardings_like(joined, shardings(mesh, param_specs(config, sizes)))
     found = llama_jax.generate(config, jax.device_put(joined, places), [[1, 5], [2]], max_new_tokens=6)
     assert [row.tokens for row in found] == [row.tokens for row in wanted]

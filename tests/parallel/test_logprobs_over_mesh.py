@@ -10,9 +10,9 @@ from test_strategies import CONFIG, LENGTH, ROWS
 from training_options import loss_options
 
 import llama_jax
-from llama_jax.model.options import Layout
+from llama_jax.model.forward_options import Sharding
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings
+from llama_jax.parallel.sharding import batch_spec, param_specs, shardings, training_sharding
 from llama_jax.training.batch import Batch
 from llama_jax.training.logprobs import token_logprobs
 
@@ -24,11 +24,11 @@ BATCH = Batch(
 )
 
 
-def answers(config, layout, params, batch):
+def answers(config, sharding, params, batch):
     """A number of whole answers, whatever the order of their tokens, and its gradient."""
 
     def total(params):
-        found = token_logprobs(config, layout.fit(params), batch, loss_options(chunk=4), layout, 0.7).sum(axis=1)
+        found = token_logprobs(config, sharding.fit(params), batch, loss_options(chunk=4), sharding, 0.7).sum(axis=1)
         return jnp.mean(jnp.tanh(found / 40)), found
 
     return jax.value_and_grad(total, has_aux=True)(params)
@@ -37,7 +37,7 @@ def answers(config, layout, params, batch):
 @pytest.fixture(scope="module")
 def alone():
     params = jax.jit(partial(llama_jax.init, CONFIG))(jax.random.key(0))
-    return params, jax.jit(partial(answers, CONFIG, Layout()))(params, BATCH)
+    return params, jax.jit(partial(answers, CONFIG, Sharding()))(params, BATCH)
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_devices_together_find_what_one_finds(alone, sizes):
     placed = jax.device_put(params, shardings(mesh, param_specs(CONFIG, sizes)))
     spec = jax.sharding.NamedSharding(mesh, batch_spec(sizes, ROWS, LENGTH))
     batch = jax.tree.map(lambda part: jax.device_put(part, spec), BATCH)
-    (found, each), grads = jax.jit(partial(answers, *layout_over(CONFIG, mesh)))(placed, batch)
+    (found, each), grads = jax.jit(partial(answers, *training_sharding(CONFIG, mesh)))(placed, batch)
     np.testing.assert_allclose(found, loss, rtol=1e-5)
     np.testing.assert_allclose(each, rows, rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), grads, gradients)
@@ -56,6 +56,6 @@ def test_devices_together_find_what_one_finds(alone, sizes):
 
 def test_rows_in_parts_are_refused(alone):
     sizes = MeshSizes(1, 1, 1, 2)
-    config, layout = layout_over(CONFIG, make_mesh(sizes))
+    config, sharding = training_sharding(CONFIG, make_mesh(sizes))
     with pytest.raises(llama_jax.MeshError, match="which context divides; use data, fsdp and tensor"):
-        jax.eval_shape(partial(token_logprobs, config, layout=layout), alone[0], BATCH)
+        jax.eval_shape(partial(token_logprobs, config, sharding=sharding), alone[0], BATCH)

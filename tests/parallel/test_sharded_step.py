@@ -10,7 +10,7 @@ from training_options import step_options
 
 from llama_jax import LlamaConfig
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
-from llama_jax.parallel.specs import shardings, train_state_specs
+from llama_jax.parallel.sharding import shardings, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import init_state, train_step

@@ -16,7 +16,7 @@ from llama_jax.analysis.memory import bytes_per_device, train_programs
 from llama_jax.analysis.roofline import least_traffic
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import batch_spec, shardings, step_over, train_state_specs
+from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state

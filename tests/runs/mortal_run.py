@@ -20,7 +20,7 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.recipe import Recipe, RewardSettings
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
-from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 
 
 def recipe() -> Recipe:

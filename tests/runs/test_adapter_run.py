@@ -19,10 +19,10 @@ import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
-from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
+from llama_jax.model.lora import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights import quantized
-from llama_jax.ops.weights.planes import INT4, unpacked
+from llama_jax.ops.weights.format_spec import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override

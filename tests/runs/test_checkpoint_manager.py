@@ -26,7 +26,7 @@ from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.formats.step_dirs import steps_in
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.specs import param_specs, shardings
+from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs import checkpoint_manager
 from llama_jax.runs.checkpoint_manager import CheckpointManager, read_note
 from llama_jax.tokenizers import load_tokenizer

@@ -18,7 +18,7 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 import llama_jax
 from llama_jax.errors import TrainingError
 from llama_jax.formats.loading import bundled
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.model.trees import param_shapes
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train

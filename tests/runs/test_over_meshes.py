@@ -12,9 +12,9 @@ from mortal_run import recipe
 
 import llama_jax
 from llama_jax.evaluation.measure import WindowRows, token_nats
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import param_specs, reading_over, shardings
+from llama_jax.parallel.sharding import evaluation_sharding, param_specs, shardings
 from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
@@ -44,15 +44,15 @@ def params():
 @each_mesh
 def test_an_evaluation_is_divided(params, sizes):
     mesh = make_mesh(sizes)
-    config, layout = reading_over(RECIPE.model, mesh)
-    assert layout.shares == sizes.rows * sizes.context
+    config, sharding = evaluation_sharding(RECIPE.model, mesh)
+    assert sharding.shares == sizes.rows * sizes.context
     tokens = np.random.default_rng(0).integers(0, 320, (8, 25), dtype=np.int32)
     segments = np.repeat([[1] * 10 + [2] * 14], 8, axis=0).astype(np.int32)
     positions = np.repeat([[*range(10), *range(14)]], 8, axis=0).astype(np.int32)
     rows = WindowRows(tokens[:, :-1], tokens[:, 1:], segments, positions)
     alone = jax.jit(partial(token_nats, RECIPE.model, compute=Compute())).lower(params, rows).compile()
     spread = jax.device_put(params, shardings(mesh, param_specs(RECIPE.model, sizes)))
-    over = jax.jit(lambda params, rows: token_nats(config, layout.fit(params), rows, layout=layout))
+    over = jax.jit(lambda params, rows: token_nats(config, sharding.fit(params), rows, sharding=sharding))
     compiled = over.lower(spread, rows).compile()
     np.testing.assert_allclose(compiled(spread, rows), alone(params, rows), atol=2e-5)
     share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]

@@ -13,7 +13,7 @@ from test_loop import StopAt, caches  # noqa: F401  # caches is a fixture
 import llama_jax
 from llama_jax import Compute, ops
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.runs.loop import train
 
 SHORT = replace(recipe(), steps=3, evaluate_every=3, save_every=3, ema_decay=0.0)

@@ -18,10 +18,10 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import load_adapter
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
-from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 
 FULL = preferring()
 LEARNT = {"lora": Lora(rank=2, alpha=16.0), "vocabulary": "given"}

@@ -13,7 +13,7 @@ from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe, differences, to_dict
 from llama_jax.runs.recipes import BUILT_IN, check_weights, find, tiny
-from llama_jax.training.preferences import PreferenceOptions
+from llama_jax.training.preference_loss import PreferenceOptions
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -28,7 +28,7 @@ from llama_jax.formats import open_checkpoint
 from llama_jax.formats.orbax_index import read_index
 from llama_jax.formats.step_dirs import CHECKPOINTS, steps_in
 from llama_jax.model.trees import init
-from llama_jax.parallel.processes import OTHER_DIED
+from llama_jax.parallel.multihost import OTHER_DIED
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override

@@ -23,8 +23,8 @@ from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import open_checkpoint, step_dirs
 from llama_jax.formats.orbax_format import load_params
 from llama_jax.formats.step_dirs import StepRemovedError, by_loss, steps_in
-from llama_jax.parallel.processes import Processes
-from llama_jax.parallel.roll_call import Member
+from llama_jax.parallel.multihost import Processes
+from llama_jax.parallel.rendezvous import Member
 from llama_jax.runs import locks, run_folder
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log

@@ -15,7 +15,7 @@ from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, 
 import llama_jax
 from llama_jax import DraftModel, Sampling
 from llama_jax.errors import GenerationError, MeshError
-from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.drafter import Drafter
 from llama_jax.model.cache import CacheOptions
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.drafting import CATCHING_UP, ModelDrafting

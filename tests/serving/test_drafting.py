@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_engine import SMALL, alone, come_and_go, model, run_warm, some_request  # noqa: F401
 
 from llama_jax import PromptLookup
-from llama_jax.inference.speculation.lookup import Following
+from llama_jax.inference.speculation.prompt_lookup import Following
 from llama_jax.serving.drafting import FORGETTING, LookupDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.requests import GenerationRequest

@@ -22,7 +22,7 @@ from conftest import sharp
 
 import llama_jax
 from llama_jax import Sampling
-from llama_jax.parallel.processes import OTHER_DIED
+from llama_jax.parallel.multihost import OTHER_DIED
 from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.multihost_engine import Follower, follow, leading

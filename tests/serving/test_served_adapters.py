@@ -20,8 +20,8 @@ import llama_jax
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
 from llama_jax.formats import save_adapter
-from llama_jax.model.adapter_table import adapter_table, choose_adapters
-from llama_jax.model.adapters import Lora, adapted
+from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine

@@ -9,7 +9,7 @@ from conftest import jit_init
 import llama_jax
 from llama_jax import ops
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.options import Compute
+from llama_jax.model.forward_options import Compute
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
 from llama_jax.serving import warmup

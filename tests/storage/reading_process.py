@@ -10,9 +10,9 @@ import numpy as np
 
 
 def main(coordinator, count, index, *places):
-    from llama_jax.parallel import processes
+    from llama_jax.parallel import multihost
 
-    with processes.start(coordinator, int(count), int(index)):
+    with multihost.join_job(coordinator, int(count), int(index)):
         import llama_jax
 
         mesh = llama_jax.MeshSizes(fsdp=4, tensor=2)

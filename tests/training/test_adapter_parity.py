@@ -17,11 +17,11 @@ from training_options import loss_options, step_options
 
 import llama_jax
 from llama_jax.formats import load_adapter, save_adapter
-from llama_jax.model.adapters import adapted, merge, with_base
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Layout, Places
+from llama_jax.model.forward_options import Positions, Sharding
+from llama_jax.model.lora import adapted, merge, with_base
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
@@ -62,7 +62,7 @@ def results(case, folder, *, wide):
     @jax.jit
     def logits(base, adapters, ids):
         joined = adapted(base, adapters, lora)
-        return unembed(config, joined, forward(config, joined, ids, places=Places(positions=at(ids)))[0])
+        return unembed(config, joined, forward(config, joined, ids, positions=Positions(position_ids=at(ids)))[0])
 
     @jax.jit
     def gradient(base, adapters, ids):
@@ -76,7 +76,7 @@ def results(case, folder, *, wide):
     @jax.jit
     def step(base, state, ids):
         batch, options = Batch(ids, positions=at(ids)), step_options(chunk=5)
-        return train_step(config, optimizer, state, batch, options, with_base(Layout(), base, lora))
+        return train_step(config, optimizer, state, batch, options, with_base(Sharding(), base, lora))
 
     found = {"logits": np.asarray(logits(base, adapters, make_goldens.tokens(config)[:, :24]))}
     found |= written("gradient", gradient(base, adapters, theirs.batch_of(config, 0)))

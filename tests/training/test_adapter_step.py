@@ -13,12 +13,12 @@ from conftest import as_float64, jit_dequantize, jit_init, jit_logits
 from training_options import loss_options, step_options
 
 import llama_jax
-from llama_jax.model.adapters import Lora, adapted, adapter_shapes, init_adapters, merge, settled, with_base
-from llama_jax.model.options import Layout
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.lora import Lora, adapted, adapter_shapes, init_adapters, merge, precompute_dora_scale, with_base
 from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights import JoinedWeight, MixedStack, quantized
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
@@ -41,7 +41,7 @@ def adapter_step(options, lora=LORA, config=CONFIG):
     """The base is an argument of its own, so that nothing of it is in the state."""
 
     def step(base, state, batch):
-        return train_step(config, OPTIMIZER, state, batch, options, with_base(Layout(), base, lora))
+        return train_step(config, OPTIMIZER, state, batch, options, with_base(Sharding(), base, lora))
 
     return jax.jit(step)
 
@@ -179,7 +179,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-2)
     for ours, theirs in zip(*(jax.tree.leaves(one[1]) for one in (found, wanted)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=0.05 * float(jnp.abs(theirs).max()))
-    once = settled(adapted(base, adapters, lora))
+    once = precompute_dora_scale(adapted(base, adapters, lora))
     logits = jit_logits(config, once, TOKENS[:, :12] % 64)
     np.testing.assert_allclose(
         logits, jit_logits(config, merged, TOKENS[:, :12] % 64), atol=0.05 * float(jnp.abs(logits).max())

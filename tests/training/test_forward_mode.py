@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from training_options import loss_options
 
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 
 
 @pytest.fixture(scope="module")

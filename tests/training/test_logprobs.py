@@ -13,7 +13,7 @@ from training_options import loss_options
 import llama_jax
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 
 ROWS, LENGTH = 3, 11
 

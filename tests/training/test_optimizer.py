@@ -10,7 +10,7 @@ from adapters import random_adapters
 from conftest import jit_init
 
 import llama_jax
-from llama_jax.model.adapters import Lora
+from llama_jax.model.lora import Lora
 from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rates, make_optimizer
 
 CONFIG = llama_jax.preset("stories-260k")

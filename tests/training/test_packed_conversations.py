@@ -10,7 +10,7 @@ from training_options import loss_options
 
 from llama_jax.data import Corpus, validation_batches
 from llama_jax.training.batch import predicted
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 
 SIZES = [7, 3, 12, 5, 4, 9, 2]
 LENGTH = 15

@@ -12,10 +12,10 @@ from training_options import step_options
 
 import llama_jax
 from llama_jax import preset
-from llama_jax.model.options import Layout
+from llama_jax.model.forward_options import Sharding
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import TaskSums
+from llama_jax.training.loss import TaskSums
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -44,7 +44,7 @@ def test_a_few_steps_lower_the_loss(step):
     assert int(state.step) == 12
 
 
-def sum_of_norm(config, params, batch, options, layout):
+def sum_of_norm(config, params, batch, options, sharding):
     """A loss of which little is to be compiled."""
     return LossSums(300.0 * TOKENS[:, 1:].size * jnp.sum(params.final_norm.astype(jnp.float32)), jnp.float32(0))
 
@@ -105,7 +105,7 @@ def test_a_loss_of_other_rows_has_its_own_divisor_and_sums():
     """Rows that are no `Batch`, in parts as at once: the mean is over what `count` says, and further sums are whole."""
     rows = {"wanted": np.arange(8, dtype=np.float32), "weight": np.array([1, 0, 2, 1, 1, 3, 0, 1], np.float32)}
 
-    def loss(config, params, batch, options, layout):
+    def loss(config, params, batch, options, sharding):
         squares = (batch["wanted"] - jnp.mean(params.final_norm)) ** 2 * batch["weight"]
         return TaskSums(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
 
@@ -284,7 +284,7 @@ def test_under_shard_map_that_checks_what_varies(accumulate):
     mesh = jax.make_mesh((devices,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:devices])
     options = step_options(accumulate=accumulate, chunk=16, clip_norm=1.0)
     alone = partial(train_step, CONFIG, OPTIMIZER, options=options)
-    each = partial(alone, layout=Layout(axis_name="rows"))
+    each = partial(alone, sharding=Sharding(axis_name="rows"))
     spread = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P()))
     (after, metrics), (wanted, expected) = spread(start(), BATCH), jax.jit(alone)(start(), BATCH)
     for name in expected:

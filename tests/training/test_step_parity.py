@@ -13,7 +13,7 @@ from training_options import loss_options, step_options
 
 import llama_jax
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import next_token_loss
+from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates, make_optimizer
 from llama_jax.training.step import init_state, train_step
 

@@ -14,9 +14,9 @@ from llama_jax.formats.build_params import plan
 from llama_jax.formats.gguf import TYPES
 from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.formats.loading import bundled, open_checkpoint
-from llama_jax.model.adapters import adapted
+from llama_jax.model.lora import adapted
 from llama_jax.model.trees import layers_of, quantize, stack
-from llama_jax.ops.weights import KINDS, JoinedWeight
+from llama_jax.ops.weights import QUANT_FORMATS, JoinedWeight
 from llama_jax.verify import rounding_error
 from llama_jax.verify.activations import Origin
 from llama_jax.verify.rounding_error import (
@@ -49,7 +49,7 @@ def test_the_rounding_of_a_kind_is_what_its_quantizer_does(kind):
 def test_the_rounding_of_every_kind_that_is_read_is_known():
     assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
     assert {"F64", "int8"} <= ROUNDING.keys()
-    assert {name.upper() for name in KINDS} <= ROUNDING.keys()
+    assert {name.upper() for name in QUANT_FORMATS} <= ROUNDING.keys()
     with pytest.raises(CheckpointError, match="x holds I8 tensors, whose rounding is not known"):
         origin_of("x", CONFIG, [Dense(Path("x"), 0, (2, 2), "I8")], "float32", {})
 
@@ -164,10 +164,10 @@ def test_layers_of_several_kinds(stories_model):
     assert of_up[0] == expected
 
 
-@pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
+@pytest.mark.parametrize("kind", [name for name, form in QUANT_FORMATS.items() if form.encode is not None])
 def test_what_quantizing_explains_falls_with_the_bits(kind):
     found = rounding_of(kind, 1024)
     assert ROUNDING["Q8_0"] <= found < 0.2
     if kind.upper() in ROUNDING:
         # Files that are not GGUF round otherwise: int4 to integers of -7 to 7, int8 in rows of several thousand numbers.
-        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if KINDS[kind].of_gguf else 0.2)
+        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if QUANT_FORMATS[kind].of_gguf else 0.2)

@@ -1,7 +1,7 @@
 """Speculative decoding: several tokens per pass of the model, and the same tokens as without it."""
 
-from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.speculation.draft_model import DraftModel
-from llama_jax.inference.speculation.lookup import PromptLookup
+from llama_jax.inference.speculation.prompt_lookup import PromptLookup
 
 __all__ = ["DraftModel", "Drafter", "PromptLookup"]

@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
-from llama_jax.inference.drafting import MOST_DRAFTED, Drafter
+from llama_jax.inference.decode import DecodeState, Request, shard_cache
+from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
 from llama_jax.inference.generate import Run
-from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.sampling import sample
-from llama_jax.inference.state import Request, State, lay_out
+from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache
 from llama_jax.model.checks import check_params
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
 FOLLOWED = 64  # tokens that came without the draft model and are read at once, by one program
@@ -36,13 +36,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
     Attributes:
       config, params: the draft model, as `load` gives it; for a model on a mesh, loaded over the same mesh.
       tokens: see `Drafter`.
-      layout: how the parameters are laid out over devices; set by `begin`.
+      sharding: how the parameters are laid out over devices; set by `begin`.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     params: Llama
     tokens: int = struct.field(pytree_node=False, default=3)
-    layout: Layout = struct.field(pytree_node=False, default=Layout())
+    sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,13 +71,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
         check_params(self.config, self.params)
         if _devices(self.params) != _devices(params):
             raise MeshError("the draft model is on other devices than the model; load both with the same mesh")
-        check_rows(layout_of(self.params), rows)
+        check_rows(sharding_of(self.params), rows)
 
     def begin(
         self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
-        placed = self.replace(layout=layout_of(self.params))
+        placed = self.replace(sharding=sharding_of(self.params))
         return placed, placed._run().read_prompts(tokens, lengths, capacity, options).cache
 
     def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray) -> KVCache:
@@ -95,13 +95,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
             read = read + lengths
         return memory
 
-    def propose(self, memory: KVCache, state: State, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose(self, memory: KVCache, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """See `Drafter.propose`."""
         last = state.cache.length
         two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
         return self.propose_after(memory, state, two, count)
 
-    def propose_after(self, memory: KVCache, state: State, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose_after(self, memory: KVCache, state: DecodeState, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
 
         After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
@@ -112,13 +112,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
 
         def draw(cache: KVCache, tokens: jax.Array, seen: jax.Array, step: jax.Array) -> Any:
             ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
-            places = Places(rope_lengths=ends)
-            hidden, cache = forward(self.config, self.params, tokens, cache, places=places, layout=self.layout)
-            with self.layout.context():
+            positions = Positions(rope_lengths=ends)
+            hidden, cache = forward(self.config, self.params, tokens, cache, positions=positions, sharding=self.sharding)
+            with self.sharding.context():
                 logits = unembed(self.config, self.params, hidden[:, -1]).astype(jnp.float32)[:, :vocab]
                 token = sample(logits, request.sampling, seen, step)
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
-            return lay_out(cache, self.layout), seen, token
+            return shard_cache(cache, self.sharding), seen, token
 
         cache, seen, first = draw(memory.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
 
@@ -136,7 +136,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         return memory.replace(length=jnp.minimum(memory.length, lengths))
 
     def _run(self) -> Run:
-        return Run(self.config, self.params, Compute(), self.layout)
+        return Run(self.config, self.params, Compute(), self.sharding)
 
     def _rows(self) -> int:
         head = self.params.embedding if self.params.lm_head is None else self.params.lm_head
@@ -151,10 +151,10 @@ def read_more(
     Args:
       whole: int32[B], like `starts` and `lengths`: how many tokens the row has in the end.
     """
-    places = Places(lengths, rope_lengths=whole)
+    positions = Positions(lengths, rope_lengths=whole)
     cache = cache.replace(length=starts)
-    _, cache = forward(draft.config, draft.params, tokens, cache, places=places, layout=draft.layout)
-    return lay_out(cache, draft.layout)
+    _, cache = forward(draft.config, draft.params, tokens, cache, positions=positions, sharding=draft.sharding)
+    return shard_cache(cache, draft.sharding)
 
 
 _read = jax.jit(read_more, donate_argnums=1)

@@ -16,10 +16,10 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.drafting import Drafter
-from llama_jax.inference.state import Piece, State, choose, lay_out
+from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache
+from llama_jax.inference.drafter import Drafter
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
 
@@ -29,13 +29,13 @@ class Model(struct.PyTreeNode):
     params: Llama
     config: LlamaConfig = struct.field(pytree_node=False)
     compute: Compute = struct.field(pytree_node=False, default=Compute())
-    layout: Layout = struct.field(pytree_node=False, default=Layout())
+    sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
 
 
 class PassState(NamedTuple):
     """What changes from pass to pass: the state, the drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
 
-    state: State
+    state: DecodeState
     memory: Any
     history: jax.Array
 
@@ -49,37 +49,39 @@ class Passes(NamedTuple):
       accepted: int32[B, passes], how many of them the model chose too.
     """
 
-    piece: Piece
+    piece: TokenChunk
     offered: jax.Array
     accepted: jax.Array
 
 
-def verify(model: Model, state: State, drafts: jax.Array, choose: Any = choose) -> tuple[State, Piece]:
+def verify(model: Model, state: DecodeState, drafts: jax.Array, choose: Any = sample_next) -> tuple[DecodeState, TokenChunk]:
     """Read the token of every row and its drafts, and choose after each of them.
 
     Args:
       drafts: int32[B, T - 1]; -1 for none, which is never accepted.
-      choose: used instead of `state.choose`; the array that it returns with the state replaces the log-probabilities.
+      choose: used instead of `decode.sample_next`; the array that it returns with the state replaces the log-probabilities.
 
     Returns:
       The state after the chosen tokens, whose cache holds nothing else except in slots beyond its length; and these tokens,
       [B, T], at least one for a row that is not done.
     """
-    layout = model.layout
+    sharding = model.sharding
     tokens = jnp.concatenate([state.token[:, None], jnp.maximum(drafts, 0)], axis=1)
     before = state.cache.length
     # Each has the length that its row has when it is decoded alone.
-    places = Places(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
-    options: dict[str, Any] = {"places": places, "compute": model.compute, "layout": layout}
+    positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
+    options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
-    with layout.context():
+    with sharding.context():
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
-        state, piece = choose_each(state.replace(cache=None), logits, drafts, layout, choose)
+        state, piece = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(piece.valid, axis=1, dtype=jnp.int32)
-    return state.replace(cache=lay_out(cache.replace(length=length), layout)), piece
+    return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), piece
 
 
-def choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout, choose: Any) -> tuple[State, Piece]:
+def choose_each(
+    state: DecodeState, logits: jax.Array, drafts: jax.Array, sharding: Sharding, choose: Any
+) -> tuple[DecodeState, TokenChunk]:
     """Sample position by position until no row has a correct draft; the rest is not sampled."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
@@ -90,7 +92,7 @@ def choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layo
     def one(carry: Any) -> Any:
         position, state, going, out = carry
         stands = state.done | ~going
-        chosen, said = choose(state.replace(done=stands), layout.constrain(at(logits, position), "logits"), layout)
+        chosen, said = choose(state.replace(done=stands), sharding.constrain(at(logits, position), "logits"), sharding)
         done = jnp.where(stands, state.done, chosen.done)
         new = chosen.token, said, ~stands
         out = tuple(lax.dynamic_update_index_in_dim(whole, x, position, 1) for whole, x in zip(out, new, strict=True))
@@ -100,11 +102,11 @@ def choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layo
     def unfinished(carry: Any) -> jax.Array:
         return (carry[0] < width) & jnp.any(carry[2])
 
-    _, said = jax.eval_shape(lambda state: choose(state, logits[:, 0], layout), state)
+    _, said = jax.eval_shape(lambda state: choose(state, logits[:, 0], sharding), state)
     kinds = (jnp.int32, ()), (said.dtype, said.shape[1:]), (bool, ())
     out = tuple(jnp.zeros((batch, width, *rest), dtype) for dtype, rest in kinds)
     _, state, _, out = lax.while_loop(unfinished, one, (jnp.int32(0), state, ~state.done, out))
-    return state, Piece(*out)
+    return state, TokenChunk(*out)
 
 
 class Size(NamedTuple):
@@ -128,7 +130,7 @@ def run_passes(
       What has changed; the number of passes, int32[]; and their results, of which only that many passes are filled.
     """
     batch, width = work.state.token.shape[0], size.drafted + 1
-    layout = model.layout
+    sharding = model.sharding
 
     def one(carry: Any) -> Any:
         (state, memory, history), taken, tokens, counts = carry
@@ -137,7 +139,7 @@ def run_passes(
         state, piece = verify(model, state, drafts)
         memory = drafter.roll_back(memory, state.cache.length)
         put = lambda row, new, last: lax.dynamic_update_slice_in_dim(row, new, last + 1, 0)
-        history = layout.constrain(jax.vmap(put)(history, piece.tokens, last), "row")
+        history = sharding.constrain(jax.vmap(put)(history, piece.tokens, last), "row")
         tokens = tuple(
             lax.dynamic_update_slice_in_dim(whole, new, taken * width, 1) for whole, new in zip(tokens, piece, strict=True)
         )
@@ -155,5 +157,5 @@ def run_passes(
     tokens = tuple(jnp.zeros((batch, size.most * width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
     counts = tuple(jnp.zeros((batch, size.most), jnp.int32) for _ in range(2))
     work, taken, tokens, counts = lax.while_loop(unfinished, one, (work, jnp.int32(0), tokens, counts))
-    state = work.state.replace(done=layout.constrain(work.state.done, "everywhere"))
-    return work._replace(state=state), taken, Passes(Piece(*tokens), *counts)
+    state = work.state.replace(done=sharding.constrain(work.state.done, "everywhere"))
+    return work._replace(state=state), taken, Passes(TokenChunk(*tokens), *counts)

@@ -1,25 +1,25 @@
-"""Attention: the keys and values (`View`), the mask (`Seen`), one entry (`attend`) and its backends."""
+"""Attention: the keys and values (`KVView`), the mask (`AttentionMask`), one entry (`attend`) and its backends."""
 
-from llama_jax.ops.attention.attend import AttentionBackend, attend, choose
-from llama_jax.ops.attention.kernels import Division, Problem
+from llama_jax.ops.attention.dispatch import AttentionBackend, attend, choose_backend
+from llama_jax.ops.attention.kernels import AttentionShape, HeadSharding
+from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, KVView, visible
 from llama_jax.ops.attention.paged import PagedView, attend_paged, write_paged
-from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
-from llama_jax.ops.platform import announce, observed
+from llama_jax.ops.platform import log_backend, record_backends
 
 __all__ = [
     "NO_KEY",
     "NO_QUERY",
     "AttentionBackend",
-    "Division",
+    "AttentionMask",
+    "AttentionShape",
+    "HeadSharding",
+    "KVView",
     "PagedView",
-    "Problem",
-    "Seen",
-    "View",
-    "announce",
     "attend",
     "attend_paged",
-    "choose",
-    "observed",
+    "choose_backend",
+    "log_backend",
+    "record_backends",
     "visible",
     "write_paged",
 ]

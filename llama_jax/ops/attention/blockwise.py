@@ -20,18 +20,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.rows import LOWEST, MIXED, mix, scores_of
-from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, visible
-from llama_jax.ops.cpu import for_cpu, keep, restore
-from llama_jax.ops.layers import sum_of_outer
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, scores_of, weighted_values
+from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
+from llama_jax.ops.cpu import for_cpu, pack_bits, unpack_bits
+from llama_jax.ops.layers import weight_gradient
 
 SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels
-FEW_ROWS, MORE_KEYS = 16, 2048
+FEW_QUERY_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class OfQueries(NamedTuple):
+class QueryGradientInputs(NamedTuple):
     """What the backward pass reads of queries; it is cut into blocks together.
 
     Attributes:
@@ -47,7 +47,7 @@ class OfQueries(NamedTuple):
     of_mixed: jax.Array
 
     @classmethod
-    def of(cls, queries: jax.Array, normalizer: jax.Array, mixed: jax.Array, of_mixed: jax.Array) -> OfQueries:
+    def of(cls, queries: jax.Array, normalizer: jax.Array, mixed: jax.Array, of_mixed: jax.Array) -> QueryGradientInputs:
         """From the mixture [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
         mean = jnp.sum(of_mixed.astype(normalizer.dtype) * mixed, axis=-1, keepdims=True)
         return cls(queries, normalizer, mean, of_mixed)
@@ -58,7 +58,7 @@ def blockwise(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: Seen,
+    seen: AttentionMask,
     scale: float,
     window: int | None = None,
 ) -> jax.Array:
@@ -69,14 +69,14 @@ def blockwise(
 def _forward_and_kept(queries, keys, values, seen, scale, window):
     found = forward_part(queries, keys, values, seen, scale=scale, window=window)
     # By a name, so that training can keep them: what comes out of a loop is otherwise made again by `jax.checkpoint`.
-    mixed, normalizer = (checkpoint_name(x, MIXED) for x in (found[0].astype(queries.dtype), found[1]))
-    return mixed, (keep((queries, keys, values, mixed)), normalizer, seen)
+    mixed, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (found[0].astype(queries.dtype), found[1]))
+    return mixed, (pack_bits((queries, keys, values, mixed)), normalizer, seen)
 
 
 def _backward(scale: float, window: int | None, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
     arrays, normalizer, seen = kept
-    queries, keys, values, mixed = restore(arrays)
-    of_queries = OfQueries.of(queries, normalizer, mixed, of_mixed)
+    queries, keys, values, mixed = unpack_bits(arrays)
+    of_queries = QueryGradientInputs.of(queries, normalizer, mixed, of_mixed)
     found = backward_part(of_queries, keys, values, seen, scale=scale, window=window)
     return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
 
@@ -88,7 +88,7 @@ def forward_part(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: Seen,
+    seen: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -107,19 +107,19 @@ def forward_part(
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     query_blocks, key_blocks = _blocks_of(queries, keys)
     first, end = _reach(seen, window, query_blocks, key_blocks)
-    arrays = keep((queries, keys, values))  # each block is a slice of them
+    arrays = pack_bits((queries, keys, values))  # each block is a slice of them
 
     def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own = restore(query_blocks.cut(arrays[0], i, -3))
+        own = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             largest, total, mixed = carry
-            key, value = (restore(key_blocks.cut(x, j, -2)) for x in arrays[1:])
+            key, value = (unpack_bits(key_blocks.cut(x, j, -2)) for x in arrays[1:])
             scores = scores_of(own, key, visible(_cut(seen, query_blocks, i, key_blocks, j), window), scale)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return larger, total, mixed * shrink + mix(weights, value)
+            return larger, total, mixed * shrink + weighted_values(weights, value)
 
         # Like `own`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
         total, mixed = (jnp.zeros_like(own, precise, (*own.shape[:-1], size)) for size in (1, width))
@@ -134,7 +134,13 @@ def forward_part(
 
 
 def backward_part(
-    of_queries: OfQueries, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+    of_queries: QueryGradientInputs,
+    keys: jax.Array,
+    values: jax.Array,
+    seen: AttentionMask,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Three:
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
@@ -146,14 +152,14 @@ def backward_part(
     query_blocks, key_blocks = _blocks_of(of_queries.queries, keys)
     first, end = _reach(seen, window, query_blocks, key_blocks)
     precise = of_queries.normalizer.dtype
-    arrays = keep(of_queries), keep((keys, values))
+    arrays = pack_bits(of_queries), pack_bits((keys, values))
 
     def block_of_queries(i: jax.Array, found: Three) -> Three:
-        own = restore(query_blocks.cut(arrays[0], i, -3))
+        own = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             of_own, of_keys, of_values = carry
-            key, value = restore(key_blocks.cut(arrays[1], j, -2))
+            key, value = unpack_bits(key_blocks.cut(arrays[1], j, -2))
             allowed = visible(_cut(seen, query_blocks, i, key_blocks, j, once=True), window)
             new = gradients_of_block(scale, own, key, value, allowed)
             return of_own + new[0], key_blocks.add(of_keys, new[1], j, -2), key_blocks.add(of_values, new[2], j, -2)
@@ -175,7 +181,9 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
-def gradients_of_block(scale: float, of_queries: OfQueries, keys: jax.Array, values: jax.Array, allowed: jax.Array) -> Three:
+def gradients_of_block(
+    scale: float, of_queries: QueryGradientInputs, keys: jax.Array, values: jax.Array, allowed: jax.Array
+) -> Three:
     """The gradients from all scores of some queries and keys.
 
     Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
@@ -200,7 +208,7 @@ def gradients_of_block(scale: float, of_queries: OfQueries, keys: jax.Array, val
     of_scores = (weights * (of_weights - flat(mean).swapaxes(-1, -2))).astype(keys.dtype)
     # Scaled after the matmuls and not before: there are H numbers per query instead of S.
     of_keys = product(of_scores, flat_queries, 2) * scale
-    of_own = (sum_of_outer(of_scores, keys) * scale).reshape(queries.shape)
+    of_own = (weight_gradient(of_scores, keys) * scale).reshape(queries.shape)
     return of_own, of_keys, of_values
 
 
@@ -259,7 +267,7 @@ def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
     """Blocks of queries, all of a group together, and of keys: as many scores wide as high, but for few queries."""
     *batch, new, groups, _ = queries.shape
     side = _side(math.prod(batch))
-    size = MORE_KEYS if new * groups <= FEW_ROWS else side
+    size = MORE_KEYS if new * groups <= FEW_QUERY_ROWS else side
     return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
@@ -269,14 +277,20 @@ def _side(heads: int) -> int:
     return SIDE
 
 
-def _cut(seen: Seen, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
+def _cut(
+    seen: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
+) -> AttentionMask:
     """What stands where in a pair of blocks; a key is in one block only, and a query too where `once` asks for it."""
     queries = query_blocks.own(seen.query_positions, i, NO_QUERY) if once else query_blocks.cut(seen.query_positions, i, -1)
     keys = key_blocks.own(seen.key_positions, j, NO_KEY)
-    return Seen(queries, keys, query_blocks.cut(seen.query_segments, i, -1), key_blocks.cut(seen.key_segments, j, -1))
+    return AttentionMask(
+        queries, keys, query_blocks.cut(seen.query_segments, i, -1), key_blocks.cut(seen.key_segments, j, -1)
+    )
 
 
-def _reach(seen: Seen, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks) -> tuple[jax.Array, jax.Array]:
+def _reach(
+    seen: AttentionMask, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks
+) -> tuple[jax.Array, jax.Array]:
     """The first block of keys that some query of each block may see, and the one after the last: int32[blocks] each."""
     earliest, latest = query_blocks.ends(seen.query_positions, NO_QUERY)
     nearest, farthest = key_blocks.ends(seen.key_positions, NO_KEY)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention.view import Seen
+from llama_jax.ops.attention.mask import AttentionMask
 
 
-def check_shapes(queries: jax.Array, keys: jax.Array, seen: Seen, window: int | None) -> None:
+def check_shapes(queries: jax.Array, keys: jax.Array, seen: AttentionMask, window: int | None) -> None:
     """Raise ConfigError for arguments that no backend could compute, or would misinterpret."""
     if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
         raise ConfigError(f"window={window!r} must be an integer from 1, a token sees itself, to 2**31 - 1")

@@ -28,18 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.ops.attention.rows import MIXED
-from llama_jax.ops.attention.view import Seen, visible
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
+from llama_jax.ops.attention.mask import AttentionMask, visible
 
-LANES = 128  # a TPU kernel's blocks are multiples of it
+TPU_LANES = 128  # a TPU kernel's blocks are multiples of it
 WIDEST = 128  # features of a head that cuDNN has
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
 FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, Seen], jax.Array]
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
 @dataclass(frozen=True)
-class Division:
+class HeadSharding:
     """Over which axes of the mesh in force the rows of a batch and the key/value heads are cut."""
 
     mesh_axes_of_rows: tuple[str, ...] = ()
@@ -47,16 +47,16 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionShape:
     """What attention is asked for, as far as the choice depends on it.
 
     Attributes:
       queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
       dtype: of the queries.
-      ordered, segments: of `Seen`.
+      ordered, segments: of `AttentionMask`.
       mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
         runs per device already.
-      division: of rows and heads over it, or None where that is not known.
+      head_sharding: of rows and heads over it, or None where that is not known.
     """
 
     queries: tuple[int, ...]
@@ -65,10 +65,10 @@ class Problem:
     ordered: bool = True
     segments: bool = False
     mesh: Mapping[str, int] | None = None
-    division: Division | None = None
+    head_sharding: HeadSharding | None = None
 
 
-def refusal_of_cudnn(platform: str, device_kind: str, problem: Problem) -> str | None:
+def refusal_of_cudnn(platform: str, device_kind: str, problem: AttentionShape) -> str | None:
     """Why cuDNN cannot compute this, or None where it can."""
     (*_, new, _, width), slots = problem.queries, problem.keys[2]
     if platform != "gpu" or not device_kind.startswith(("NVIDIA", "Tesla")):
@@ -85,28 +85,28 @@ def refusal_of_cudnn(platform: str, device_kind: str, problem: Problem) -> str |
     return _refusal_of_division("cudnn", problem)
 
 
-def refusal_of_splash(platform: str, device_kind: str, problem: Problem) -> str | None:
+def refusal_of_splash(platform: str, device_kind: str, problem: AttentionShape) -> str | None:
     """Why splash cannot compute this, or None where it can."""
     *_, new, _, width = problem.queries
     if platform != "tpu":
         return f"splash needs a TPU, this is {device_kind}"
     if not problem.ordered:
         return "splash has whole rows only: query t at slot t"
-    if new % LANES or width % 64:
-        return f"splash has rows in multiples of {LANES} and heads in multiples of 64; these are {new} and {width}"
+    if new % TPU_LANES or width % 64:
+        return f"splash has rows in multiples of {TPU_LANES} and heads in multiples of 64; these are {new} and {width}"
     return _refusal_of_division("splash", problem)
 
 
-def _refusal_of_division(kernel: str, problem: Problem) -> str | None:
+def _refusal_of_division(kernel: str, problem: AttentionShape) -> str | None:
     """XLA divides no kernel: each device must have whole rows and heads of its own."""
-    mesh, division = problem.mesh or {}, problem.division
+    mesh, head_sharding = problem.mesh or {}, problem.head_sharding
     if math.prod(mesh.values()) == 1:
         return None
-    if division is None:
+    if head_sharding is None:
         return f"{kernel} is a kernel of one device, and no division of rows and heads over the mesh is given"
     for what, size, axes in (
-        ("rows", problem.queries[0], division.mesh_axes_of_rows),
-        ("key/value heads", problem.queries[1], division.mesh_axes_of_heads),
+        ("rows", problem.queries[0], head_sharding.mesh_axes_of_rows),
+        ("key/value heads", problem.queries[1], head_sharding.mesh_axes_of_heads),
     ):
         parts = math.prod(mesh[axis] for axis in axes)
         if size % parts:
@@ -115,7 +115,7 @@ def _refusal_of_division(kernel: str, problem: Problem) -> str | None:
 
 
 def cudnn(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: AttentionMask, *, scale: float, window: int | None = None
 ) -> jax.Array:
     """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
 
@@ -160,7 +160,7 @@ def splash(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: Seen,
+    seen: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -173,7 +173,7 @@ def splash(
     batch, _, new, groups, _ = queries.shape
     square = new, new
     mask = kernels.CausalMask(square) if window is None else kernels.LocalMask(square, (window - 1, 0), 0)
-    side = next(size for size in (512, 256, LANES) if new % size == 0)
+    side = next(size for size in (512, 256, TPU_LANES) if new % size == 0)
     kernel = kernels.make_splash_mqa_single_device(
         kernels.MultiHeadMask([mask] * groups),
         block_sizes=kernels.BlockSizes(
@@ -186,7 +186,7 @@ def splash(
             block_q_dq=side,
             block_kv_dq=side,
         ),
-        residual_checkpoint_name=MIXED,
+        residual_checkpoint_name=ATTENTION_OUTPUT,
         interpret=interpret,
     )
     segments = None
@@ -198,18 +198,18 @@ def splash(
     return mixed.swapaxes(2, 3).astype(queries.dtype)
 
 
-def over_devices(kernel: Kernel, division: Division | None) -> Kernel:
+def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
     """The same kernel, each device computing its own rows and heads, if the current mesh cuts them.
 
     XLA cannot divide a kernel, so it runs in a `jax.shard_map` over the current mesh, without communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if division is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
+    if head_sharding is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return kernel
 
-    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen) -> jax.Array:
-        rows = division.mesh_axes_of_rows or None
-        heads = P(rows, division.mesh_axes_of_heads or None)
+    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: AttentionMask) -> jax.Array:
+        rows = head_sharding.mesh_axes_of_rows or None
+        heads = P(rows, head_sharding.mesh_axes_of_heads or None)
         of_seen = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), seen)
         # Not checked: a kernel does not say over which axes its results differ.
         mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, of_seen), out_specs=heads, check_vma=False)

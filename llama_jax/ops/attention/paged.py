@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.kernels import Division
+from llama_jax.ops.attention.kernels import HeadSharding
+from llama_jax.ops.attention.mask import NO_QUERY
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
-from llama_jax.ops.attention.paged_kernels import PagedProblem, ragged, refusal_of_ragged, refusal_of_triton, triton
-from llama_jax.ops.attention.view import NO_QUERY
+from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.platform import announce, lowering_platform, mesh_in_force
-from llama_jax.ops.quantized import Quantized, dequantize, over_rows, quantize
+from llama_jax.ops.int8 import Quantized, dequantize, over_rows, quantize
+from llama_jax.ops.platform import log_backend, lowering_platform, mesh_in_force
 
 
 class PagedView(struct.PyTreeNode):
@@ -60,14 +60,16 @@ class PagedView(struct.PyTreeNode):
         return own, jnp.where(row < rows, self.lengths[own] - self.starts[own + 1] + token, NO_QUERY)
 
 
-def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, division: Division | None = None) -> Any:
+def write_paged(
+    pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, head_sharding: HeadSharding | None = None
+) -> Any:
     """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
 
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: [T, K, H]. Padding is dropped.
       view: where they belong; its own pages are not read.
-      division: as for `attend_paged`.
+      head_sharding: as for `attend_paged`.
 
     Returns:
       The pages with them.
@@ -75,7 +77,7 @@ def write_paged(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView,
     Raises:
       MeshError: as `attend_paged`.
     """
-    cut = _Cut.of(division, pages, view, len(keys))
+    cut = _Cut.of(head_sharding, pages, view, len(keys))
     if cut is None:
         return _write(pages, keys, values, view)
     of_pages, of_tokens, of_view = cut.specs(pages, view)
@@ -114,7 +116,7 @@ def attend_paged(
     chunk: int | None = None,
     sinks: int = 0,
     sink_queries: jax.Array | None = None,
-    division: Division | None = None,
+    head_sharding: HeadSharding | None = None,
 ) -> jax.Array:
     """Attend from each new token to the keys of its row at its own and earlier positions.
 
@@ -127,10 +129,10 @@ def attend_paged(
       chunk: a query sees only keys of its own chunk, so many positions each.
       sinks: keys of so many first positions are seen from everywhere (Xiao et al. 2023, section 3.2).
       sink_queries: [T, K, G, H], the queries as the sinks are to see them, `queries` by default.
-      division: the axes of the current mesh over which rows and heads are cut, each device computing its own part. With the
-        rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the axis P of
-        the pages: those of a row are on its device. Without a division XLA divides the program, and no
-        kernel is used on a mesh.
+      head_sharding: the axes of the current mesh over which rows and heads are cut, each device computing its own part.
+        With the rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the
+        axis P of the pages: those of a row are on its device. Without it XLA divides the program, and no kernel is used on a
+        mesh.
 
     Returns:
       [T, K, G, H] in the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
@@ -139,7 +141,7 @@ def attend_paged(
       MeshError: rows, pages or heads cannot be cut evenly; rows are cut, but `view.each` does not say where.
     """
     attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
-    cut = _Cut.of(division, view.pages, view, len(queries))
+    cut = _Cut.of(head_sharding, view.pages, view, len(queries))
     if cut is None:
         return attend(queries, view, sink_queries=sink_queries)
     of_pages, of_tokens, of_view = cut.specs(view.pages, view)
@@ -161,14 +163,14 @@ class _Cut(NamedTuple):
     heads: tuple[str, ...]
 
     @classmethod
-    def of(cls, division: Division | None, pages: Any, view: PagedView, count: int) -> _Cut | None:
+    def of(cls, head_sharding: HeadSharding | None, pages: Any, view: PagedView, count: int) -> _Cut | None:
         """None where there is one device, or XLA divides the program."""
         mesh = mesh_in_force()
-        if division is None or math.prod(mesh.values()) == 1:
+        if head_sharding is None or math.prod(mesh.values()) == 1:
             return None
         rows, heads = (
             tuple(axis for axis in axes if mesh[axis] > 1)
-            for axes in (division.mesh_axes_of_rows, division.mesh_axes_of_heads)
+            for axes in (head_sharding.mesh_axes_of_rows, head_sharding.mesh_axes_of_heads)
         )
         if rows and (view.each is None or count != len(view.lengths) * view.each):
             raise MeshError(f"rows with different numbers of new tokens, or padding, cannot be cut over {'*'.join(rows)}")
@@ -209,7 +211,7 @@ def _attend(
     sinks: int,
     sink_queries: jax.Array | None,
 ) -> jax.Array:
-    problem = PagedProblem(
+    problem = PagedAttentionShape(
         queries.shape,
         view.pages.shape,
         view.table.shape,
@@ -220,7 +222,7 @@ def _attend(
         math.prod(mesh_in_force().values()),
     )
     name, why = choose_paged(lowering_platform(), problem)
-    announce(name, why)
+    log_backend(name, why)
     if name == "ragged":
         return ragged(queries, view, scale=scale, window=window)
     if name == "triton":
@@ -228,7 +230,7 @@ def _attend(
     return attend_by_blocks(queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries)
 
 
-def choose_paged(platform: str, problem: PagedProblem) -> tuple[str, str]:
+def choose_paged(platform: str, problem: PagedAttentionShape) -> tuple[str, str]:
     """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
     name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
     refusal = refuse(platform, problem)

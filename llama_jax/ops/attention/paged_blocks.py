@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.quantized import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, over_rows
 
 MOST_QUERIES, KEYS_AT_ONCE = 64, 512  # of a block
 FEW_QUERIES = 16  # of a row, so many at most, of which all rows are computed at once

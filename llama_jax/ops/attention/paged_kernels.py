@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
-from llama_jax.ops.quantized import Quantized
+from llama_jax.ops.int8 import Quantized
 
 KEYS_AT_ONCE, QUERIES_AT_ONCE = 512, 32  # of a block of the TPU's kernel
 LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
 
 
 @dataclass(frozen=True)
-class PagedProblem:
+class PagedAttentionShape:
     """What attention over pages is asked for, as far as the choice depends on it.
 
     Attributes:
       queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
       dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
       sinks, chunk: as for `attend_paged`.
-      devices: over which XLA divides the program; it divides no kernel. One where a `Division` says each device's part.
+      devices: over which XLA divides the program; it divides no kernel. One where a `HeadSharding` says each device's part.
     """
 
     queries: tuple[int, ...]
@@ -37,7 +37,7 @@ class PagedProblem:
     devices: int = 1
 
 
-def refusal_of_ragged(platform: str, problem: PagedProblem) -> str | None:
+def refusal_of_ragged(platform: str, problem: PagedAttentionShape) -> str | None:
     """Why JAX's ragged kernel cannot compute this, or None where it can."""
     _, heads, _, width = problem.queries
     if platform != "tpu":
@@ -56,7 +56,7 @@ def refusal_of_ragged(platform: str, problem: PagedProblem) -> str | None:
     return _refusal_of_both("ragged", problem)
 
 
-def _refusal_of_both(kernel: str, problem: PagedProblem) -> str | None:
+def _refusal_of_both(kernel: str, problem: PagedAttentionShape) -> str | None:
     if problem.sinks:
         return f"{kernel} has a window but no sinks"
     if problem.devices > 1:
@@ -105,7 +105,7 @@ ROWS_OF_QUERIES, FEWEST_ROWS, KEYS_OF_BLOCK = 64, 16, 64  # of a matmul of the G
 PROGRAMS, LEAST_KEYS = 264, 256  # that keep a GPU busy: two for each processor of an H100; keys that are worth one
 
 
-def refusal_of_triton(platform: str, problem: PagedProblem) -> str | None:
+def refusal_of_triton(platform: str, problem: PagedAttentionShape) -> str | None:
     """Why the kernel for GPUs cannot compute this, or None where it can."""
     width = problem.queries[-1]
     if platform != "gpu":

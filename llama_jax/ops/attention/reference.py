@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.view import Seen, visible
+from llama_jax.ops.attention.mask import AttentionMask, visible
 
 
 def reference(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: AttentionMask, *, scale: float, window: int | None = None
 ) -> jax.Array:
     """Scores, softmax, mixture (Vaswani et al. 2017, section 3.2.1), all T x S of them, differentiated by JAX.
 

@@ -33,7 +33,7 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.atomic_write import write_atomically
 
-KINDS = (  # of quantized weights
+NATIVE_FORMATS = (  # of quantized weights
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
@@ -45,7 +45,7 @@ SECONDS = 120  # limit for the compiler, which takes two or three
 
 def _libraries() -> dict[str, tuple[str, ...]]:
     types = {"float32": "float", "bfloat16": "brain", "int8": "int8_t"}
-    found: dict[str, tuple[str, ...]] = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in KINDS}
+    found: dict[str, tuple[str, ...]] = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in NATIVE_FORMATS}
     for dtype, name in types.items():
         if dtype != "int8":
             found[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"

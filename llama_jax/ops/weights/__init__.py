@@ -1,28 +1,35 @@
 """Leaves of `Llama` in the place of matrices: weights in fewer bits than floats have, and weights with an adapter."""
 
-from llama_jax.ops.weights.adapted import AdaptedWeight, ChangedWeight, LowRank, row_lengths
-from llama_jax.ops.weights.kinds import KINDS, Kept, Name, Pure, fitting, with_fallback
+from llama_jax.ops.weights.format_spec import QuantField, QuantFormat
+from llama_jax.ops.weights.formats import (
+    QUANT_FORMATS,
+    FormatName,
+    FrozenFormatName,
+    PureFormatName,
+    format_for,
+    with_fallback,
+)
 from llama_jax.ops.weights.layers import MixedStack, apart, layer_of
-from llama_jax.ops.weights.planes import Kind, Plane
-from llama_jax.ops.weights.tabled import TabledWeight
-from llama_jax.ops.weights.weight import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
+from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
+from llama_jax.ops.weights.multi_lora import MultiLoraWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
 
 __all__ = [
-    "KINDS",
-    "AdaptedWeight",
-    "ChangedWeight",
+    "QUANT_FORMATS",
+    "FormatName",
+    "FrozenFormatName",
     "JoinedWeight",
-    "Kept",
-    "Kind",
+    "LoraWeight",
     "LowRank",
+    "LowRankWeight",
     "MixedStack",
-    "Name",
-    "Plane",
-    "Pure",
+    "MultiLoraWeight",
+    "PureFormatName",
+    "QuantField",
+    "QuantFormat",
     "QuantizedWeight",
-    "TabledWeight",
     "apart",
-    "fitting",
+    "format_for",
     "layer_of",
     "quantized",
     "row_lengths",

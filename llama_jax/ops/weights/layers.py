@@ -18,7 +18,7 @@ from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.grouped import expert_of, multiply_group
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.platform import is_divided
-from llama_jax.ops.weights.weight import QuantizedWeight, flat_planes
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, flat_planes
 
 
 class MixedStack(struct.PyTreeNode):

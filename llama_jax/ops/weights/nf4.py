@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, looked_up, rows_of, shifted, wide
+from llama_jax.ops.weights.format_spec import Array, QuantField, QuantFormat, groups_of, looked_up, rows_of, shifted, wide
 
 BLOCK = 64
 # The sixteen: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
@@ -96,10 +96,10 @@ def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
     return values, _nearest(DYNAMIC, rest / np.where(nested == 0, 1, nested)[..., None]), nested, offset
 
 
-_VALUES = Plane("values", np.uint8, 1, 2)
-_DOUBLE = (_VALUES, Plane("absmax", np.uint8, 1, BLOCK))
-_OFFSET = Plane("offset", np.float32, 0, 1)
-DOUBLE = Kind("nf4", BLOCK, (*_DOUBLE, Plane("nested", np.float32, 0, 1), _OFFSET), _decode_rows, _encode)
-DOUBLE_256 = Kind("nf4_256", 256, (*_DOUBLE, Plane("nested", np.float32, 1, 256), _OFFSET), _decode_groups)
-SINGLE = Kind("nf4_single", BLOCK, (_VALUES, Plane("absmax", np.float32, 1, BLOCK)), _decode)
-NF4_KINDS = (DOUBLE, DOUBLE_256, SINGLE)
+_VALUES = QuantField("values", np.uint8, 1, 2)
+_DOUBLE = (_VALUES, QuantField("absmax", np.uint8, 1, BLOCK))
+_OFFSET = QuantField("offset", np.float32, 0, 1)
+DOUBLE = QuantFormat("nf4", BLOCK, (*_DOUBLE, QuantField("nested", np.float32, 0, 1), _OFFSET), _decode_rows, _encode)
+DOUBLE_256 = QuantFormat("nf4_256", 256, (*_DOUBLE, QuantField("nested", np.float32, 1, 256), _OFFSET), _decode_groups)
+SINGLE = QuantFormat("nf4_single", BLOCK, (_VALUES, QuantField("absmax", np.float32, 1, BLOCK)), _decode)
+NF4_FORMATS = (DOUBLE, DOUBLE_256, SINGLE)

@@ -18,7 +18,7 @@ from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import check_model, layout_over
+from llama_jax.parallel.sharding import check_model, training_sharding
 from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import language_modeling
@@ -130,8 +130,8 @@ KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer
 
 
 def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:
-    fitted, layout = layout_over(config, make_mesh(mesh))
-    return Teacher(fitted, params, layout)
+    fitted, sharding = training_sharding(config, make_mesh(mesh))
+    return Teacher(fitted, params, sharding)
 
 
 def _loss(options: DistillOptions, teacher: Callable[[Llama], Teacher], frozen: FrozenModels) -> Loss:

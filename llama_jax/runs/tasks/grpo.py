@@ -30,12 +30,12 @@ from llama_jax.data.rl_prompts import (
 )
 from llama_jax.errors import GenerationError, TrainingError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
-from llama_jax.model.options import Compute, Layout
+from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.parallel.generation_sharding import generation_sharding
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.serving import layout_to_generate
-from llama_jax.parallel.specs import layout_over
+from llama_jax.parallel.sharding import training_sharding
 from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
@@ -52,11 +52,11 @@ from llama_jax.runs.tasks.interface import (
 from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
-from llama_jax.training.answers import AnswerLoss, ScoredAnswers
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
-from llama_jax.training.objective import LossOptions
-from llama_jax.training.rewards import PolicyOptions, group_advantages
+from llama_jax.training.loss import LossOptions
+from llama_jax.training.policy_gradient import PolicyOptions, group_advantages
+from llama_jax.training.policy_loss import AnswerLoss, ScoredAnswers
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
@@ -178,10 +178,10 @@ def objective(recipe: Recipe, length: int) -> Objective:
             return loss.with_reference(frozen.base, recipe.accumulate)
 
         def measure(
-            config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, layout: Layout
+            config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
-            of_reference = loss.with_reference(layout.fit(frozen.other), recipe.accumulate)
-            return of_reference(config, params, scored, options, layout)
+            of_reference = loss.with_reference(sharding.fit(frozen.other), recipe.accumulate)
+            return of_reference(config, params, scored, options, sharding)
 
         return measure
 
@@ -264,13 +264,13 @@ class RewardBatchSource:
 
     def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """The trainer's log-probabilities of the rows, computed part by part as in the step."""
-        config, layout = layout_over(self._recipe.model, mesh)
+        config, sharding = training_sharding(self._recipe.model, mesh)
         options, parts = loss_options(self._recipe), self._recipe.accumulate
 
         def score(model: Llama, batch: Batch) -> jax.Array:
-            with layout.context():
-                loss = loss_of(self._recipe).with_reference(layout.fit(model), parts)
-                return loss(config, None, ScoredAnswers(batch, None, None), options, layout).reference
+            with sharding.context():
+                loss = loss_of(self._recipe).with_reference(sharding.fit(model), parts)
+                return loss(config, None, ScoredAnswers(batch, None, None), options, sharding).reference
 
         jitted: Any = self._program.jit(score)
         return jitted.lower(model, self._shapes().batch).compile()
@@ -412,12 +412,12 @@ def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, Prompts], Answers]:
     """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
-    held, layout = layout_to_generate(config, mesh)
+    held, sharding = generation_sharding(config, mesh)
 
     def sample(model: Llama, prompts: Prompts) -> Answers:
-        with layout.context():
-            fitted = layout.fit(model)
-        return roll_out(held, fitted, prompts, options, compute, layout)
+        with sharding.context():
+            fitted = sharding.fit(model)
+        return roll_out(held, fitted, prompts, options, compute, sharding)
 
     return sample
 

@@ -12,10 +12,10 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
-from llama_jax.model.options import Compute, Layout
+from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers import Tokenizer
@@ -50,7 +50,7 @@ class Objective:
       prepare: None, or given the frozen models a function with the arguments of a loss that returns the batch extended by
         what is computed from all its rows, without gradients, before it is divided into parts: the log-probabilities of a
         reference, or a mean over the batch. It gets the whole batch and must divide it itself if memory requires it
-        (`training.step.in_parts`). Its result has B rows as well.
+        (`training.step.microbatches`). Its result has B rows as well.
       frozen: arrays that are passed to the step as `FrozenModels.other`, already placed.
     """
 
@@ -119,7 +119,7 @@ class TrainingProgram:
       jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
       fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
       config: of that model, as the mesh holds it.
-      layout: of forward passes for evaluation and generation; rows are divided `shares` ways.
+      sharding: of forward passes for evaluation and generation; rows are divided `shares` ways.
       devices: their number.
       description: of the devices, in words.
       compile_seconds: of `step`.
@@ -136,7 +136,7 @@ class TrainingProgram:
     jit: Callable[[Callable[..., Any]], Callable[..., Any]]
     fit: Callable[[Llama], Llama]
     config: LlamaConfig
-    layout: Layout
+    sharding: Sharding
     devices: int
     description: str
     compile_seconds: float

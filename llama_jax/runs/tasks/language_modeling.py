@@ -29,7 +29,7 @@ from llama_jax.progress import progress_bar
 from llama_jax.runs.recipe import Recipe, fit_to_data
 from llama_jax.runs.tasks.interface import EvalResult, Objective, Task, TaskContext, TaskInputs, TaskKind, compute_of
 from llama_jax.training.flops import step_flops
-from llama_jax.training.objective import total_loss
+from llama_jax.training.loss import total_loss
 
 REPEATED = 4  # epochs up to which repeated text teaches almost as much as new text: Muennighoff et al. 2023
 
@@ -138,7 +138,7 @@ class TextBatchSource:
         self._batches = Batches(self._numbered, place["next_batch"])
         self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
         self._program = program = context.program
-        nats = partial(token_nats, program.config, compute=compute_of(recipe), layout=program.layout)
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.sharding)
         self._measure = program.jit(nats)
 
     @property
@@ -167,7 +167,7 @@ class TextBatchSource:
             corpus,
             length=length,
             stride=length,
-            batch=program.layout.shares * default_batch(),
+            batch=program.sharding.shares * default_batch(),
             measure=self._measure,
         )
         numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}

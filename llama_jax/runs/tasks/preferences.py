@@ -40,18 +40,18 @@ from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
-from llama_jax.training.pairs import (
+from llama_jax.training.preference_batch import (
     AnswerSums,
     PairBatch,
     answer_logprobs,
-    in_turn,
+    map_microbatches,
     pair_count,
     pair_loss,
     preferred,
     preparing,
     sums_of,
 )
-from llama_jax.training.preferences import FREE, PreferenceOptions
+from llama_jax.training.preference_loss import FREE, PreferenceOptions
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
 
@@ -284,7 +284,9 @@ class PairMeasure:
         options = loss_options(recipe)
 
         def read(model: Llama, batch: PairBatch) -> AnswerSums:
-            return in_turn(lambda part: answer_logprobs(recipe.model, model, part, options), batch, recipe.accumulate)
+            return map_microbatches(
+                lambda part: answer_logprobs(recipe.model, model, part, options), batch, recipe.accumulate
+            )
 
         self._recipe, self._program, self._read = recipe, program, program.jit(read)
 

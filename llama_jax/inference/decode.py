@@ -1,0 +1,253 @@
+"""The state of a generation, and the pure functions from one to the next: read prompts, start, decode.
+
+A `DecodeState` has a row for every sequence being generated. Rows are independent: each has its own position, settings
+and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done. Everything runs under
+`jax.jit`; if the state is donated, the cache is never copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.sampling import LogitMask, Sampling, sample
+from llama_jax.model.cache import CacheOptions, KVCache, init_cache
+from llama_jax.model.forward import forward, head_of, unembed
+from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.params import Llama
+
+STEPS_PER_CHUNK = 4  # tokens per turn of the decode loop; it can only exit between turns, so turns are short
+
+
+class Request(struct.PyTreeNode):
+    """What is asked for, row by row.
+
+    Attributes:
+      sampling: arrays [B].
+      limit: int32[B], maximum number of tokens to generate.
+      stop: int32[B, any], token ids that end a row, padded with -1.
+    """
+
+    sampling: Sampling
+    limit: Any
+    stop: Any
+
+
+class DecodeState(struct.PyTreeNode):
+    """What a generation carries from token to token: an immutable pytree.
+
+    Attributes:
+      cache: what the model has read.
+      request: what is asked for.
+      token: int32[B], chosen but not yet read.
+      seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
+      count: int32[B], tokens generated so far.
+      done: bool[B], the row has met a stop token or its limit, or is empty.
+    """
+
+    cache: KVCache
+    request: Request
+    token: jax.Array
+    seen: jax.Array
+    count: jax.Array
+    done: jax.Array
+
+
+class PrefillState(NamedTuple):
+    """Partly read prompts: the cache, and the hidden state [B, D] of the last token of each row that has been read."""
+
+    cache: KVCache
+    hidden: jax.Array
+
+
+class TokenChunk(NamedTuple):
+    """Some more tokens of every row: arrays of JAX, or of numpy as `stream` yields them.
+
+    Attributes:
+      tokens: int32[B, n].
+      logprobs: float32[B, n], log-probability under the model itself, before penalty, temperature and filters.
+      valid: bool[B, n]; False after the end of a row.
+    """
+
+    tokens: Any
+    logprobs: Any
+    valid: Any
+
+
+def init_prefill(
+    config: LlamaConfig,
+    params: Llama,
+    batch: int,
+    capacity: int,
+    options: CacheOptions = CacheOptions(),
+    sharding: Sharding = Sharding(),
+    at_once: int = 1,
+) -> PrefillState:
+    """An empty cache in the parameters' dtype, and hidden states before any token; arguments as for `init_cache`."""
+    dtype = params.embedding.dtype
+    cache = init_cache(
+        config,
+        batch,
+        capacity,
+        jnp.dtype(options.dtype or dtype),
+        window=options.window,
+        sinks=options.sinks,
+        at_once=at_once,
+    )
+    return PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+
+
+def prefill(
+    config: LlamaConfig,
+    params: Llama,
+    reading: PrefillState,
+    tokens: jax.Array,
+    positions: Positions,
+    compute: Compute = Compute(),
+    sharding: Sharding = Sharding(),
+) -> PrefillState:
+    """Read T more tokens of each prompt.
+
+    Args:
+      tokens: int32[B, T], padded on the right.
+      positions: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
+        `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
+        the first piece on.
+    """
+    new_hidden, cache = forward(
+        config, params, tokens, reading.cache, positions=positions, compute=compute, sharding=sharding
+    )
+    lengths = positions.lengths
+    last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where((lengths > 0)[:, None], last, reading.hidden)
+    return PrefillState(shard_cache(cache, sharding), sharding.constrain(hidden, "row"))
+
+
+def begin_decode(
+    config: LlamaConfig,
+    params: Llama,
+    reading: PrefillState,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    request: Request,
+    sharding: Sharding = Sharding(),
+) -> tuple[DecodeState, TokenChunk]:
+    """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
+    batch, width = tokens.shape
+    columns, ends = jnp.arange(width), lengths[:, None]
+    real = columns[None] < ends
+    vocab = head_of(config, params).shape[0]
+    # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
+    columns = jnp.where(real, tokens, vocab)
+    seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
+    state = DecodeState(
+        cache=shard_cache(reading.cache, sharding),
+        request=request,
+        token=jnp.zeros(batch, jnp.int32),
+        seen=sharding.constrain(seen, "logits"),
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+    with sharding.context():
+        state, logprobs = sample_next(state, logits_of(config, params, reading.hidden, sharding), sharding)
+    token, done, logprobs = (sharding.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
+    produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
+    return state.replace(token=token, done=done), produced
+
+
+def with_request(state: DecodeState, request: Request, sharding: Sharding = Sharding()) -> DecodeState:
+    """The state with another request for the same rows: those that no stop token has ended go on to the new limits."""
+    stopped = jnp.any(state.token[:, None] == request.stop, axis=-1)
+    return state.replace(request=request, done=sharding.constrain(stopped | (state.count >= request.limit), "everywhere"))
+
+
+def decode(
+    config: LlamaConfig,
+    params: Llama,
+    state: DecodeState,
+    turns: jax.Array,
+    most: int,
+    compute: Compute = Compute(),
+    sharding: Sharding = Sharding(),
+) -> tuple[DecodeState, jax.Array, TokenChunk]:
+    """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
+
+    Args:
+      turns: int32[], at most `most`.
+      most: turns that the result has room for.
+
+    Returns:
+      The state; the turns taken, int32[]; and what they produced, [B, most * CHUNK]: only the first turns * CHUNK columns
+      are filled.
+    """
+    batch = state.token.shape[0]
+
+    def turn(carry: Any) -> Any:
+        state, taken, out = carry
+        state, new = lax.scan(
+            lambda state, _: decode_step(config, params, state, compute, sharding), state, length=STEPS_PER_CHUNK
+        )
+        at = (jnp.zeros_like(taken), taken * STEPS_PER_CHUNK)
+        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
+        return state, taken + 1, out
+
+    def unfinished(carry: Any) -> jax.Array:
+        state, taken, _ = carry
+        return (taken < turns) & ~jnp.all(state.done)
+
+    out = tuple(jnp.zeros((batch, most * STEPS_PER_CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    state, taken, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    state = state.replace(cache=shard_cache(state.cache, sharding), done=sharding.constrain(state.done, "everywhere"))
+    return state, taken, TokenChunk(*(sharding.constrain(part, "everywhere") for part in out))
+
+
+def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, sharding: Sharding) -> jax.Array:
+    """float32[B, V], also for a float64 model, because samples are made from 32 random bits."""
+    return sharding.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
+
+
+def sample_next(
+    state: DecodeState, logits: jax.Array, sharding: Sharding, restriction: LogitMask | None = None
+) -> tuple[DecodeState, jax.Array]:
+    """The state after one more token of every row that is not done, and its log-probability float32[B] among all tokens."""
+    token = sample(logits, state.request.sampling, state.seen, state.count, restriction)
+    token = jnp.where(state.done, state.token, token)
+    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
+    logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
+    count = state.count + (~state.done).astype(jnp.int32)
+    stopped = jnp.any(token[:, None] == state.request.stop, axis=-1)
+    state = state.replace(
+        token=token,
+        seen=sharding.constrain(seen, "logits"),
+        count=count,
+        done=state.done | stopped | (count >= state.request.limit),
+    )
+    return state, logprobs
+
+
+def decode_step(
+    config: LlamaConfig, params: Llama, state: DecodeState, compute: Compute, sharding: Sharding, choose: Any = sample_next
+) -> tuple[DecodeState, tuple[jax.Array, Any, jax.Array]]:
+    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
+    valid = ~state.done
+    positions = Positions(lengths=valid.astype(jnp.int32))
+    hidden, cache = forward(
+        config, params, state.token[:, None], state.cache, positions=positions, compute=compute, sharding=sharding
+    )
+    with sharding.context():
+        logits = logits_of(config, params, hidden[:, 0], sharding)
+        state, logprobs = choose(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
+    return state, (state.token, logprobs, valid)
+
+
+def shard_cache(cache: KVCache, sharding: Sharding) -> KVCache:
+    """The same cache, placed as the layout requires."""
+    pages = jax.tree.map(lambda x: sharding.constrain(x, "cache"), cache.pages)
+    table, length = (sharding.constrain(x, "row") for x in (cache.table, cache.length))
+    return cache.replace(pages=pages, table=table, length=length)

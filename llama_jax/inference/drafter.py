@@ -1,0 +1,164 @@
+"""Drafters, which propose the next tokens of every row, and their counts; `inference.speculation` verifies the drafts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.checks import room_before_turning
+from llama_jax.inference.decode import DecodeState, Request, TokenChunk
+from llama_jax.model.cache import CacheOptions
+from llama_jax.model.params import Llama
+
+Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
+MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
+
+
+class Drafter(ABC):
+    """A way to propose tokens. The proposals do not change which tokens are generated, only the speed.
+
+    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. What it remembers from pass to pass
+    is a pytree of its own, the memory, which is passed in and returned.
+
+    Attributes:
+      tokens: largest number proposed per row and pass, 1 to 15. Fewer, or none, are drafted where that is faster.
+
+    Raises:
+      GenerationError: another number.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_number("tokens", self.tokens, MOST_DRAFTED)
+
+    def check(  # noqa: B027  # most can draft for any model
+        self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
+    ) -> None:
+        """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
+
+    def begin(self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions) -> tuple[Drafter, Any]:
+        """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them.
+
+        Args:
+          capacity: tokens that a row may have in the end.
+        """
+        return self, ()
+
+    def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[TokenChunk], tuple[int, int]] | None:
+        """A function that counts the drafts of a piece that were or would have been right, and all; None if drafts cost."""
+        return None
+
+    def follow(self, memory: Any, history: np.ndarray, known: np.ndarray) -> Any:
+        """The memory after tokens that came without drafting, before `propose` is compiled.
+
+        Args:
+          history: int32[B, S], all tokens of the rows.
+          known: int32[B], how many there are.
+        """
+        return memory
+
+    @abstractmethod
+    def propose(self, memory: Any, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+        """Propose the next tokens of every row; traced by `jax.jit`.
+
+        Args:
+          history: int32[B, S], the tokens of each row: [0, state.cache.length) have been read, and `state.token` is at index
+            `state.cache.length`. What follows is undefined.
+          count: tokens to propose.
+
+        Returns:
+          int32[B, count], -1 for none; and the memory.
+        """
+
+    def roll_back(self, memory: Any, lengths: jax.Array) -> Any:
+        """The memory after the model has read and accepted `lengths`, int32[B], tokens of each row; traced."""
+        return memory
+
+
+class Counts(NamedTuple):
+    """What generating the tokens took: numbers for one row, or int[B].
+
+    Attributes:
+      passes: of the model, with and without drafts, except those that read the prompt and gave the first token.
+      drafted: tokens that were proposed.
+      accepted: how many of the drafts the model chose too.
+    """
+
+    passes: Any
+    drafted: Any
+    accepted: Any
+
+
+class DraftedChunk(TokenChunk):
+    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the piece.
+
+    Attributes:
+      counts: what it took, int[B].
+    """
+
+    counts: Counts
+
+    @classmethod
+    def of(cls, piece: TokenChunk, counts: Counts) -> DraftedChunk:
+        """The piece without gaps between the tokens of a row."""
+        found = cls(*piece)
+        if not piece.valid.all():
+            order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
+            found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
+        found.counts = counts
+        return found
+
+
+def with_counts(results: Sequence[Any], pieces: Sequence[TokenChunk]) -> list[Any]:
+    """The results of a generation that drafted, with what each row took."""
+    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(piece) for piece in pieces), strict=True)]
+    return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
+
+
+def counts_of(piece: TokenChunk) -> Counts:
+    """The counts of a piece; zeros where nothing was drafted."""
+    if isinstance(piece, DraftedChunk):
+        return piece.counts
+    return Counts(*np.zeros((3, len(piece.valid)), np.int64))
+
+
+def stream_drafted(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[TokenChunk]:
+    """The pieces of `stream` with a draft.
+
+    Raises:
+      GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
+      MeshError: a draft on other devices.
+    """
+    if not isinstance(drafter, Drafter):
+        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
+    if jax.process_count() > 1:
+        raise GenerationError(
+            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
+            " leave it out"
+        )
+    _, lengths, request = prompts
+    room = room_before_turning(run.config, lengths)
+    if (request.limit > room).any():
+        row = int(np.argmax(request.limit > room))
+        raise GenerationError(
+            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
+            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
+        )
+    drafter.check(run.config, run.params, lengths, request, options)
+    from llama_jax.inference.speculation.speculative_decode import drafted_chunks  # imported only where something is drafted
+
+    return drafted_chunks(run, drafter, prompts, options, turns)
+
+
+def check_number(name: str, value: Any, most: int) -> None:
+    """Raise GenerationError for what is not an integer from 1 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise GenerationError(f"{name}={value!r} of a draft must be an integer from 1 to {most}")

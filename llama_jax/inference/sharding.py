@@ -1,0 +1,115 @@
+"""How the arrays of a generation are sharded when its parameters are: the parameters themselves determine it.
+
+The mesh axes that shard the heads of the parameters shard the heads of the cache, those that shard the vocabulary shard the
+logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows where prompts
+are read whole (see `parallel.ring_prefill`) and is not used in decoding token by token. So a model that `load` put on a mesh
+generates there without further arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.errors import MeshError
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama
+from llama_jax.ops.attention import HeadSharding
+from llama_jax.ops.moe import ExpertSharding
+from llama_jax.ops.platform import device_elsewhere
+
+Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The `constrain` of a generation over a mesh.
+
+    Attributes:
+      rows: the axes of the mesh that shard the batch.
+      heads: those that shard the key/value heads.
+      vocabulary: those that shard V.
+      width: those that shard the columns of the embedding, D; without this a lookup would gather the table over them.
+    """
+
+    mesh: Mesh | AbstractMesh
+    rows: Axes
+    heads: Axes
+    vocabulary: Axes
+    width: Axes
+
+    def __call__(self, x: jax.Array, where: str) -> jax.Array:
+        match where:
+            case "tokens":  # [B, T], the same on all devices that hold columns of the embedding: each looks them up
+                spec = P(self._lookup)
+            case "embedded":  # [B, T, D], sharded as the table is
+                spec = P(self._lookup, None, self.width)
+            case "residual" | "normed" | "added" | "row":  # [B, ...]
+                spec = P(self.rows)
+            case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
+                spec = P(self.rows, self.vocabulary)
+            case "cache":  # [L, P, page, 2K, H], or [L, P, page, 2K]: the key and the value of a head lie side by side
+                spec = P(None, self.rows, None, self.heads)
+            case "pages":  # the same of a server, whose rows share all pages
+                spec = P(None, None, None, self.heads)
+            case "everywhere":  # what the host reads
+                spec = P()
+            case _:
+                raise ValueError(f"no point of a generation is called {where!r}")
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    @property
+    def _lookup(self) -> Axes:
+        """The axes that shard the rows of an embedding lookup; the columns may be sharded over others."""
+        return tuple(axis for axis in self.rows if axis not in self.width)
+
+
+def sharding_of(params: Llama) -> Sharding:
+    """The sharding of a generation with these parameters; no constraints where they are on a single device.
+
+    Where that is of another platform than the default device, as a CPU beside a GPU, programs are traced under its mesh.
+    """
+    sharding = getattr(params.embedding, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        device = device_elsewhere(params.embedding)
+        return Sharding(mesh=None if device is None else _abstract(Mesh([device], ("device",))))
+    if sharding.mesh.size == 1:
+        return Sharding(mesh=_abstract(sharding.mesh))
+    head = params.embedding if params.lm_head is None else params.lm_head
+    heads, vocabulary = _axes(params.blocks.attention.qkv, 1), _axes(head, 0)
+    rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in (*heads, *vocabulary, "context"))
+    placement = Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
+    gate, experts = params.blocks.feed_forward.gate, None
+    if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
+        experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
+    head_sharding = HeadSharding(rows, heads)
+    return Sharding(placement, head_sharding=head_sharding, experts=experts, mesh=_abstract(sharding.mesh))
+
+
+def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    return mesh.abstract_mesh
+
+
+def check_rows(sharding: Sharding, batch: int) -> None:
+    """Raise MeshError for rows that cannot be divided over the mesh."""
+    placement = sharding.constrain
+    if not isinstance(placement, Placement):
+        return
+    ways = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
+    if batch % ways:
+        raise MeshError(
+            f"batch={batch} cannot be split over {'*'.join(placement.rows)}={ways}; give a multiple of {ways} prompts,"
+            " or lay the model out over tensor alone"
+        )
+
+
+def _axes(array: jax.Array, axis: int) -> Axes:
+    """The mesh axes that shard an axis of an array."""
+    assert isinstance(array.sharding, NamedSharding)
+    spec = (*array.sharding.spec, *[None] * array.ndim)[axis]
+    return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

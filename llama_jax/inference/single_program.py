@@ -1,0 +1,46 @@
+"""A whole generation as one program."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
+from llama_jax.inference.checks import turning_point
+from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.model.forward_options import Positions
+from llama_jax.model.params import Llama
+
+
+def complete(
+    config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
+) -> TokenChunk:
+    """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
+
+    Args:
+      capacity: tokens that a row has room for, from `generate.whole_capacity` with CHUNK more than the new ones.
+      tokens, lengths, request: as `prepare` gives them.
+
+    Returns:
+      [B, 1 + capacity].
+
+    Raises:
+      GenerationError: a capacity beyond the original context of a "longrope" scaling.
+    """
+    batch, width = tokens.shape
+    point = turning_point(config)
+    if point is not None and capacity > point:
+        raise GenerationError(
+            f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"
+            " change, which one program cannot; use `generate`, or a capacity of at most that"
+        )
+    piece = min(width, LARGEST_PREFILL)
+    reading = init_prefill(config, params, batch, capacity)
+    for begin in range(0, width, piece):
+        positions = Positions(jnp.clip(lengths - begin, 0, piece), rope_lengths=lengths)
+        reading = prefill(config, params, reading, tokens[:, begin : begin + piece], positions)
+    state, first = begin_decode(config, params, reading, tokens, lengths, request)
+    _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)
+    return TokenChunk(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))

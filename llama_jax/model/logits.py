@@ -1,0 +1,70 @@
+"""Whole sequences, without a cache: their logits, and what can be seen of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.checks import check_tokens
+from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
+from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.params import Llama
+
+
+class LayerActivations(NamedTuple):
+    """What can be seen of a layer as it runs.
+
+    Attributes:
+      before, after: [B, T, D], the residual stream.
+      keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
+    """
+
+    before: jax.Array
+    after: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+Tap = Callable[[LayerActivations], Any]
+
+
+def observe(
+    config: LlamaConfig,
+    params: Llama,
+    tokens: jax.Array,
+    tap: Tap,
+    *,
+    positions: Positions = Positions(),
+    compute: Compute = Compute(),
+    sharding: Sharding = Sharding(),
+) -> tuple[jax.Array, Any]:
+    """`forward` without a cache, with what `tap` takes from every layer as a second result.
+
+    Args:
+      tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
+
+    Returns:
+      hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.
+    """
+    with sharding.context():
+        options = PassOptions(positions, compute, sharding)
+        hidden, _, taken = run_layers(config, params, tokens, None, options, lambda *seen: tap(LayerActivations(*seen)))
+    return hidden, taken
+
+
+def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:
+    """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
+
+    Args:
+      tokens: int[B, T], ids in [0, V).
+
+    Raises:
+      GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).
+    """
+    check_tokens(config, tokens)
+    hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
+    return unembed(config, params, hidden)

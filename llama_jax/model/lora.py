@@ -1,0 +1,321 @@
+"""LoRA: a frozen model with learnt low-rank changes of its matrices (Hu et al. 2021).
+
+Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a separate tree, which
+is trained, kept and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
+weight has its own matmul, so that every function of a model accepts an adapted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.errors import ConfigError, shown
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.model.trees import build, is_weight
+from llama_jax.ops.weights import LoraWeight, LowRank, LowRankWeight, MultiLoraWeight, row_lengths
+
+
+class Target(NamedTuple):
+    """The path of a matrix in the tree, and its part of queries, keys and values, which are one matrix there."""
+
+    path: str
+    part: int | None = None
+
+
+# By the names that PEFT gives them, those of transformers' modules.
+TARGETS: dict[str, Target] = {
+    "q_proj": Target("blocks.attention.qkv", 0),
+    "k_proj": Target("blocks.attention.qkv", 1),
+    "v_proj": Target("blocks.attention.qkv", 2),
+    "o_proj": Target("blocks.attention.out"),
+    "gate_proj": Target("blocks.feed_forward.gate"),
+    "up_proj": Target("blocks.feed_forward.up"),
+    "down_proj": Target("blocks.feed_forward.down"),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The settings of LoRA adapters (Hu et al. 2021).
+
+    Attributes:
+      rank: R, of the matrices A [R, in] and B [out, R] of every adapter.
+      alpha: B A is scaled by alpha / R, so that changing the rank does not require changing the learning rate.
+      targets: the matrices that have adapters, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
+        without regret") recommend.
+      rslora: B A is scaled by alpha / sqrt(R), so that high ranks learn as fast as low ones (Kalajdzievski 2023).
+      dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
+
+    Raises:
+      ConfigError: an impossible value, or a target that is not a matrix of a Llama.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = tuple(TARGETS)
+    rslora: bool = False
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive_int("rank", self.rank)
+        require_number("alpha", self.alpha, above=0)
+        known = ", ".join(TARGETS)
+        if not self.targets:
+            raise ConfigError(f"targets={self.targets} name no matrix; give some of {known}")
+        for name in self.targets:
+            if name not in TARGETS:
+                raise ConfigError(f"targets: {shown(name)} is no matrix that has an adapter here; give some of {known}")
+        if len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"targets={shown(self.targets, 200)} name a matrix twice; name each once")
+
+    @property
+    def scale(self) -> float:
+        """The factor s of a change s B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def init_adapters(
+    config: LlamaConfig,
+    lora: Lora,
+    key: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    base: Llama | None = None,
+) -> Llama:
+    """Adapters that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
+
+    If only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a nonzero
+    gradient, and both stay zero. Their magnitudes stay constant likewise.
+
+    Args:
+      base: for DoRA: the base model, the norms of whose rows are the initial magnitudes.
+
+    Raises:
+      ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
+    """
+    if lora.dora and base is None:
+        raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
+
+    def magnitude_of(row: ParamSpec) -> jax.Array:
+        lengths = row_lengths(attrgetter(row.path)(base)).astype(dtype)
+        own = [name in lora.targets for name in _names_at(row.path)]
+        if len(own) == 1:
+            return lengths
+        groups = config.queries_per_kv_head
+        return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
+
+    def start(row: ParamSpec, shape: LowRank) -> LowRank:
+        layers, *_, rank, columns = shape.a.shape
+        bound = 1 / math.sqrt(columns)
+
+        def draw(name: str) -> jax.Array:
+            if name not in lora.targets:
+                return jnp.zeros((layers, rank, columns), dtype)
+            its_key = jax.random.fold_in(key, list(TARGETS).index(name))
+            return jax.random.uniform(its_key, (layers, rank, columns), jnp.float32, -bound, bound).astype(dtype)
+
+        parts = jnp.stack([draw(name) for name in _names_at(row.path)], axis=1)
+        magnitude = magnitude_of(row) if lora.dora else None
+        return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype), magnitude)
+
+    return build_adapters(config, lora, start)
+
+
+def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+    """The shapes of `init_adapters`, as `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ConfigError: as `init_adapters`.
+    """
+    return build_adapters(config, lora, lambda row, shape: shape, dtype)
+
+
+def build_adapters(
+    config: LlamaConfig,
+    lora: Lora,
+    pair_of: Callable[[ParamSpec, LowRank], Any],
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Llama:
+    """A `Llama` with the result of a function for each matrix that has an adapter, and None elsewhere.
+
+    Args:
+      pair_of: given the row of the table, and the shapes as a `LowRank` of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ConfigError: as `init_adapters`.
+    """
+    of_experts = [name for name in lora.targets if config.experts and "feed_forward" in TARGETS[name].path]
+    if of_experts:
+        raise ConfigError(
+            f"targets: {of_experts[0]} is a matrix of each expert in this model, and those have no adapters here; give some"
+            " of q_proj, k_proj, v_proj, o_proj"
+        )
+    paths = {TARGETS[name].path for name in lora.targets}
+
+    def leaf(row: ParamSpec) -> Any:
+        if row.path not in paths:
+            return None
+        shape = row.shape_of_all(config)
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank))
+        magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
+        return pair_of(row, LowRank(a, b, magnitude))
+
+    return build(config, leaf)
+
+
+def adapter_count(config: LlamaConfig, lora: Lora) -> int:
+    """The number of trained parameters of adapters."""
+    widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
+    numbers = 0
+
+    def count(row: ParamSpec, shape: LowRank) -> None:
+        nonlocal numbers
+        layers, *_, columns = shape.a.shape
+        for name in set(_names_at(row.path)) & set(lora.targets):
+            outputs = math.prod(shape.b.shape[1:-1])
+            if name in widths:
+                outputs = outputs // sum(widths.values()) * widths[name]
+            numbers += layers * (lora.rank * (columns + outputs) + lora.dora * outputs)
+
+    build_adapters(config, lora, count)
+    return numbers
+
+
+def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+    """The model with its adapters: parameters for every function of a model. Nothing is copied or added up.
+
+    Args:
+      params: the base, dense or quantized, on any devices.
+      adapters: as `init_adapters` and `load_adapter` give them.
+
+    Raises:
+      ConfigError: adapters of another model; the message names the matrix.
+    """
+
+    def join(leaf: Any, pair: LowRank) -> LoraWeight:
+        if (pair.magnitude is not None) != lora.dora:
+            raise ConfigError(
+                f"dora={lora.dora}, and the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
+            )
+        return LoraWeight(leaf, pair, scale=lora.scale)
+
+    return attach_adapters(params, adapters, lora.rank, join)
+
+
+def precompute_dora_scale(params: Llama) -> Llama:
+    """Adapted parameters for inference: the scale of each row by its magnitude is computed once, not for every token.
+
+    Parameters without DoRA are returned unchanged, and nothing else is copied.
+    """
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, LowRankWeight) or leaf.low_rank.magnitude is None:
+            return leaf
+        return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=_factors_of(leaf))
+
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, LowRankWeight))
+
+
+def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of the changed matrix of a layer for those of all layers, whose kinds may differ."""
+
+    def of_all(leaf: LoraWeight | MultiLoraWeight) -> Any:
+        return jax.vmap(of_one)(leaf.replace(base=leaf.base.decoded()) if is_weight(leaf.base) else leaf)
+
+    return jax.jit(of_all)
+
+
+_factors_of = _over_layers(lambda leaf: leaf.with_dora_scale().factor)
+_merged = _over_layers(LoraWeight.decoded)
+
+
+def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
+    """The parameters with each matrix that has a pair replaced by a function of both, see `adapted`."""
+    pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
+
+    def join(path: tuple[Any, ...], leaf: Any) -> Any:
+        pair = pairs.pop(_name(path), None)
+        if pair is None:
+            return leaf
+        needed = _shapes(_path(path), tuple(leaf.shape), rank)
+        found = tuple(pair.a.shape), tuple(pair.b.shape)
+        if found != needed:
+            raise ConfigError(
+                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={rank} of a matrix"
+                f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
+            )
+        return joined(leaf, pair)
+
+    found = jax.tree_util.tree_map_with_path(
+        join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
+    )
+    if pairs:
+        raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
+    return found
+
+
+def base_of(params: Llama) -> Llama:
+    """The model without the adapters that `adapted` added: its own arrays."""
+    is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
+    return jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
+
+
+def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
+    """A layout for training a `TrainState` whose parameters are adapters: `train_step` joins them with the base.
+
+    Only the parameters in the state are differentiated, so the base gets no gradient. Make the base an argument of the
+    compiled function, which would otherwise contain a copy of it.
+
+    Args:
+      sharding: of the model.
+      base: parameters as in a state of full training, in any dtype or quantized.
+    """
+    return replace(sharding, fit=lambda adapters: sharding.fit(adapted(base, adapters, lora)))
+
+
+def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+    """The model as plain weights, W + s B A, which needs no adapters any more.
+
+    A change is added in float32 and the sum rounded once to the dtype of the weight, so that 16-bit weights lose what they
+    cannot represent. A quantized matrix becomes a dense one, in the dtype of its computation.
+
+    Raises:
+      ConfigError: as `adapted`.
+    """
+    is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
+    joined = adapted(params, adapters, lora)
+    return jax.tree.map(lambda leaf: _merged(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
+
+
+def _names_at(path: str) -> list[str]:
+    """The targets that are a matrix, or the parts of it."""
+    return [name for name, target in TARGETS.items() if target.path == path]
+
+
+def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of A and B for the matrix of all layers at a path of the table."""
+    parts = len(_names_at(path))
+    several = (parts,) if parts > 1 else ()
+    return (shape[0], *several, rank, shape[-1]), (*shape[:-1], rank)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """In the table, of a place in a `Llama`."""
+    return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_pair(leaf: Any) -> bool:
+    return isinstance(leaf, LowRank)

@@ -1,0 +1,137 @@
+"""Several adapters of one model: each row of a batch uses one of them, or none.
+
+`adapter_table` adds them to the parameters once; `choose_adapters` selects one for each row of a batch. Both return
+parameters for every function of a model: `generate`, `forward`, `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError, shown
+from llama_jax.model.lora import TARGETS, Lora, attach_adapters, build_adapters, precompute_dora_scale
+from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.ops.weights import LowRank, MultiLoraWeight
+
+
+class StackedAdapters(NamedTuple):
+    """Several adapters as one of all their ranks.
+
+    Attributes:
+      params: a `Llama` of `LowRank`, see `MultiLoraWeight`.
+      lora: its rank, n times the largest, and all targets.
+      scales: of each adapter.
+    """
+
+    params: Llama
+    lora: Lora
+    scales: tuple[float, ...]
+
+
+def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[Llama, Lora]]) -> Llama:
+    """The model with several adapters, numbered from 0, for `choose_adapters`.
+
+    The adapters may have different ranks and targets; they are stored once, in the dtype of the model's computation. The
+    base is not copied.
+
+    Args:
+      params: dense or quantized, on one device (`load(adapters=...)` reads a table over a mesh).
+      adapters: each with its settings, as `load_adapter` gives them.
+
+    Raises:
+      ConfigError: no adapter, or one of another model; the message names the matrix.
+    """
+    return attach_adapter_table(params, stack_adapters(config, adapters, params.embedding.dtype))
+
+
+def stack_adapters(
+    config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike
+) -> StackedAdapters:
+    """Adapters of one model as a single one: concatenated in A and B, lower ranks padded with zeros.
+
+    Raises:
+      ConfigError: none, or a target that the model does not have.
+    """
+    if not adapters:
+        raise ConfigError("a table of adapters has one at least; give some, or leave the table out")
+    rank, count = max(lora.rank for _, lora in adapters), len(adapters)
+    used = {name for _, lora in adapters for name in lora.targets}
+    dora = any(lora.dora for _, lora in adapters)
+    whole = Lora(rank=count * rank, targets=tuple(name for name in TARGETS if name in used), dora=dora)
+
+    def join(row: ParamSpec, shape: LowRank) -> LowRank:
+        a = np.zeros((*shape.a.shape[:-2], count, rank, shape.a.shape[-1]), jnp.dtype(dtype))
+        b = np.zeros((*shape.b.shape[:-1], count, rank), jnp.dtype(dtype))
+        magnitude = np.zeros((*shape.b.shape[:-1], count), np.float32) if dora else None
+        for i, (tree, _) in enumerate(adapters):
+            pair = attrgetter(row.path)(tree)
+            if pair is None:
+                continue
+            own, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
+            if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
+                raise ConfigError(
+                    f"adapter {i} of {row.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not of a"
+                    " matrix of this model; is it the adapter's base?"
+                )
+            a[..., i, :own, :] = pair.a
+            b[..., i, :own] = pair.b
+            if magnitude is not None and pair.magnitude is not None:
+                magnitude[..., i] = pair.magnitude
+        a, b = a.reshape(shape.a.shape), b.reshape(shape.b.shape)
+        return LowRank(jnp.asarray(a), jnp.asarray(b), None if magnitude is None else jnp.asarray(magnitude))
+
+    return StackedAdapters(build_adapters(config, whole, join), whole, tuple(lora.scale for _, lora in adapters))
+
+
+def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
+    """The parameters with a table beside them; its arrays lie where those of one adapter would, of as high a rank.
+
+    Raises:
+      ConfigError: as `adapted`.
+    """
+    join = lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=table.scales)
+    return precompute_dora_scale(attach_adapters(params, table.params, table.lora.rank, join))
+
+
+def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
+    """The parameters for a batch whose rows use these adapters: nothing is copied, and one program serves every choice.
+
+    Args:
+      params: from `adapter_table`; a model without a table is returned unchanged if no row asks for an adapter.
+      rows: int32[B], the number of an adapter or -1 for none, for each row of the batch.
+
+    Raises:
+      ConfigError: a number that no adapter has, where the numbers are known.
+    """
+    numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
+    if not isinstance(numbers, jax.core.Tracer):
+        check_choice(params, np.asarray(numbers).tolist())
+
+    def choose(leaf: Any) -> Any:
+        if not isinstance(leaf, MultiLoraWeight):
+            return leaf
+        return leaf.replace(rows=jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (leaf.shape[0], len(numbers))))
+
+    return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, MultiLoraWeight))
+
+
+def check_choice(params: Llama, rows: Sequence[int]) -> None:
+    """Raise ConfigError for a number of an adapter that the parameters do not have."""
+    count = adapters_in(params)
+    for number in rows:
+        if not -1 <= number < count:
+            there = f"0 to {count - 1}" if count else "none"
+            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; give one of those, or -1 to use none")
+
+
+def adapters_in(params: Llama) -> int:
+    """How many adapters lie beside the parameters in a table."""
+    leaves = jax.tree.leaves(params.blocks, is_leaf=lambda leaf: isinstance(leaf, MultiLoraWeight))
+    return max((len(leaf.scales) for leaf in leaves if isinstance(leaf, MultiLoraWeight)), default=0)

@@ -1,0 +1,122 @@
+"""Causal grouped-query attention: one function, several backends, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import numpy as np
+
+from llama_jax.errors import ConfigError
+from llama_jax.ops.attention import kernels
+from llama_jax.ops.attention.blockwise import blockwise
+from llama_jax.ops.attention.checks import check_shapes
+from llama_jax.ops.attention.dense import dense_attention
+from llama_jax.ops.attention.mask import AttentionMask, KVView
+from llama_jax.ops.attention.reference import reference
+from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_platform, mesh_in_force
+
+AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
+KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
+# From so many scores per head on, blocks are faster than whole rows, and from so many queries on
+# (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
+MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
+SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
+
+
+def attend(
+    queries: jax.Array,
+    view: KVView,
+    seen: AttentionMask,
+    *,
+    scale: float,
+    window: int | None = None,
+    backend: AttentionBackend = "auto",
+    head_sharding: kernels.HeadSharding | None = None,
+) -> jax.Array:
+    """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
+
+    The G queries of a group share their key/value head (Ainslie et al. 2023, section 2.2): K = N is multi-head, K = 1
+    multi-query attention. Keys and values are never repeated in memory; the group is an axis of the matmul.
+
+    Args:
+      queries: [B, K, T, G, H].
+      view: of keys and values [B, K, S, H].
+      seen: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
+        causal mask and also hides the empty or padded end of a cache.
+      scale: multiplies the scores; 1 / sqrt(H) in every Llama.
+      window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
+      backend: "reference" is the definition; "dense" makes whole rows of scores, the fastest for short ones, and supports
+        every kind of differentiation; "blockwise" uses memory that grows with T + S instead of T * S; "cudnn" and "splash"
+        are kernels for GPUs and TPUs. "auto" uses `choose`.
+      head_sharding: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
+
+    Returns:
+      [B, K, T, G, H] in the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
+
+    Raises:
+      ConfigError: an unknown backend, or one that cannot compute this; an empty window; shapes that do not fit
+        together.
+    """
+    keys, values = view
+    check_shapes(queries, keys, seen, window)
+    problem = kernels.AttentionShape(
+        queries.shape,
+        keys.shape,
+        queries.dtype,
+        seen.ordered,
+        seen.query_segments is not None,
+        mesh_in_force(),
+        head_sharding,
+    )
+    name, why = choose_backend(lowering_platform(), lowering_device_kind(), problem, backend)
+    log_backend(name, why)
+    if name == "blockwise":
+        return blockwise(queries, keys, values, seen, scale, window)
+    if name == "dense":
+        return dense_attention(queries, keys, values, seen, scale, window)
+    if name == "reference":
+        return reference(queries, keys, values, seen, scale=scale, window=window)
+    kernel = {"cudnn": kernels.cudnn, "splash": kernels.splash}[name]
+    return kernels.over_devices(partial(kernel, scale=scale, window=window), head_sharding)(queries, keys, values, seen)
+
+
+def choose_backend(
+    platform: str, device_kind: str, problem: kernels.AttentionShape, backend: AttentionBackend = "auto"
+) -> tuple[AttentionBackend, str]:
+    """The backend to use, never "auto", and the reason.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu", of the devices that the program is made for.
+      device_kind: their name in JAX.
+      backend: "auto", or a requested backend.
+
+    Raises:
+      ConfigError: an unknown backend, or one that cannot compute this.
+    """
+    if backend not in get_args(AttentionBackend):
+        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
+    refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
+    if backend != "auto":
+        if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
+            raise ConfigError(f"attention backend={backend!r}: {refusal}")
+        return backend, "as asked for"
+    plain, why = _without_kernel(platform, problem)
+    kernel = KERNELS.get(platform)
+    if kernel is None:
+        return plain, why
+    if problem.queries[2] <= (FEW_QUERIES if kernel == "cudnn" and not problem.ordered else 1):
+        return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
+    refusal = refusals[kernel](platform, device_kind, problem)
+    return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
+
+
+def _without_kernel(platform: str, problem: kernels.AttentionShape) -> tuple[AttentionBackend, str]:
+    new, slots = problem.queries[2], problem.keys[2]
+    if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
+        return "blockwise", f"{new} x {slots} scores"
+    if platform == "cpu" and np.dtype(problem.dtype).itemsize == 2 and problem.ordered and new >= SHORT_ROWS_OF_16_BITS:
+        return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
+    return "dense", f"{new} x {slots} scores"

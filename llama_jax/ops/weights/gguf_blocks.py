@@ -1,0 +1,213 @@
+"""The kinds of GGUF: the bytes of its blocks, sorted by what they mean (ggml-org/ggml, `ggml-common.h`).
+
+They are dequantized as `gguf-py` does: nothing is lost between file and memory, in either direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from llama_jax.ops.weights.format_spec import (
+    Array,
+    QuantField,
+    QuantFormat,
+    for_each,
+    groups_of,
+    looked_up,
+    nibbles,
+    rows_of,
+    shifted,
+    split,
+    wide,
+)
+from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
+
+# The numbers that four bits select: of IQ4_NL and IQ4_XS, and of MXFP4 (floats e2m1, doubled).
+IQ4 = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+E2M1 = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _encode_by(
+    name: str, planes: tuple[QuantField, ...], bytes_of_block: int
+) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
+    def encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        from gguf import GGMLQuantizationType, quants
+
+        blocks = quants.quantize(np.ascontiguousarray(x, np.float32), GGMLQuantizationType[name])
+        return split(blocks.reshape(*x.shape[:-1], -1, bytes_of_block), planes)
+
+    return encode
+
+
+def _scaled(factors: Array, numbers: Array, offsets: Array | None = None) -> Array:
+    """[..., D] from factors and offsets, [..., groups, 1 | size], and the numbers in their order, however grouped."""
+    found = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
+    return rows_of(found if offsets is None else found + offsets)
+
+
+def _each(x: Array) -> Array:
+    """A factor or offset for each group."""
+    return wide(x)[..., None]
+
+
+# --- blocks of 32 ----------------------------------------------------------------------------------------------------------
+
+
+def _decode_q8_0(d: Array, values: Array) -> Array:
+    return _scaled(_each(d), values)
+
+
+def _nibbles_of_32(values: Array) -> Array:
+    """uint8[..., D / 2] as [..., blocks, 32]."""
+    return rows_of(nibbles(values, 32))
+
+
+def _five_bits(high: Array, values: Array) -> Array:
+    """[..., blocks, 32], whose fifth bits are four bytes of each block."""
+    low, fifth = _nibbles_of_32(values), shifted(groups_of(high, 1), tuple(range(8)), 1)
+    return low | (fifth.reshape(low.shape) << np.uint8(4))
+
+
+def _centered(numbers: Array, zero: int) -> Array:
+    """Integers of which `zero` stands for 0."""
+    return numbers.astype(np.int8) - np.int8(zero)
+
+
+def _decode_q4_0(d: Array, values: Array) -> Array:
+    return _scaled(_each(d), _centered(_nibbles_of_32(values), 8))
+
+
+def _decode_q4_1(d: Array, m: Array, values: Array) -> Array:
+    return _scaled(_each(d), _nibbles_of_32(values), _each(m))
+
+
+def _decode_q5_0(d: Array, high: Array, values: Array) -> Array:
+    return _scaled(_each(d), _centered(_five_bits(high, values), 16))
+
+
+def _decode_q5_1(d: Array, m: Array, high: Array, values: Array) -> Array:
+    return _scaled(_each(d), _five_bits(high, values), _each(m))
+
+
+def _decode_iq4_nl(d: Array, values: Array) -> Array:
+    return _scaled(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
+
+
+def _decode_mxfp4(e: Array, values: Array) -> Array:
+    """The factor is 2 ** (e - 128), half of what the byte stands for: bits of a float32, denormal for 0 and 1."""
+    exponent = e.astype(np.int32)
+    factor = ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
+    return _scaled(_each(factor), looked_up(E2M1, _nibbles_of_32(values)))
+
+
+# --- blocks of 256 ---------------------------------------------------------------------------------------------------------
+
+
+def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
+    """Of a block in 4 or 5 bits: eight factors and eight minima of 6 bits in 12 bytes, [..., blocks, 2, 4, 1 | 32] each."""
+    four = for_each(packed.reshape(*packed.shape[:-1], -1, 3, 4), 32)
+    first, second, third = (four[..., i : i + 1, :, :] for i in range(3))
+    # The first four have six bits of a byte; the last two of the same byte, and half of another.
+    shift, mask, half = (np.asarray(x, np.uint8).reshape(2, 1, 1) for x in ((0, 2), (63, 48), (0, 15)))
+    return ((first >> shift) & mask) | (third & half), ((second >> shift) & mask) | ((third >> 4) & half)
+
+
+def _times(d: Array, integers: Array) -> Array:
+    """[..., blocks] by [..., blocks, *groups, 1 | size]: the factors of all groups of a row."""
+    found = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
+    return found.reshape(*d.shape[:-1], -1, integers.shape[-1])
+
+
+def _nibbles_of_k(values: Array) -> Array:
+    """uint8[..., D / 2] as [..., blocks, 8, 32]."""
+    return nibbles(values, 64).reshape(*values.shape[:-1], -1, 8, 32)
+
+
+def _pairs_of_k(values: Array) -> Array:
+    """Numbers of 2 bits, uint8[..., D / 4], as [..., blocks, 16, 16]: every 32 bytes are 128 of them."""
+    numbers = shifted(groups_of(values, 32), (0, 2, 4, 6), 3)
+    return numbers.reshape(*values.shape[:-1], -1, 16, 16)
+
+
+def _bits_of_k(high: Array) -> Array:
+    """Bits, uint8[..., D / 8], as [..., blocks, 8, 32]: every byte has one of each 32 numbers of the block."""
+    return shifted(groups_of(high, 32), tuple(range(8)), 1)
+
+
+def _decode_q2_k(scales: Array, values: Array, d: Array, dmin: Array) -> Array:
+    both = groups_of(scales, 16)[..., None]
+    return _scaled(_times(d, both & 15), _pairs_of_k(values), -_times(dmin, both >> 4))
+
+
+def _decode_q3_k(high: Array, values: Array, scales: Array, d: Array) -> Array:
+    low = _pairs_of_k(values)
+    numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
+    four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # of sixteen factors four bits
+    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the other two
+    six = (lower & 15) | ((upper & 3) << np.uint8(4))
+    return _scaled(_times(d, _centered(six, 32)), numbers)
+
+
+def _decode_q4_k(d: Array, dmin: Array, scales: Array, values: Array) -> Array:
+    factors, mins = _scales_and_mins(scales)
+    return _scaled(_times(d, factors), _nibbles_of_k(values), -_times(dmin, mins))
+
+
+def _decode_q5_k(d: Array, dmin: Array, scales: Array, high: Array, values: Array) -> Array:
+    numbers = _nibbles_of_k(values) | (_bits_of_k(high) << np.uint8(4))
+    factors, mins = _scales_and_mins(scales)
+    return _scaled(_times(d, factors), numbers, -_times(dmin, mins))
+
+
+def _decode_q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
+    upper = _pairs_of_k(high)
+    lower = nibbles(low, 128)  # of each 128 numbers 64 bytes
+    numbers = _centered(lower.reshape(upper.shape) | (upper << np.uint8(4)), 32)
+    return _scaled(_times(d, groups_of(scales, 16)[..., None]), numbers)
+
+
+def _decode_iq4_xs(d: Array, high: Array, low: Array, values: Array) -> Array:
+    """Eight factors of 6 bits in each block: two bits of one integer, and half a byte."""
+    upper = for_each(high, 32)[..., None, None, :] >> np.arange(0, 16, 2, dtype=np.uint16).reshape(4, 2, 1)
+    lower = for_each(groups_of(low, 4), 32)[..., None, :] >> np.asarray([[0], [4]], np.uint8)
+    six = (lower & 15) | ((upper & 3).astype(np.uint8) << np.uint8(4))
+    return _scaled(_times(d, _centered(six, 32)), looked_up(IQ4, _nibbles_of_32(values)))
+
+
+_HALF, _BYTE, _SIGNED = np.float16, np.uint8, np.int8
+_D32, _D256 = QuantField("d", _HALF, 1, 32), QuantField("d", _HALF, 1, 256)
+_M32, _DMIN = QuantField("m", _HALF, 1, 32), QuantField("dmin", _HALF, 1, 256)
+_NIBBLES, _NIBBLES_OF_K = QuantField("values", _BYTE, 16, 32), QuantField("values", _BYTE, 128, 256)
+_FIFTH, _BITS_OF_K = QuantField("high", _BYTE, 4, 32), QuantField("high", _BYTE, 32, 256)
+_PAIRS_OF_K = QuantField("values", _BYTE, 64, 256)
+_K = (_D256, _DMIN, QuantField("scales", _BYTE, 12, 256))
+_Q8_0 = (_D32, QuantField("values", _SIGNED, 32, 32))
+_Q4_0, _Q4_1 = (_D32, _NIBBLES), (_D32, _M32, _NIBBLES)
+_Q5_0, _Q5_1 = (_D32, _FIFTH, _NIBBLES), (_D32, _M32, _FIFTH, _NIBBLES)
+_Q3_K = (_BITS_OF_K, _PAIRS_OF_K, QuantField("scales", _BYTE, 12, 256), _D256)
+_Q6_K = (
+    QuantField("low", _BYTE, 128, 256),
+    QuantField("high", _BYTE, 64, 256),
+    QuantField("scales", _SIGNED, 16, 256),
+    _D256,
+)
+_IQ4_XS = (_D256, QuantField("high", np.uint16, 1, 256), QuantField("low", _BYTE, 4, 256), _NIBBLES_OF_K)
+
+GGUF_FORMATS = (
+    QuantFormat("q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), of_gguf=True),
+    QuantFormat("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), of_gguf=True),
+    QuantFormat("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), of_gguf=True),
+    QuantFormat("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), of_gguf=True),
+    QuantFormat("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), of_gguf=True),
+    QuantFormat("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, of_gguf=True),
+    QuantFormat("mxfp4", 32, (QuantField("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, of_gguf=True),
+    QuantFormat("q2_k", 256, (QuantField("scales", _BYTE, 16, 256), _PAIRS_OF_K, _D256, _DMIN), _decode_q2_k, of_gguf=True),
+    QuantFormat("q3_k", 256, _Q3_K, _decode_q3_k, of_gguf=True),
+    QuantFormat("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, encode_q4_k, of_gguf=True),
+    QuantFormat("q5_k", 256, (*_K, _BITS_OF_K, _NIBBLES_OF_K), _decode_q5_k, encode_q5_k, of_gguf=True),
+    QuantFormat("q6_k", 256, _Q6_K, _decode_q6_k, encode_q6_k, of_gguf=True),
+    QuantFormat("iq4_xs", 256, _IQ4_XS, _decode_iq4_xs, of_gguf=True),
+)

@@ -1,0 +1,99 @@
+"""A frozen matrix with a table of low-rank changes, of which each row of a batch uses one or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from llama_jax.errors import ConfigError
+from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
+
+WHOLE = 2  # adapters for each row of a batch up to which the whole table is multiplied
+
+
+class MultiLoraWeight(LowRankWeight, kw_only=True):
+    """A matrix beside which lie n adapters; which of them a row of the batch uses is an array, so all share one program.
+
+    The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. Where there
+    are few adapters for the rows of the batch, all of them are multiplied, and what is not of a row's own is made zero
+    between A and B: two plain matmuls, which read the table once where it lies. Where there are many, each row reads its own
+    slices, as in Punica (Chen et al. 2023): they are copied, and the table is not. Both have static shapes.
+
+    Attributes:
+      low_rank: of rank n R; in the dtype of the computation, for a cast would copy it at every step.
+      scales: s of each adapter.
+      rows: int32[B], the adapter of each row of the batch, negative for none; None until it is said, see
+        `model.multi_lora.choose_adapters`.
+    """
+
+    scales: tuple[float, ...] = struct.field(pytree_node=False)
+    rows: Any = None
+
+    @property
+    def rank(self) -> int:
+        """R, of each adapter; those of a lower one are filled up with zeros."""
+        return self.low_rank.b.shape[-1] // len(self.scales)
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """See `layers.project`; the first axis of `x` is that of the batch.
+
+        Raises:
+          ConfigError: it was not said which adapter each row uses, or of another number of rows.
+        """
+        if self.rows is None or self.rows.shape != x.shape[:1]:
+            said = "nothing is said" if self.rows is None else f"rows of {list(self.rows.shape)} are said"
+            raise ConfigError(
+                f"which adapter of a table each of {x.shape[0]} rows uses is needed, and {said}; say it with choose_adapters"
+            )
+        change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
+        found = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
+        if self.factor is not None:
+            own = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
+            own = jnp.where(self.rows.reshape(-1, *[1] * (own.ndim - 1)) < 0, 1, own)
+            own = own.reshape(len(own), *[1] * (x.ndim - 2), *own.shape[1:])
+            found = (found.astype(jnp.promote_types(found.dtype, own.dtype)) * own).astype(out_dtype)
+        return checkpoint_name(found, PRODUCT)
+
+    def of_adapter(self, number: int) -> LoraWeight:
+        """The matrix with one of the adapters."""
+        columns = slice(number * self.rank, (number + 1) * self.rank)
+        magnitude = None if self.low_rank.magnitude is None else self.low_rank.magnitude[..., number]
+        pair = LowRank(self.low_rank.a[..., columns, :], self.low_rank.b[..., columns], magnitude)
+        return LoraWeight(self.base, pair, scale=self.scales[number])
+
+    def with_dora_scale(self) -> MultiLoraWeight:
+        """See `LoraWeight.with_dora_scale`, of each adapter."""
+        factors = [self.of_adapter(number).with_dora_scale().factor for number in range(len(self.scales))]
+        return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
+
+    def _change_by_all(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """[B, ..., D] through the whole table: [B, ..., *out]."""
+        uses = self.rows[:, None] == jnp.arange(len(self.scales))
+        counts = jnp.repeat(jnp.where(uses, jnp.asarray(self.scales, x.dtype), 0), self.rank, axis=1)  # [B, n R]
+        thin = self.low_rank.narrowed(x)
+        counts = counts.reshape(len(counts), *[1] * (thin.ndim - 2), -1)
+        # Chosen, not only multiplied by zero: what overflows for another's adapter must not reach this row.
+        return self.low_rank.widened(jnp.where(counts == 0, 0, counts * thin), out_dtype)
+
+    def _change_by_row(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """The same, each row through its own slices of the table."""
+
+        def one(x: jax.Array, row: jax.Array) -> jax.Array:
+            first = jnp.maximum(row, 0)
+            begin = first * self.rank
+            pair = LowRank(
+                lax.dynamic_slice_in_dim(self.low_rank.a, begin, self.rank, axis=self.low_rank.a.ndim - 2),
+                lax.dynamic_slice_in_dim(self.low_rank.b, begin, self.rank, axis=self.low_rank.b.ndim - 1),
+            )
+            thin = jnp.asarray(self.scales, x.dtype)[first] * pair.narrowed(x)
+            return pair.widened(jnp.where(row < 0, 0, thin), out_dtype)
+
+        if len(x) == 1:  # a gather of one slice is one more copy than a slice
+            return one(x[0], self.rows[0])[None]
+        return jax.vmap(one)(x, self.rows)

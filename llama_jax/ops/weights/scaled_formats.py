@@ -1,0 +1,96 @@
+"""The kinds with a factor for each row, or for each group of a row: integers of 8 and 4 bits, and floats of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from llama_jax.ops.weights.format_spec import (
+    FP8,
+    INT4,
+    Array,
+    QuantField,
+    QuantFormat,
+    groups_of,
+    in_bytes,
+    rows_of,
+    unpacked,
+    wide,
+)
+
+GROUPS = (128, 64, 32)  # numbers that may share a factor, the most first
+LARGEST_FP8 = np.float32(448)
+
+
+def _decode_rows(values: Array, scales: Array) -> Array:
+    return wide(values) * scales[..., None]
+
+
+def _decode_groups(values: Array, scales: Array) -> Array:
+    return rows_of(wide(unpacked(values)) * scales[..., None])
+
+
+def _decode_with_zeros(values: Array, scales: Array, zeros: Array) -> Array:
+    return rows_of((wide(unpacked(values)) - wide(zeros)[..., None]) * scales[..., None])
+
+
+def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The nearest integers, those of each row scaled so that its largest is 127."""
+    scales = np.abs(x).max(-1).astype(np.float32) / np.float32(127)
+    return np.round(x / np.where(scales == 0, 1, scales)[..., None]).astype(np.int8), scales
+
+
+def _encode_fp8(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The nearest floats, those of each row scaled so that its largest is 448, the largest of them."""
+    scales = np.abs(x).max(-1).astype(np.float32) / LARGEST_FP8
+    return (x / np.where(scales == 0, 1, scales)[..., None]).astype(FP8), scales
+
+
+def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
+    def encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        """As GGUF's Q4_0: the entry that is largest without its sign becomes -8."""
+        groups = groups_of(x, group)
+        scales = _signed_largest(groups) / np.float32(-8)
+        inverse = np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
+        values = np.clip(np.trunc(groups * inverse[..., None] + np.float32(8.5)), 0, 15)
+        return in_bytes(values.astype(np.uint8) ^ 8), scales.astype(np.float32)  # 8 less, of 4 bits
+
+    return encode
+
+
+def _signed_largest(groups: np.ndarray) -> np.ndarray:
+    """Of each group the entry that is largest without its sign."""
+    where = np.abs(groups).argmax(-1, keepdims=True)
+    return np.take_along_axis(groups, where, -1)[..., 0]
+
+
+def _named(name: str, group: int) -> str:
+    return name if group == GROUPS[0] else f"{name}_{group}"
+
+
+def _int4(group: int) -> QuantFormat:
+    return QuantFormat(_named("int4", group), group, _in_groups(INT4, group), _decode_groups, _encode_int4(group))
+
+
+def _int4_asym(group: int) -> QuantFormat:
+    """With an integer in each group that stands for zero, as files of GPTQ and AWQ have; both without their offset of 8."""
+    planes = (*_in_groups(INT4, group), QuantField("zeros", np.int8, 1, group))
+    return QuantFormat(_named("int4_asym", group), group, planes, _decode_with_zeros)
+
+
+def _fp8(group: int) -> QuantFormat:
+    return QuantFormat(f"fp8_{group}", group, _in_groups(FP8, group), _decode_groups)
+
+
+def _in_groups(dtype: np.dtype, group: int) -> tuple[QuantField, ...]:
+    return QuantField("values", dtype, group, group, grouped=True), QuantField("scales", np.float32, 1, group)
+
+
+def _in_rows(dtype: np.dtype) -> tuple[QuantField, ...]:
+    return QuantField("values", dtype, 1, 1), QuantField("scales", np.float32, 0, 1)
+
+
+INT8 = QuantFormat("int8", 1, _in_rows(np.dtype(np.int8)), _decode_rows, _encode_int8)
+FP8_ROWS = QuantFormat("fp8", 1, _in_rows(FP8), _decode_rows, _encode_fp8)
+SCALED_FORMATS = (INT8, FP8_ROWS, *map(_int4, GROUPS), *map(_int4_asym, GROUPS), *map(_fp8, GROUPS))

@@ -1,0 +1,75 @@
+"""Where the parameters of a model that generates lie on a mesh; the rest follows from them, see `inference.sharding`."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.sharding import Placement
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.ops.attention import HeadSharding
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_planes
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.padding import has_groups, map_params, pad_array, padded_shapes_config
+from llama_jax.parallel.ring_attention import BATCH
+from llama_jax.parallel.sharding import EXPERTS, param_specs, shardings, training_sharding
+
+
+def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = True) -> Llama:
+    """A `Llama` of shardings.
+
+    Args:
+      padded: of the parameters that `pad_params` gives; otherwise of those of `config`.
+
+    Raises:
+      MeshError: the model cannot be made to fit, or there are fewer devices.
+    """
+    return shardings(make_mesh(sizes), param_specs(config, sizes, padded=padded))
+
+
+def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
+    """What `pad_params` gives of parameters that lie on the mesh already, array by array: those given are deleted.
+
+    Each device holds its share of the model, and beside it that of one array.
+    """
+    target, placement = padded_shapes_config(config, sizes), param_shardings(config, sizes)
+
+    def move(row: ParamSpec, array: Any) -> Any:
+        place = attrgetter(row.path)(placement)
+        if array.sharding == place or not (row.has_vocabulary or has_groups(row)):  # nothing was to be fitted
+            return array
+        if isinstance(array, QuantizedWeight):
+            place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
+        if isinstance(array, JoinedWeight):
+            return pad_array(target, row, array)  # as it is, or refused
+        found = jax.block_until_ready(jax.jit(partial(pad_array, target, row), out_shardings=place)(array))
+        jax.tree.map(lambda given: given.delete(), array)
+        return found.arranged() if isinstance(found, QuantizedWeight) else found
+
+    return map_params(params, move)
+
+
+def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
+    """How a model that trains over a mesh generates there, with the parameters as they lie: its configuration, and a layout
+    whose `Sharding.fit` is that of training. Rows are cut over `data` and `fsdp`, heads and the vocabulary over `tensor`.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    held, training = training_sharding(config, mesh)
+    if mesh.size == 1:
+        return held, Sharding(mesh=mesh.abstract_mesh)
+    placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
+    return held, Sharding(
+        placement,
+        head_sharding=HeadSharding(BATCH, ("tensor",)),
+        experts=EXPERTS._replace(batch=BATCH),
+        fit=training.fit,
+        mesh=mesh.abstract_mesh,
+    )

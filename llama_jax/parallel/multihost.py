@@ -1,0 +1,368 @@
+"""Several processes as one job: they find each other, wait for each other, and end together.
+
+JAX connects processes by itself (`jax.distributed`), but if one is missing, was started with other arguments or dies, the
+others wait forever or end with a C++ stack trace. So process 0 first calls the roll, over plain TCP on the coordinator's own
+port, before JAX's service takes over that port. The connections stay open: the system closes them with the process, however
+that ends, so the others learn at once which process died. A silent host is given up after 30 seconds; a process that exists
+but hangs in the system, by JAX's own heartbeat after 45. Like JAX's service, all this trusts its network.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import queue
+import re
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+
+from llama_jax.errors import MeshError, UserError
+from llama_jax.parallel.rendezvous import Member, Packet, Rank, accept_members, join_members, keep_alive
+
+OTHER_DIED = 75  # exit code of a process that ends because another is gone: EX_TEMPFAIL, starting again helps
+START_TIMEOUT = 300.0  # seconds
+STUCK = 45  # seconds until JAX gives up a process that its host still keeps
+GIVEN = {"coordinator": "--coordinator", "processes": "--processes", "process_id": "--process-id"}
+END = "end of the run"
+
+
+class Processes:
+    """The processes of a job, as seen from one of them. Without arguments: a job of one, which waits for nobody."""
+
+    def __init__(
+        self,
+        index: int = 0,
+        members: tuple[Member, ...] = (),
+        links: Mapping[int, socket.socket] = {},
+        resumes: bool = True,
+    ) -> None:
+        """`links` are open connections: process 0 has one to each of the others, they have one to it."""
+        self.index = index
+        self._remedy = "start them again" + " with --resume to go on from the last checkpoint" * resumes
+        self._members = members
+        self._links = dict(links)
+        self._lock = threading.Lock()
+        self._sending = {index: threading.Lock() for index in links}
+        self._told: queue.Queue[bytes] = queue.Queue()
+        self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
+        self._answers: dict[str, queue.Queue[Packet]] = {}  # by what is waited for: several threads may wait at once
+        self._ended = not links
+        self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
+        if links:
+            self._thread.start()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return max(len(self._members), 1)
+
+    @property
+    def host(self) -> int:
+        """The number of the first process that runs on this one's host."""
+        return next((m.index for m in self._members if m.host == self._members[self.index].host), 0)
+
+    @property
+    def first_of_host(self) -> bool:
+        """Whether no process of a lower number runs on this host."""
+        return self.host == self.index
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all run on the same."""
+        return len({m.host for m in self._members}) <= 1
+
+    def wait(self, what: str) -> None:
+        """Wait until all processes have come to the same call, however long that takes; no device takes part.
+
+        Several threads may wait at once, each for something else.
+        """
+        self.agree(what, {})
+
+    def agree(self, what: str, values: Mapping[str, Any]) -> None:
+        """Wait as `wait` does, and make sure that all processes have the same values, which JSON can hold.
+
+        Raises:
+          MeshError: one has others than process 0.
+        """
+        answer = self._meet({"at": what, "values": values, "same": True})
+        if answer["error"]:
+            raise MeshError(answer["error"])
+
+    def gather(self, what: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Wait as `wait` does; in process 0 the values of all processes, which JSON can hold, and nothing in the others."""
+        return self._meet({"at": what, "values": values, "same": False})["gathered"]
+
+    def _meet(self, message: Packet) -> Packet:
+        """Say that this process has come to a call, and give the answer when all have."""
+        message = json.loads(json.dumps(message))  # the same types as from the others
+        if self.count == 1:
+            return {"error": None, "gathered": [message["values"]]}
+        answer = self._answers.setdefault(message["at"], queue.Queue())
+        if self.index == 0:
+            self._arrived(0, message)
+        else:
+            self._send(0, message)
+        found = answer.get()
+        del self._answers[message["at"]]
+        return found
+
+    def tell(self, content: bytes) -> None:
+        """In process 0: give something to all the others, from any thread."""
+        self._tell_all({"told": base64.b64encode(content).decode()})
+
+    def hear(self) -> bytes:
+        """In the others: what process 0 has told next; waits for it."""
+        return self._told.get()
+
+    def fail(self, reason: str, code: int) -> None:
+        """Tell the others that this process ends, and why; they end as well, with the same exit code."""
+        reason = f"process {self.index} of {self.count} failed: {' '.join(reason.split())[:2000]}; all processes end"
+        with self._lock:
+            ended, self._ended = self._ended, True
+        if not ended:
+            self._tell_all({"failed": reason, "code": code})
+
+    def _tell_all(self, message: Packet) -> None:
+        for index in self._links:
+            self._send(index, message)
+
+    def _send(self, index: int, message: Packet) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        # Of a broken connection the thread hears as well, and ends the process.
+        with suppress(OSError), self._sending[index]:
+            self._links[index].sendall(line)
+
+    def _watch(self) -> None:
+        """In the thread: what the others say, and whether they are there."""
+        unread = dict.fromkeys(self._links, b"")
+        with selectors.DefaultSelector() as selector:
+            for index, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, index)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    index = key.data
+                    try:
+                        read = self._links[index].recv(1 << 16)
+                    except OSError:
+                        read = b""
+                    if not read:
+                        selector.unregister(key.fileobj)
+                        self._lost(index)
+                    *lines, unread[index] = (unread[index] + read).split(b"\n")
+                    for line in lines:
+                        self._hear(index, json.loads(line))
+
+    def _hear(self, index: int, message: Packet) -> None:
+        if "failed" in message:
+            self._end_with(message["failed"], message["code"])
+        elif "at" in message:
+            self._arrived(index, message)
+        elif "told" in message:
+            self._told.put(base64.b64decode(message["told"]))
+        else:
+            self._ended |= message["go"] == END
+            self._answers[message["go"]].put(message)
+
+    def _arrived(self, index: int, message: Packet) -> None:
+        """In process 0: note that a process waits, and let all go on when it was the last."""
+        what = message["at"]
+        with self._lock:
+            waiting = self._waiting.setdefault(what, {})
+            waiting[index] = message["values"]
+            if len(waiting) < self.count:
+                return
+            del self._waiting[what]
+            self._ended |= what == END
+        compared = range(1, self.count) if message["same"] else ()
+        differences = (_difference(other, waiting[other], waiting[0]) for other in compared)
+        answer = {"go": what, "error": next(filter(None, differences), None), "gathered": []}
+        self._tell_all(answer)
+        self._answers[what].put(answer | {"gathered": [waiting[index] for index in range(self.count)]})
+
+    def _lost(self, index: int) -> None:
+        self._end_with(
+            f"{self._members[index]} of {self.count} is gone: it was killed, ran out of memory, or its host failed; all"
+            f" processes end; {self._remedy}",
+            OTHER_DIED,
+        )
+
+    def _end_with(self, reason: str, code: int) -> None:
+        """Tell of a failure elsewhere, once, and leave: the main thread may be waiting for the failed process in vain."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        if self.index == 0:
+            self._tell_all({"failed": reason, "code": code})
+        os.write(2, f"\nllama-jax: error: {reason}\n".encode())
+        os._exit(code)
+
+    def close(self) -> None:
+        """End in order: all together, or with an error where another has failed meanwhile."""
+        self.wait(END)
+        for link in self._links.values():
+            with suppress(OSError):  # the other side may have been quicker
+                link.shutdown(socket.SHUT_RDWR)
+        if self._links:
+            self._thread.join()
+        for link in self._links.values():
+            link.close()
+
+
+@contextmanager
+def join_job(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    detect: bool = False,
+    timeout: float = START_TIMEOUT,
+    resumes: bool = True,
+) -> Iterator[Processes]:
+    """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
+
+    An error inside the block is told to the others, who end with it; this process prints it and ends at once, with 2 for a
+    `UserError` and 1 for any other, for an orderly end of JAX would wait for them. Where a process is gone without a word
+    the others end with 75. Without arguments, and for a job of one process, nothing of all this is done.
+
+    Args:
+      coordinator: ``HOST:PORT`` of process 0, which takes the port on all its addresses.
+      processes: how many there are.
+      process_id: this one's number, from 0.
+      detect: find what is not given from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
+      timeout: seconds until all must be there.
+      resumes: whether a job that ended can go on from where it was, which the others then say where one dies.
+
+    Raises:
+      MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
+        reached, processes that were started otherwise or that did not come: the message names them.
+    """
+    rank = _find_rank(coordinator, processes, process_id, detect, timeout)
+    if rank is None or rank.processes == 1:
+        yield Processes()
+        return
+    joined = _join(rank, time.monotonic() + timeout, resumes)
+    try:
+        yield joined
+        joined.close()
+    except BaseException as error:
+        _leave(joined, error)
+    jax.distributed.shutdown()
+
+
+def _leave(joined: Processes, error: BaseException) -> None:
+    """Where another process is gone this one's error is but a consequence: its thread has the time to say so."""
+    known = isinstance(error, UserError | OSError)
+    if not known:
+        time.sleep(2)
+    said = str(error) if known else "".join(traceback.format_exception_only(error))
+    code = 2 if known else 1
+    joined.fail(said, code)
+    with suppress(OSError):
+        sys.stdout.flush()
+    if known:
+        text = f"llama-jax: error: process {joined.index} of {joined.count}: {' '.join(said.split())}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _find_rank(
+    coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
+) -> Rank | None:
+    if not 0 < timeout <= 1e7:
+        raise MeshError(f"--start-timeout {timeout} must be above 0 and at most 1e7 seconds")
+    local_devices = None
+    if detect:
+        coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+        coordinator, processes, process_id, local_devices = _detect(coordinator, processes, process_id, timeout)
+    values = {"coordinator": coordinator, "processes": processes, "process_id": process_id}
+    missing = [GIVEN[name] for name, value in values.items() if value is None]
+    if len(missing) == 3 and not detect:
+        return None
+    if missing and detect:
+        raise MeshError(
+            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that says {', '.join(missing)}; give"
+            " --coordinator HOST:PORT --processes N --process-id I"
+        )
+    if coordinator is None or processes is None or process_id is None:
+        raise MeshError(f"{', '.join(missing)} is missing; give all of --coordinator, --processes and --process-id, or none")
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
+    if not found or not 0 < int(found[2]) < 1 << 16:
+        raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
+    if processes < 1:
+        raise MeshError(f"--processes {processes} must be at least 1")
+    if not 0 <= process_id < processes:
+        raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
+    return Rank(found[1], int(found[2]), processes, process_id, local_devices)
+
+
+def _detect(
+    coordinator: str | None, processes: int | None, process_id: int | None, timeout: float
+) -> tuple[str | None, int | None, int | None, list[int] | None]:
+    """What JAX itself would find; only there is no public name for it."""
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        detect = ClusterEnv.auto_detect_unset_distributed_params
+    except (ImportError, AttributeError):
+        raise MeshError(
+            f"how jax {jax.__version__} finds a cluster is not known here; give --coordinator, --processes and --process-id"
+        ) from None
+    try:
+        found = detect(coordinator, processes, process_id, None, None, int(timeout))
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())[:500]
+        raise MeshError(
+            f"the cluster does not tell this process its number ({reason}); give --coordinator, --processes, --process-id"
+        ) from None
+    return found[0], found[1], found[2], None if found[3] is None else list(found[3])
+
+
+def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:
+    """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
+    me = Member(rank.process_id, platform.node(), os.getpid())
+    members, links = accept_members(rank, me, deadline) if rank.process_id == 0 else join_members(rank, me, deadline)
+    for link in links.values():
+        keep_alive(link)
+    joined = Processes(rank.process_id, members, links, resumes)
+    # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
+    with suppress(AttributeError):  # a later JAX may have none
+        jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            rank.coordinator,
+            rank.processes,
+            rank.process_id,
+            rank.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,
+            heartbeat_timeout_seconds=STUCK,
+        )
+    except (RuntimeError, ValueError) as error:
+        _leave(joined, MeshError(f"JAX cannot connect the processes ({str(error).splitlines()[0][:300]})"))
+    return joined
+
+
+def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    for name in sorted(values.keys() | first.keys()):
+        theirs, ours = values.get(name), first.get(name)
+        if theirs != ours:
+            return (
+                f"{name}: process {index} has {theirs!r}, process 0 {ours!r}; give all processes the same command, data and"
+                " shared --workdir"
+            )
+    return None

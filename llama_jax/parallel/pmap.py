@@ -1,0 +1,160 @@
+"""Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
+
+It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices, and the same prefill and
+decode loop. JAX keeps `pmap` but develops it no further; `parallel.sharding` does the same with data=N, and more.
+
+What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or
+run (`fsdp` and `tensor` of a mesh do that); give the devices different numbers of rows, or one of them none; share work
+between processes here; or be called inside `jax.set_mesh` of another mesh. A generation is one program per shape of its
+prompts and per length, compiled whole: its tokens come together at the end and cannot be streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
+from llama_jax.inference.decode import STEPS_PER_CHUNK
+from llama_jax.inference.generate import Generation, checked_chunk, continuations, whole_capacity
+from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.single_program import complete
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama
+from llama_jax.training.batch import Batch
+from llama_jax.training.step import TrainState
+
+AXIS = "data"
+Tree = TypeVar("Tree")
+
+
+def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
+    """A copy of every array on every device, each array as one with the sharding P() over `devices`.
+
+    The originals stay: a plain `jax.device_put` would share the first device's memory with them, and donating its result
+    would delete them too.
+    """
+    everywhere = NamedSharding(_mesh(devices), P())
+    copy = jax.jit(jnp.copy)
+    # One array after the other, so that there is one array twice at a time and not all of them.
+    return jax.tree.map(lambda array: jax.block_until_ready(copy(jax.device_put(array, everywhere))), tree)
+
+
+def pmap_step(
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_step` on all devices at once, each with its share of the rows; the state is donated.
+
+    Must not be called inside `jax.set_mesh` of another mesh, which JAX refuses.
+
+    Args:
+      step: `train_step` with all arguments bound but the state, the batch and the layout, which is given here with its
+        `axis_name`: what a step forgets to sum would otherwise differ from device to device, and nothing would notice.
+      devices: of this process.
+
+    Returns:
+      A function of a state that `replicate` made, or that the function itself returned, and a batch of B rows in all.
+      It gives the next state and the metrics of all rows, both as ordinary arrays with the sharding P().
+
+    Raises:
+      MeshError: several processes; rows that cannot be divided by the number of devices, or a state that does not lie on
+        these devices (from the returned function).
+    """
+    everywhere, shares = _placements(devices)
+    mapped = pmap_over(step, devices)
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_replicated("a state", state, everywhere)
+        return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
+
+    return run
+
+
+def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]) -> Any:
+    """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
+    return jax.pmap(
+        partial(step, sharding=Sharding(axis_name=AXIS)),
+        axis_name=AXIS,
+        in_axes=(None, 0),
+        out_axes=None,
+        devices=devices,
+        donate_argnums=0,
+    )
+
+
+def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callable[..., list[Generation]]:
+    """`generate` on all devices at once, each with its share of the prompts; it ends when the last device does.
+
+    Args:
+      devices: of this process.
+
+    Returns:
+      A function of parameters that `replicate` made, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as
+      `generate` takes them; the cache keeps all, in the parameters' dtype. It gives the same tokens.
+
+    Raises:
+      MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that do not lie on
+        these devices (from the returned function).
+      GenerationError: as `generate` (from the returned function).
+    """
+    everywhere, shares = _placements(devices)
+    mapped = jax.pmap(
+        complete,
+        axis_name=AXIS,
+        in_axes=(None, None, None, 0, 0, 0),
+        static_broadcasted_argnums=(0, 1),
+        devices=devices,
+    )
+
+    def run(
+        params: Llama,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling = Sampling(),
+        stop_tokens: Sequence[int] = (),
+    ) -> list[Generation]:
+        _check_replicated("parameters", params, everywhere)
+        tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
+        capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
+        rows = _split((tokens, lengths, request), len(tokens), len(devices))
+        found = mapped(config, capacity, params, *jax.device_put(rows, shares))
+        piece = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
+        return continuations([piece], stop_tokens)
+
+    return run
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """On all devices, and a share on each."""
+    if jax.process_count() > 1:
+        raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
+    mesh = _mesh(devices)
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+
+def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if not everywhere.is_equivalent_to(leaf.sharding, leaf.ndim):
+            count = everywhere.num_devices
+            raise MeshError(f"{what} on {leaf.sharding} is not on all {count} devices; replicate it first")
+
+
+def _split(batch: Tree, rows: int, devices: int) -> Tree:
+    """[B, ...] as [devices, B / devices, ...], neighbouring rows on one device."""
+    if rows % devices:
+        raise MeshError(f"batch={rows} rows cannot be divided over {devices} devices; use a multiple of {devices}")
+    return jax.tree.map(lambda part: part.reshape(devices, rows // devices, *part.shape[1:]), batch)

@@ -1,0 +1,255 @@
+"""Attention over rows whose tokens lie on several devices: keys and values go around a ring (Liu et al. 2023, section 3).
+
+Each device keeps its queries. Keys and values pass from device to device; the mixtures of the queries over each part are
+merged by the log-sum-exps of their scores, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward
+pass keys and values go around once more and their gradients with them, until they are back where they started.
+
+In causal attention the device with the first tokens would have little to compute and the one with the last nearly
+everything. A row is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and
+the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all devices compute equally
+many scores.
+
+To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
+tokens, and only attention knows that they belong together; so they are divided like any other rows, and everything else is
+the same as on a mesh without this axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.errors import MeshError
+from llama_jax.model.forward_options import Attend
+from llama_jax.ops.attention import AttentionMask, KVView, log_backend
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
+from llama_jax.ops.cpu import pack_bits, unpack_bits
+from llama_jax.ops.rope_scaling import lengths_of
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.training.batch import NextTokenBatch
+
+AXIS = "context"
+BATCH = ("data", "fsdp")  # what cuts the rows of a batch
+PARTS = (*BATCH, AXIS)  # what cuts the n * B rows that `split_sequence` gives
+Segments = tuple[jax.Array, jax.Array]  # of the queries and of the keys of a device
+Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `keep` gives them, and their segments
+
+
+class _Ring(NamedTuple):
+    """What is the same for all devices and turns."""
+
+    mesh: Mesh
+    scale: float
+    window: int | None
+
+    @property
+    def devices(self) -> int:
+        """How many are in it."""
+        return self.mesh.shape[AXIS]
+
+
+def check_length(sizes: MeshSizes, length: int) -> None:
+    """Raise MeshError for rows of T tokens that cannot be cut into two chunks for each device along `context`."""
+    chunks = 2 * sizes.context
+    if sizes.context > 1 and length % chunks:
+        near = length - length % chunks
+        would_do = f"{near} or {near + chunks}" if near else f"{chunks}"
+        raise MeshError(f"length={length} cannot be split over 2*context={chunks}; {would_do} would do")
+
+
+def positions_of(part: jax.Array | int, parts: int, length: int) -> jax.Array:
+    """The places in a row of T tokens that the device with one of n parts holds: int32[T / n]."""
+    size = length // (2 * parts)
+    chunks = jnp.stack([jnp.asarray(part, jnp.int32), 2 * parts - 1 - part])
+    return (size * chunks[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+
+
+def split_sequence(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """The parts of rows [B, T, ...], which lie whole over `data` and `fsdp`, as rows of their own: [n * B, T / n, ...].
+
+    Every device takes what is its own and nothing is sent. Rows of a device are neighbours: cut over `PARTS` they stay.
+    """
+    parts = mesh.shape[AXIS]
+
+    def own(x: jax.Array) -> jax.Array:
+        chunks = x.reshape(x.shape[0], 2 * parts, -1, *x.shape[2:])
+        here = lax.axis_index(AXIS)
+        both = [lax.dynamic_index_in_dim(chunks, i, axis=1, keepdims=False) for i in (here, 2 * parts - 1 - here)]
+        return jnp.concatenate(both, axis=1)
+
+    return jax.shard_map(own, mesh=mesh, in_specs=P(BATCH), out_specs=P(PARTS), check_vma=False)(x)
+
+
+def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> jax.Array:
+    """Undo `split_sequence`, on every device along `context`: parts are gathered.
+
+    Args:
+      x: [n * B, ..., T / n, ...].
+      axis: of T.
+      spec: how the axes after the first one are cut, but for T.
+    """
+    parts = mesh.shape[AXIS]
+
+    def whole(x: jax.Array) -> jax.Array:
+        first, last = jnp.split(lax.all_gather(x, AXIS), 2, axis=axis + 1)  # [n, B, ..., T / 2n, ...] each
+        chunks = jnp.concatenate([first, last[::-1]])
+        return jnp.moveaxis(chunks, 0, axis).reshape(*x.shape[:axis], parts * x.shape[axis], *x.shape[axis + 1 :])
+
+    return jax.shard_map(whole, mesh=mesh, in_specs=P(PARTS, *spec), out_specs=P(BATCH, *spec), check_vma=False)(x)
+
+
+def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
+    """The `arrange` of `total_loss` for a mesh whose devices divide the sequence.
+
+    It is done inside of the compiled step, so that neither data nor checkpoints know of it.
+
+    Raises:
+      MeshError: rows or tokens that cannot be divided (from the returned function).
+    """
+    sizes = MeshSizes(**mesh.shape)
+
+    def arrange(rows: NextTokenBatch) -> NextTokenBatch:
+        batch, length = rows.tokens.shape
+        check_length(sizes, length)
+        if batch % sizes.rows:
+            raise MeshError(f"batch={batch} cannot be split over data*fsdp={sizes.rows}; a multiple of it would do")
+        places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        lengths = rows.rope_lengths
+        if lengths is None:  # a part does not know how long its row is
+            lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
+            lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], (batch, length))
+        positions = places if rows.positions is None else rows.positions
+        return jax.tree.map(partial(split_sequence, mesh), rows._replace(positions=positions, rope_lengths=lengths))
+
+    return arrange
+
+
+def ring_attention(mesh: Mesh) -> Attend:
+    """The `attend` of `forward` for rows that `split_sequence` made: causal attention in whole rows, to all devices' keys.
+
+    Keys and values are sent in their own type and n - 1 times forward and backward, the gradients, in float32, n times.
+    """
+
+    def attend(
+        queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: float, window: int | None = None
+    ) -> jax.Array:
+        """As `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
+        if not seen.ordered:
+            raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
+        segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
+        keys, values = view
+        log_backend("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
+        return _attend(_Ring(mesh, scale, window), queries, keys, values, segments)
+
+    return attend
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None) -> jax.Array:
+    return _forward(ring, queries, keys, values, segments)[0]
+
+
+def _forward_and_kept(ring, queries, keys, values, segments):
+    mixed, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(ring, queries, keys, values, segments))
+    return mixed, (pack_bits((queries, keys, values, mixed)), normalizer, segments)
+
+
+def _backward(ring: _Ring, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
+    arrays, normalizer, segments = kept
+    queries, keys, values, mixed = unpack_bits(arrays)
+    run = _per_device(_gradients_of_device, ring, results=3)
+    found = run(QueryGradientInputs.of(queries, normalizer, mixed, of_mixed), keys, values, segments)
+    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+
+
+_attend.defvjp(_forward_and_kept, _backward)
+
+
+def _forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """What is mixed [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
+    return _per_device(_mixed_of_device, ring, results=2)(*arrays)
+
+
+def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
+    """A function of what each device has of queries, keys, values and segments: rows over `PARTS`, heads over `tensor`."""
+    heads, rows = P(PARTS, "tensor"), P(PARTS)
+    run, specs = partial(function, ring), (heads, heads, heads, rows)
+    # Not checked: a branch that skips blocks is taken by some devices and not by others, and there is nothing to sum.
+    return jax.shard_map(run, mesh=ring.mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)
+
+
+def _mixed_of_device(
+    ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    def mix(turn: jax.Array | int, travelling: Travelling, found: Any) -> Any:
+        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, queries.shape[-3])
+        return merge(found, forward_part(queries, keys, values, seen, scale=ring.scale, window=ring.window))
+
+    def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+        travelling, found = carry
+        return (_sent(ring.devices, travelling), mix(turn, travelling, found)), None  # neither waits for the other
+
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    nothing = jnp.zeros(queries.shape, precise), jnp.full((*queries.shape[:-1], 1), -jnp.inf, precise)
+    start = _departing(keys, values, segments), nothing
+    (travelling, found), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
+    mixed, normalizer = mix(ring.devices - 1, travelling, found)
+    return mixed.astype(queries.dtype), normalizer
+
+
+def _gradients_of_device(
+    ring: _Ring, of_queries: QueryGradientInputs, keys: jax.Array, values: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def add(turn: jax.Array | int, travelling: Travelling, sums: Any) -> Any:
+        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, of_queries.queries.shape[-3])
+        found = backward_part(of_queries, keys, values, seen, scale=ring.scale, window=ring.window)
+        sum_of_queries, *of_travelling = map(jnp.add, sums, found)
+        return sum_of_queries, *_sent(ring.devices, of_travelling)
+
+    def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+        travelling, sums = carry
+        return (_sent(ring.devices, travelling), add(turn, travelling, sums)), None
+
+    zeros = tuple(jnp.zeros(x.shape, of_queries.normalizer.dtype) for x in (of_queries.queries, keys, values))
+    start = _departing(keys, values, segments), zeros
+    (travelling, sums), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
+    return add(ring.devices - 1, travelling, sums)  # sent once more, the sums are where their keys and values come from
+
+
+def _departing(keys: jax.Array, values: jax.Array, segments: Segments | None) -> Travelling:
+    """Keys and values as bits: of 16-bit numbers XLA for CPU would send a float32 copy."""
+    return pack_bits(keys), pack_bits(values), None if segments is None else segments[1]
+
+
+def _arrived(
+    devices: int,
+    turn: jax.Array | int,
+    travelling: Travelling,
+    segments: Segments | None,
+    length: int,
+) -> tuple[jax.Array, jax.Array, AttentionMask]:
+    """Keys and values that are here at a turn, from as many devices before, and what stands where."""
+    keys, values, key_segments = travelling
+    here = lax.axis_index(AXIS)
+    whole = devices * length
+    of_queries, of_keys = (positions_of(part, devices, whole)[None] for part in (here, (here - turn) % devices))
+    return (
+        unpack_bits(keys),
+        unpack_bits(values),
+        AttentionMask(of_queries, of_keys, None if segments is None else segments[0], key_segments),
+    )
+
+
+def _sent(devices: int, tree: Any) -> Any:
+    """Every device's arrays on the next one."""
+    to_the_next = [(i, (i + 1) % devices) for i in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, to_the_next), tree)

@@ -1,0 +1,85 @@
+"""Reading prompts whose tokens are divided over devices: a long one in one pass, by ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.cache import KVCache, cache_from
+from llama_jax.model.forward_options import Positions, Sharding
+from llama_jax.model.logits import LayerActivations, observe
+from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.ring_attention import (
+    AXIS,
+    BATCH,
+    PARTS,
+    join_sequence,
+    positions_of,
+    ring_attention,
+    sequence_splitter,
+)
+from llama_jax.parallel.sharding import EXPERTS, batch_spec, cache_specs, constrain_over, shardings
+from llama_jax.training.batch import NextTokenBatch
+
+RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
+
+
+def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
+    """The `prefill` of whole prompts with their tokens over `context`; meant for `jax.jit`.
+
+    Each device computes its share of every layer. The cache is then what one device would have made, laid out by
+    `cache_specs`: whole on every device along `context`, for decoding has no sequence to divide.
+
+    Args:
+      config: of the model as the mesh holds it, see `padded_config`, and as `load` with a mesh returns it.
+      capacity: tokens that a row of the cache has room for.
+
+    Returns:
+      A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
+      real, int32[B], at least 1. It gives the cache and the state [B, D] of each row's last token:
+      together a `PrefillState`, for `start` of `inference.decode`.
+
+    Raises:
+      MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
+    """
+    sizes, arrange = MeshSizes(**mesh.shape), sequence_splitter(mesh)
+    gather = partial(join_sequence, mesh, axis=2, spec=P("tensor"))
+    sharding = Sharding(constrain_over(mesh), ring_attention(mesh), experts=EXPERTS, mesh=mesh.abstract_mesh)
+
+    def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
+        batch_spec(sizes, *tokens.shape)
+        whole_row = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        rows = arrange(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
+        positions = Positions(position_ids=rows.positions, rope_lengths=rows.rope_lengths)
+
+        def keep(layer: LayerActivations) -> tuple[jax.Array, jax.Array]:
+            return gather(layer.keys), gather(layer.values)
+
+        hidden, (keys, values) = observe(config, params, rows.tokens, keep, positions=positions, sharding=sharding)
+        cache = cache_from(keys, values, lengths, capacity)
+        cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
+        return cache, _last_of_rows(mesh, hidden, lengths)
+
+    return read
+
+
+def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Of divided rows [n * B, T / n, D] the state [B, D] of the last real token, which one device of each ring has."""
+    parts = mesh.shape[AXIS]
+
+    def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+        positions = positions_of(lax.axis_index(AXIS), parts, parts * hidden.shape[1])
+        own = positions == lengths[:, None] - 1
+        found = jnp.take_along_axis(hidden, jnp.argmax(own, axis=1)[:, None, None], axis=1)[:, 0]
+        return lax.psum(jnp.where(jnp.any(own, axis=1)[:, None], found, 0), AXIS)
+
+    run = jax.shard_map(pick, mesh=mesh, in_specs=(P(PARTS), P(BATCH)), out_specs=P(BATCH), check_vma=False)
+    return run(hidden, lengths)

@@ -1,0 +1,325 @@
+"""Which device holds what: a partition spec for every array, before anything is compiled.
+
+The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
+over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
+which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring`.
+
+What `fsdp` cuts, `context` cuts with it. Its devices see different tokens and must sum their gradients in any case, as if
+they had rows of their own; so they can as well keep the state in parts, as those of `fsdp` do (Rajbhandari et al. 2020):
+of 8 billion parameters on context=8, 16 GB on each and not 128, and with 16-bit weights no more bytes are sent for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
+from llama_jax.model.cache import KVCache
+from llama_jax.model.forward_options import Sharding, identity
+from llama_jax.model.lora import Lora, adapter_shapes, build_adapters
+from llama_jax.model.params import Llama, ParamSpec, specs_for
+from llama_jax.model.trees import build, is_weight, param_shapes
+from llama_jax.ops.attention import HeadSharding
+from llama_jax.ops.int8 import Quantized
+from llama_jax.ops.moe import ExpertSharding
+from llama_jax.ops.weights import JoinedWeight, LowRank, LowRankWeight, MixedStack, QuantizedWeight, shardings_of_planes
+from llama_jax.parallel import padding
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.ring_attention import BATCH, PARTS, check_length, ring_attention, sequence_splitter
+from llama_jax.training.step import TrainState, init_state, train_step
+
+EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # how a step's rows, and F and D of the experts, are cut
+
+
+def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> Llama:
+    """A `Llama` of partition specs.
+
+    Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. What `tensor`
+    cannot cut by rows, because `pad_params` must fill it up or copy heads first, it cuts with `fsdp` by columns.
+
+    Args:
+      padded: of the parameters that `pad_params` gave.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
+    """
+    check_model(config, sizes)
+    changed = () if padded else _fitted_arrays(config, sizes)
+
+    def spec(row: ParamSpec) -> P:
+        found = row.mesh
+        if row.path in changed:
+            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
+        found = _with_context(found, sizes)
+        return P(None, *found) if row.in_blocks else found
+
+    return build(config, spec)
+
+
+def _with_context(spec: P, sizes: MeshSizes) -> P:
+    """The same with `context` after `fsdp`, where a mesh splits over it."""
+    if sizes.context == 1:
+        return spec
+    cut: list[Any] = []
+    for axes in spec:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        several = tuple(name for axis in names for name in (("fsdp", "context") if axis == "fsdp" else (axis,)))
+        cut.append(several if len(several) > 1 else axes)
+    return P(*cut)
+
+
+def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> Llama:
+    """Adapters of partition specs: A is cut by columns and B by rows as their matrices are, and neither by the rank.
+
+    Args:
+      padded: as for `param_specs`.
+
+    Raises:
+      MeshError: as `param_specs`.
+    """
+    specs = param_specs(config, sizes, padded=padded)
+
+    def spec(row: ParamSpec, shape: LowRank) -> LowRank:
+        return _specs_of_pair(attrgetter(row.path)(specs), shape)
+
+    return build_adapters(config, lora, spec)
+
+
+def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
+    """Of the adapter of a matrix whose spec has an entry for each of its axes."""
+    magnitude = None if pair.magnitude is None else P(*matrix[:-1])
+    return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
+
+
+def train_state_specs(
+    config: LlamaConfig,
+    sizes: MeshSizes,
+    optimizer: optax.GradientTransformation,
+    *,
+    ema: bool = False,
+    lora: Lora | None = None,
+) -> TrainState:
+    """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies.
+
+    Args:
+      lora: of a state whose parameters are adapters.
+    """
+    params = param_specs(config, sizes) if lora is None else adapter_specs(config, sizes, lora)
+    shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
+    state = jax.eval_shape(lambda params: init_state(optimizer, params), shapes)
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda kept, spec: kept if _left_out(kept) else spec,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: P(),
+        is_leaf=_left_out,
+    )
+    average = params if ema else None
+    return state.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
+
+
+def _left_out(kept: Any) -> bool:
+    """Whether a part of an optimizer keeps nothing of a parameter, as Muon of those that AdamW updates beside it."""
+    return isinstance(kept, optax.MaskedNode)
+
+
+def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized: bool = False) -> KVCache:
+    """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
+
+    Args:
+      config: of the model as the mesh holds it, see `padded_config`.
+      quantized: of an int8 cache.
+
+    Raises:
+      MeshError: heads or rows that cannot be split over the mesh.
+    """
+    _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
+    rows = batch_spec(sizes, batch)
+    spec = P(None, *rows, None, "tensor")  # [L, P, page, 2K, H]
+    return KVCache(Quantized(spec, spec) if quantized else spec, table=rows, length=rows)
+
+
+def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
+    """How the first axis of a batch is split: over `data` and `fsdp`.
+
+    Args:
+      length: T, tokens of a row to be predicted, which a step divides over `context`; None where nothing does.
+
+    Raises:
+      MeshError: `batch` rows cannot be, or the tokens of a row.
+    """
+    _check("batch", batch, "data*fsdp", sizes.rows, batch)
+    if length is not None:
+        check_length(sizes, length)
+    return P(BATCH)
+
+
+def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
+    """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
+    padding.padded_config(config, sizes)
+    if _fitted_arrays(config, sizes):
+        axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
+        _check("dim", config.dim, axes, sizes.columns * sizes.tensor, config.dim)
+
+
+def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
+    """Paths of the parameters that `pad_params` changes."""
+    padded = padding.padded_vocab(config, sizes) != config.vocab_size
+    copied = config.n_kv_heads % sizes.tensor != 0
+    return tuple(r.path for r in specs_for(config) if (r.has_vocabulary and padded) or (padding.has_groups(r) and copied))
+
+
+def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
+    """`pad_params` is the number whose divisors would do: the value itself, or what several values have in common."""
+    if value % size:
+        small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
+        nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
+        would_do = ", ".join(map(str, sorted(nearest)))
+        raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
+
+
+def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
+    """The `constrain` of `forward` and `next_token_loss` for a mesh.
+
+    XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
+    whole batch on every device instead of gathering the weights; hence these points. Rows are here those that `ring.divide`
+    makes, where the mesh splits them.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    tensor, shares = sizes.tensor, sizes.rows * sizes.context
+
+    def constrain(x: jax.Array, where: str) -> jax.Array:
+        match where:
+            case "tokens":  # [B, T] as the rows that all devices with a part of the embedding's columns look up
+                spec = P("data")
+            case "embedded":  # [B, T, D] as it lies in the table, which a lookup by batch would gather whole
+                spec = P("data", None, "fsdp")
+            case "residual":  # [B, T, D] between layers: what the backward pass keeps (Korthikanti et al. 2022, section 4.2)
+                # Of a single row on each device XLA would keep T split in the products, and gather their weights for that.
+                split = x.shape[1] % tensor == 0 and x.shape[0] > shares
+                spec = P(BATCH, "tensor" if split else None)
+            case "hidden" | "normed" | "added":  # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+                spec = P(BATCH)
+            case "logits":  # [B, T, V]
+                spec = P(BATCH, None, "tensor")
+            case "head_shares":  # [V, D] as it lies: cast first and then gathered
+                spec = P("tensor", "fsdp")
+            case "head":  # [V, D]: gathered once, for all chunks of logits
+                spec = P("tensor")
+            case "head_gradient":  # [shares, D, V]: of its own rows, on every device
+                spec = P(BATCH, None, "tensor")
+            case _:
+                raise ValueError(f"no point of the model is called {where!r}")
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, _with_context(spec, sizes)))
+
+    return constrain
+
+
+def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
+    """The sharding of training over a mesh, and the configuration of the model as the mesh holds it.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    if sizes.devices == 1:
+        return config, Sharding(mesh=mesh.abstract_mesh)
+    specs = shardings(mesh, param_specs(config, sizes, padded=True))
+    changed = _fitted_arrays(config, sizes)
+
+    def gather_heads(row: ParamSpec, leaf: Any) -> Any:
+        if not padding.has_groups(row):
+            return leaf
+
+        def gather(array: jax.Array) -> jax.Array:
+            has_columns = len(row.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if has_columns else None)
+            return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
+
+        return padding.over_rows_of(leaf, gather)
+
+    def fit_params(params: Llama) -> Llama:
+        if not changed:
+            return params
+        if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
+            params = padding.map_params(params, gather_heads)
+        fitted = padding.pad_params(config, sizes, params)
+        return lax.with_sharding_constraint(fitted, shardings_like(fitted, specs))
+
+    ring = sizes.context > 1
+    sharding = Sharding(
+        constrain=constrain_over(mesh),
+        attend=ring_attention(mesh) if ring else None,
+        head_sharding=HeadSharding(BATCH, ("tensor",)),
+        experts=EXPERTS,
+        arrange=sequence_splitter(mesh) if ring else identity,
+        fit=fit_params,
+        shares=sizes.rows * sizes.context,
+        mesh=mesh.abstract_mesh,
+    )
+    return padding.padded_config(config, sizes), sharding
+
+
+def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
+    """As `training_sharding`, of rows that are only evaluated: each is whole on a device, over `context` too.
+
+    Without a backward pass a row takes little memory, and no keys need go around a ring. The number of rows must be a
+    multiple of `shares`.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    config, sharding = training_sharding(config, mesh)
+    if sharding.arrange is identity:
+        return config, sharding
+    return config, replace(
+        sharding, attend=None, head_sharding=HeadSharding((*BATCH, "context"), ("tensor",)), arrange=identity
+    )
+
+
+def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    config, sharding = training_sharding(config, mesh)
+    return partial(train_step, config, sharding=sharding)
+
+
+def shardings_like(params: Llama, matrices: Llama) -> Llama:
+    """Shardings for all that the parameters are made of, given those of the matrices they stand for."""
+
+    def of(leaf: Any, place: Any) -> Any:
+        if isinstance(leaf, QuantizedWeight):
+            return leaf.replace(planes=shardings_of_planes(leaf.form, place, leaf.ndim))
+        if isinstance(leaf, MixedStack):
+            return leaf.replace(stacks=tuple(of(stack, place) for stack in leaf.stacks))
+        if isinstance(leaf, JoinedWeight):
+            return leaf.replace(parts=tuple(of(part, place) for part in leaf.parts))
+        if isinstance(leaf, LowRankWeight):
+            pair = jax.tree.map(lambda spec: place.update(spec=spec), _specs_of_pair(place.spec, leaf.low_rank))
+            factor = None if leaf.factor is None else place.update(spec=P(*place.spec[:-1]))
+            return leaf.replace(base=of(leaf.base, place), low_rank=pair, factor=factor)
+        return place
+
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
+    return jax.tree.map(of, params, matrices, is_leaf=is_leaf)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The same tree with a `NamedSharding` for each partition spec: for `jax.device_put` and `jax.jit`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -1,0 +1,67 @@
+"""Noise on embeddings, only in training (NEFTune: Jain et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from llama_jax import ops
+from llama_jax.errors import ConfigError
+from llama_jax.model.params import Llama
+from llama_jax.ops.rope_scaling import lengths_of
+from llama_jax.training.batch import NextTokenBatch
+
+
+class NoisyTable(struct.PyTreeNode):
+    """An embedding that adds noise to the rows that these tokens look up.
+
+    Attributes:
+      table: [V, D], the embedding in any form.
+      bits: uint32[B, T], from which the noise of each token is made: the same on any device.
+      lengths: int32[B, T], number of tokens of each token's document.
+      alpha: noise is uniform within alpha / sqrt(length D).
+    """
+
+    table: Any
+    bits: jax.Array
+    lengths: jax.Array
+    alpha: float = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the table."""
+        return self.table.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the table."""
+        return self.table.dtype
+
+    def embed(self, rows: jax.Array) -> jax.Array:
+        """Rows int32[B, T] of the table with their noise: [B, T, D]."""
+        found = ops.embed(self.table, rows)
+        columns, root = found.shape[-1], jax.random.key(0)
+        draw = lambda bits: jax.random.uniform(jax.random.fold_in(root, bits), (columns,), jnp.float32, -1, 1)
+        within = self.alpha / jnp.sqrt(self.lengths.astype(jnp.float32) * columns)
+        noise = within[..., None] * jax.vmap(jax.vmap(draw))(self.bits)
+        return (found.astype(jnp.promote_types(found.dtype, jnp.float32)) + noise).astype(found.dtype)
+
+
+def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:
+    """The parameters for reading these rows with noise; the output projection gets none, even if it is tied.
+
+    Raises:
+      ConfigError: the rows have no random numbers.
+    """
+    if rows.noise is None:
+        raise ConfigError(f"neftune={alpha} makes noise of random numbers; give the batch its noise, uint32[B, T + 1]")
+    lengths = rows.rope_lengths
+    if lengths is None:
+        places = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1], dtype=jnp.int32), rows.tokens.shape)
+        lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
+        lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], rows.tokens.shape)
+    return params.replace(embedding=NoisyTable(params.embedding, rows.noise, lengths, alpha))

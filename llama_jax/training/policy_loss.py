@@ -1,0 +1,92 @@
+"""The loss of sampled answers from their rewards, in the form that `train_step` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama
+from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.logprobs import token_logprobs
+from llama_jax.training.loss import LossOptions, TaskSums
+from llama_jax.training.policy_gradient import PolicyOptions, policy_loss
+from llama_jax.training.step import microbatches
+
+
+class ScoredAnswers(NamedTuple):
+    """Answers with their advantages, one per row.
+
+    Attributes:
+      batch: prompts and answers; its mask marks the tokens that are trained on, including the stop token.
+      advantages: float32[B].
+      drawn: float32[B, T], log-probabilities of the tokens at the temperature, computed by the sampler, for comparison with
+        the trainer's own.
+      sampled: float32[B, T], the same by the trainer when the answers were sampled; None if these are the current ones.
+      reference: float32[B, T], the same by the reference model; None without a divergence from it in the loss.
+    """
+
+    batch: Batch
+    advantages: Any
+    drawn: Any
+    sampled: Any = None
+    reference: Any = None
+
+
+@dataclass(frozen=True)
+class AnswerLoss:
+    """Which loss; the methods are what `train_step` and a task's objective need.
+
+    Attributes:
+      policy: see `PolicyOptions`.
+      temperature: of the sampling.
+    """
+
+    policy: PolicyOptions
+    temperature: float
+
+    def __call__(
+        self, config: LlamaConfig, params: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
+    ) -> TaskSums:
+        """Sums over rows, for a `train_step` that divides them by `count`.
+
+        In `more`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over them.
+        """
+        mask = predicted(judged.batch)
+        logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
+        own = lax.stop_gradient(logprobs)
+        sampled = own if judged.sampled is None else judged.sampled
+        found = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
+        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - own, 0)))
+        more = {"tokens": found.tokens, "clipped": found.clipped, "divergence": found.divergence, "gap": gap}
+        return TaskSums(found.loss, lax.stop_gradient(found.loss), jax.tree.map(lax.stop_gradient, more))
+
+    def count(self, judged: ScoredAnswers) -> jax.Array:
+        """float32[], the divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
+        if self.policy.kind == "dapo":
+            return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
+        return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
+
+    def with_reference(self, reference: Llama, parts: int) -> Any:
+        """A function with the arguments of a loss that returns the answers with their log-probabilities by a reference.
+
+        Args:
+          parts: number of parts of the rows, computed one after the other to save memory.
+        """
+
+        def prepare(
+            config: LlamaConfig, _: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
+        ) -> ScoredAnswers:
+            measure = partial(token_logprobs, config, reference)
+            found = lax.map(
+                lambda batch: measure(batch, options, sharding, self.temperature), microbatches(judged.batch, parts)
+            )
+            return judged._replace(reference=found.swapaxes(0, 1).reshape(-1, found.shape[-1]))  # undoes `microbatches`
+
+        return prepare

@@ -1,0 +1,215 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import as_float64, jit_logits
+from hypothesis import given
+from hypothesis import strategies as st
+from training_options import loss_options
+
+import llama_jax
+from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
+from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.loss import next_token_loss
+
+BATCH, LENGTH = 2, 11
+
+
+def plain_loss(config, params, tokens):
+    """The definition: the log of the softmax over all logits at once, at each target."""
+    logits = llama_jax.logits(config, params, tokens[:, :-1])
+    log_probabilities = jnp.log(jax.nn.softmax(logits, axis=-1))
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1))
+
+
+@pytest.fixture(scope="module")
+def defined(models):
+    """{kind: (config, params, tokens, (loss, gradients) of the definition)}, in float64."""
+
+    def of(config, params):
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, LENGTH + 1), np.int32)
+        params = as_float64(params)
+        return config, params, tokens, jax.jit(jax.value_and_grad(partial(plain_loss, config, tokens=tokens)))(params)
+
+    with jax.enable_x64(True):
+        return {kind: of(*models[kind]) for kind in ("gqa", "tied")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk", "remat"),
+    [
+        ("gqa", 3, "none"),
+        ("gqa", 4, "full"),
+        pytest.param("tied", 100, "full", marks=pytest.mark.slow),
+        pytest.param("gqa", 11, "dots", marks=pytest.mark.slow),
+        pytest.param("tied", 5, "offload", marks=pytest.mark.slow),
+    ],
+)
+def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat):
+    config, params, tokens, (loss, gradients) = defined[kind]
+    with jax.enable_x64(True):
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
+        found = jax.jit(jax.value_and_grad(loss_of))(params)
+        np.testing.assert_allclose(found[0], loss, rtol=1e-12)
+        assert found[0].dtype == jnp.float64
+        # The rotary angles are float32 on both sides.
+        near = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+        jax.tree.map(near, found[1], gradients)
+
+
+def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
+    config, _, tokens, (loss, gradients) = defined["gqa"]
+    loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(dtype=jnp.bfloat16))
+    found, computed = jax.jit(jax.value_and_grad(loss_of))(models["gqa"][1])
+    assert found.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(computed)} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(found, np.asarray(loss), rtol=1e-2)
+    for a, b in zip(jax.tree.leaves(computed), jax.tree.leaves(gradients), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+
+
+@pytest.fixture(scope="module")
+def loss_of_gqa(models):
+    return jax.jit(partial(next_token_loss, models["gqa"][0], options=loss_options(chunk=4)))
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_the_loss_of_a_batch_is_the_mean_of_its_rows(models, loss_of_gqa, seed):
+    config, params = models["gqa"]
+    tokens = jax.random.randint(jax.random.key(seed), (2, 6), 0, config.vocab_size)
+    rows = [loss_of_gqa(params, Batch(jnp.stack([row, row]))) for row in tokens]
+    np.testing.assert_allclose(loss_of_gqa(params, Batch(tokens)), np.mean(rows), rtol=1e-5)
+
+
+def test_a_model_that_knows_nothing_is_surprised_by_the_vocabulary(models, loss_of_gqa):
+    config, params = models["gqa"]
+    loss = loss_of_gqa(jax.tree.map(jnp.zeros_like, params), Batch(jnp.ones((2, 6), jnp.int32)))
+    np.testing.assert_allclose(loss, np.log(config.vocab_size), rtol=1e-6)
+
+
+def test_the_logits_never_exist_at_once(models):
+    config, params = models["gqa"]
+    batch, length, chunk = 3, 40, 8
+    tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+    step = jax.jit(jax.value_and_grad(partial(next_token_loss, config, options=loss_options(chunk=chunk))))
+    program = step.lower(params, Batch(tokens)).as_text()
+    assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
+    sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{batch * length}x{config.vocab_size}x")
+    assert not any(size in program for size in (*sizes, f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x"))
+
+
+def test_another_rematerialization_is_an_error():
+    with pytest.raises(llama_jax.ConfigError, match="remat='some' must be one of none, dots, full, offload"):
+        loss_options(remat="some")
+
+
+def test_nothing_to_predict_is_an_error(models):
+    with pytest.raises(llama_jax.UserError, match=r"int\[B, T\] is needed"):
+        next_token_loss(*models["gqa"], Batch(jnp.ones((2, 1), jnp.int32)))
+
+
+@pytest.fixture(scope="module")
+def in_segments(models):
+    """Loss and gradients of gqa in chunks of 4, compiled once for rows with segments and positions."""
+    loss_of = partial(next_token_loss, models["gqa"][0], options=loss_options(chunk=4))
+    return jax.jit(jax.value_and_grad(loss_of))
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**31 - 1), st.integers(2, 11), st.integers(2, 11))
+def test_packed_documents_give_what_they_give_alone(models, in_segments, seed, first, second):
+    """Two documents and padding in a row, and the same two in rows of their own."""
+    params = models["gqa"][1]
+    vocabulary = models["gqa"][0].vocab_size
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, first + second, np.int32)
+    packed, alone = empty(1), empty(2)
+    place(packed, 0, 0, tokens[:first], 1)
+    place(packed, 0, first, tokens[first:], 2)
+    place(alone, 0, 0, tokens[:first], 1)
+    place(alone, 1, 0, tokens[first:], 1)
+    (loss, gradients), (expected, of_alone) = in_segments(params, packed), in_segments(params, alone)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    near = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    jax.tree.map(near, gradients, of_alone)
+
+
+def empty(rows, length=24):
+    return Batch(*(np.zeros((rows, length), np.int32) for _ in range(3)))
+
+
+def place(batch, row, start, tokens, segment):
+    where = slice(start, start + len(tokens))
+    batch.tokens[row, where], batch.segment_ids[row, where] = tokens, segment
+    batch.positions[row, where] = np.arange(len(tokens))
+
+
+def test_what_is_predicted():
+    tokens = np.zeros((1, 7), np.int32)
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0]])
+    np.testing.assert_array_equal(predicted(Batch(tokens)), np.ones((1, 6), bool))
+    np.testing.assert_array_equal(predicted(Batch(tokens, segments)), [[1, 1, 0, 1, 0, 0]])
+    mask = np.array([[1, 0, 1, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(predicted(Batch(tokens, segments, mask=mask)), [[0, 1, 0, 1, 0, 0]])
+
+
+def test_a_masked_token_is_read_but_not_counted(defined, models):
+    config, params, tokens, _ = defined["gqa"]
+    mask = np.random.default_rng(1).random(tokens.shape) < 0.5
+    with jax.enable_x64(True):
+        logits = np.asarray(jit_logits(config, params, tokens[:, :-1]))
+        nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        expected = np.mean(nll[mask[:, 1:]])
+        found = jax.jit(next_token_loss, static_argnums=0)(config, params, Batch(tokens, mask=mask))
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
+    loss, gradients = in_segments(models["gqa"][1], empty(1))
+    assert loss == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.slow
+def test_z_loss_adds_the_square_of_the_normalizer(defined):
+    config, params, tokens, _ = defined["gqa"]
+
+    def plain(params, z_loss):
+        logits = llama_jax.logits(config, params, tokens[:, :-1])
+        return plain_loss(config, params, tokens) + z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+    with jax.enable_x64(True):
+        expected, of_plain = jax.jit(jax.value_and_grad(partial(plain, z_loss=0.3)))(params)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(z_loss=0.3, chunk=4))
+        loss, gradients = jax.jit(jax.value_and_grad(loss_of))(params)
+        np.testing.assert_allclose(loss, expected, rtol=1e-10)
+        # The rotary angles are float32, rounded differently by two programs.
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), gradients, of_plain)
+
+
+def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):
+    """XLA for CPU slices no bfloat16: it made a float32 copy of all that the layers had kept, three times the memory."""
+    config, params = models["gqa"]
+    tokens = jax.ShapeDtypeStruct((5, 34), jnp.int32)
+    loss_of = partial(next_token_loss, config, options=loss_options(dtype=jnp.bfloat16))
+    step = jax.jit(jax.grad(lambda params, tokens: loss_of(params, Batch(tokens))))
+    program = step.lower(params, tokens).compile().as_text()
+    assert f"u16[{config.n_layers},5,33,{config.dim}]" in program
+    assert f"f32[{config.n_layers},5,33" not in program
+
+
+@pytest.mark.parametrize("target", [-100, 10**6])
+def test_a_target_that_does_not_count_may_be_anything(models, target):
+    """It was taken along the logits all the same, where there is none NaN, and 0 times NaN is NaN."""
+    _, params = models["gqa"]
+    hidden = jax.random.normal(jax.random.key(0), (1, 3, params.embedding.shape[1]))
+    weights = jnp.array([[1.0, 0.0, 1.0]])
+
+    @jax.jit
+    def loss(hidden, target):
+        return cross_entropy(hidden, params.embedding, jnp.array([[1, target, 2]]), weights, LogitOptions(chunk=2)).loss
+
+    found, wanted = (jax.jit(jax.value_and_grad(loss))(hidden, x) for x in (target, 5))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -1,0 +1,162 @@
+"""Advantages and policy gradients against their formulas in NumPy, and against TRL's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from make_preference_goldens import GOLDEN, POLICIES, rollouts
+
+from llama_jax.errors import ConfigError
+from llama_jax.training.policy_gradient import PolicyOptions, group_advantages, policy_loss
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def formula(logprobs, sampled, advantages, mask, o, reference):
+    """Token by token, as the papers have them."""
+    rows = []
+    for i in range(len(logprobs)):
+        row = []
+        for t in np.flatnonzero(mask[i]):
+            ratio = np.exp(logprobs[i, t] - sampled[i, t])
+            high = o.clip if o.clip_high is None else o.clip_high
+            loss = -min(ratio * advantages[i], np.clip(ratio, 1 - o.clip, 1 + high) * advantages[i])
+            if o.beta:
+                gap = reference[i, t] - logprobs[i, t]
+                loss += o.beta * (np.exp(gap) - gap - 1)
+            row.append(loss)
+        rows.append(row)
+    total = sum(map(sum, rows))
+    if o.kind == "grpo":
+        return np.mean([sum(row) / max(len(row), 1) for row in rows])
+    return total / (len(rows) * o.length if o.kind == "dr_grpo" else sum(map(len, rows)))
+
+
+OPTIONS = [
+    PolicyOptions(),
+    PolicyOptions("dapo", clip_high=0.28, beta=0.05),
+    PolicyOptions("grpo", clip=0.1, beta=0.1),
+    PolicyOptions("dr_grpo", length=12),
+]
+
+
+def mean_of(options, logprobs, sampled, advantages, mask, reference):
+    found = policy_loss(logprobs, sampled, advantages, mask, options, reference if options.beta else None)
+    return found.loss / found.divisor
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o.kind}-{o.beta}")
+def test_losses_and_gradients_are_those_of_the_formulas(options):
+    logprobs, *rest = rollouts()
+    sampled, reference, advantages, mask = rest
+    given = (sampled, advantages, mask, options, reference)
+    found, gradient = jax.jit(
+        jax.value_and_grad(lambda logprobs: mean_of(options, logprobs, sampled, advantages, mask, reference))
+    )(logprobs)
+    np.testing.assert_allclose(found, formula(logprobs, *given), rtol=1e-12)
+    for i, t in [(0, 0), (1, 2), (2, 1), (3, 5), (5, 3)]:
+        ends = []
+        for sign in (1, -1):
+            moved = np.array(logprobs)
+            moved[i, t] += sign * 1e-6
+            ends.append(formula(moved, *given))
+        np.testing.assert_allclose(gradient[i, t], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-9)
+    assert not np.asarray(gradient)[~mask].any()
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient():
+    logprobs, _, _, advantages, mask = rollouts()
+    gradient = jax.grad(lambda x: mean_of(PolicyOptions(), x, logprobs, advantages, mask, None))(jnp.asarray(logprobs))
+    np.testing.assert_allclose(gradient, -advantages[:, None] * mask / mask.sum(), rtol=1e-12)
+
+
+def test_what_is_counted():
+    advantages = jnp.array([1.0, -1.0])
+    mask = jnp.array([[True, True, False], [True, True, True]])
+    ratios = jnp.array([[1.5, 0.5, 9.0], [1.5, 0.5, 1.0]])
+    found = policy_loss(jnp.log(ratios), jnp.zeros((2, 3)), advantages, mask)
+    assert (found.clipped, found.tokens, found.divisor, found.divergence) == (2, 5, 5, 0)
+    high = policy_loss(jnp.log(ratios), jnp.zeros((2, 3)), advantages, mask, PolicyOptions(clip_high=0.6))
+    assert high.clipped == 1
+    assert policy_loss(jnp.log(ratios), jnp.zeros((2, 3)), advantages, mask, PolicyOptions("grpo")).divisor == 2
+    assert (
+        policy_loss(jnp.log(ratios), jnp.zeros((2, 3)), advantages, mask, PolicyOptions("dr_grpo", length=9)).divisor == 18
+    )
+
+
+def test_what_lies_outside_the_answers_changes_nothing():
+    logprobs, sampled, reference, advantages, mask = rollouts()
+    options = PolicyOptions(beta=0.1)
+    wild = np.where(mask, logprobs, np.inf)
+    found = jax.value_and_grad(lambda x: mean_of(options, x, sampled, advantages, mask, reference))
+    for one, other in zip(found(jnp.asarray(logprobs)), found(jnp.asarray(wild)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_are_the_batch():
+    for options in OPTIONS:
+        whole = policy_loss(*(arguments := given(options, slice(None)))[:4], options, arguments[4])
+        parts = [policy_loss(*given(options, s)[:4], options, given(options, s)[4]) for s in (slice(0, 2), slice(2, None))]
+        for name in ("loss", "divisor", "clipped", "divergence", "tokens"):
+            np.testing.assert_allclose(sum(getattr(part, name) for part in parts), getattr(whole, name), rtol=1e-12)
+
+
+def given(options, rows):
+    logprobs, sampled, reference, advantages, mask = (part[rows] for part in rollouts())
+    return logprobs, sampled, advantages, mask, reference if options.beta else None
+
+
+def test_advantages_are_differences_within_a_group():
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3.0, 1.0, 2.0, 2.0])
+    found = group_advantages(rewards, 4)
+    groups = rewards.reshape(3, 4)
+    expected = (groups - groups.mean(axis=1, keepdims=True)) / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-4)
+    np.testing.assert_allclose(found.values, expected.ravel(), rtol=1e-12)
+    assert found.flat == 1
+    assert not np.asarray(found.values)[4:8].any()
+    unscaled = group_advantages(rewards, 4, scale=False).values
+    np.testing.assert_allclose(unscaled, (groups - groups.mean(axis=1, keepdims=True)).ravel())
+    for group in (1, 5):
+        with pytest.raises(ConfigError, match=f"group={group} must be at least 2 and divide the 12 answers"):
+            group_advantages(rewards, group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "ppo"}, "kind='ppo' is not a policy loss; choose grpo, dr_grpo, dapo"),
+        ({"clip": 1.0}, "clip=1.0 must be at least 0 and below 1"),
+        ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),
+        ({"beta": -1}, "beta=-1 must be at least 0"),
+        ({"kind": "dr_grpo"}, "dr_grpo needs the length of the longest answer"),
+        ({"length": 3}, "dapo does not read length, and length=3"),
+        ({"kind": "dr_grpo", "length": 0}, "length=0"),
+    ],
+)
+def test_options_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PolicyOptions(**settings)
+
+
+def test_a_reference_is_read_or_refused():
+    logprobs, sampled, reference, advantages, mask = rollouts()
+    with pytest.raises(ConfigError, match=r"beta=0.1 needs the reference's"):
+        policy_loss(logprobs, sampled, advantages, mask, PolicyOptions(beta=0.1))
+    with pytest.raises(ConfigError, match=r"beta=0.0 does not read a reference"):
+        policy_loss(logprobs, sampled, advantages, mask, PolicyOptions(), reference)
+
+
+@pytest.mark.parametrize("case", POLICIES)
+def test_losses_and_gradients_are_trls(case):
+    goldens = np.load(GOLDEN)
+    logprobs, sampled, reference, advantages, mask = rollouts()
+    loss, gradient = jax.value_and_grad(
+        lambda logprobs: mean_of(POLICIES[case], logprobs, sampled, advantages, mask, reference)
+    )(jnp.asarray(logprobs))
+    np.testing.assert_allclose(loss, goldens[f"{case} loss"], rtol=1e-6)
+    np.testing.assert_allclose(gradient, goldens[f"{case} gradients"], rtol=1e-6, atol=1e-12)
