@@ -1,7 +1,7 @@
 """Serving speed on this machine's CPU, compared with llama.cpp's own server: closed loops of clients, random arrivals.
 
-Both servers run throughout, on the same file, of random float32 weights by default, and are loaded in turn, so that a change of the
-machine's speed affects both. The clients are one process that shares the cores with the server, as it would with either.
+Both servers run throughout, on the same file, of random float32 weights by default, and are loaded in turn, so that a change
+of the machine's speed affects both. The clients are one process that shares the cores with the server, as with either.
 Reported are medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
 
     pip install -e ".[serve]"

@@ -24,7 +24,7 @@ from llama_jax.ops.platform import native_code
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
-LOCAL_FIELDS = ("static", "params", "static.layout")  # arguments that every process has itself
+LOCAL_FIELDS = ("static", "params", "static.sharding")  # arguments that every process has itself
 
 
 @dataclass(frozen=True, slots=True)
