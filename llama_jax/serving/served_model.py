@@ -27,7 +27,7 @@ StateAndTokens = tuple[ServingState, jax.Array]  # with packed `ChosenTokens`
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model, layout and programs of an engine, and the smaller model that drafts for it."""
+    """Model, sharding and programs of an engine, and the smaller model that drafts for it."""
 
     static: StaticModel
     params: Llama
