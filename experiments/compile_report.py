@@ -256,14 +256,13 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
-    from llama_jax.serving.served_model import BURST
     from llama_jax.xla_flags import decode_options_on_tpu
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
-    sharding, compute = sharding_of(params), Compute()
+    model = programs.StaticModel(config, Compute(), sharding_of(params))
     if options:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
@@ -274,19 +273,19 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     run: Any
     if case.kind == "burst":
         arguments += (everywhere(mesh, "int32"),)
-        run = lambda *args: programs.burst(config, *args, BURST, compute, sharding)
+        run = lambda *args: programs.burst(model, *args)
     elif case.kind == "drafted" and draft is None:
         arguments += (everywhere(mesh, "int32", rows, number),)
-        run = lambda *args: programs.verify_drafts(config, *args, compute, sharding)
+        run = lambda *args: programs.verify_drafts(model, *args)
     elif case.kind == "drafted":
         small = preset(draft)
         beside = in_pages(small, case, mesh)
         small_params, small_state, *_ = beside.arguments
         arguments = params, state.replace(draft_pages=small_state.pages), batch, settings, small_params
         arguments += (everywhere(mesh, "int32", rows, 2),)
-        run = lambda params, state, batch, settings, small_params, two: programs.verify_own_drafts(
-            *(config, params, small, small_params, state, batch, settings, two, number),
-            *(compute, sharding, sharding_of(beside.arguments[0])),
+        small_model = programs.StaticModel(small, Compute(), sharding_of(beside.arguments[0]))
+        run = lambda params, state, batch, settings, small_params, last_two: programs.verify_own_drafts(
+            model, params, small_model, small_params, state, batch, settings, last_two, number
         )
         known = replace(
             decode.known,
@@ -296,10 +295,10 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode = replace(decode, known=known, per_token=decode.per_token + number * beside.per_token)
     elif case.kind == "read-draft":
         arguments = params, state.pages, batch
-        run = lambda *args: programs.read_draft(config, *args, sharding)
+        run = lambda *args: programs.read_draft(model, *args)
         decode = replace(decode, per_token=0)
     else:
-        run = lambda *args: programs.step(config, *args, compute, sharding)
+        run = lambda *args: programs.step(model, *args)
     told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
     return replace(
         decode,

@@ -429,7 +429,7 @@ def test_a_second_server_traces_nothing(folder, loads):
     def serve():
         programs_for.cache_clear()  # as in a process of its own
         jax.clear_caches()
-        engine = Engine(config, params, EngineOptions(rows=1, context=16, piece=16))
+        engine = Engine(config, params, EngineOptions(rows=1, context=16, prefill_chunk=16))
         traced.clear()
         engine.warm()
         count = sum(traced)

@@ -86,7 +86,9 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
     else:
         evaluate(config, params, corpus, length=8, batch=1, compute=compute)
     assert traced == {"cpu"}
-    assert ServedModel.of(config, params, CacheOptions(), compute).sharding.mesh == sharding_of(params).mesh is not None
+    assert (
+        ServedModel.of(config, params, CacheOptions(), compute).static.sharding.mesh == sharding_of(params).mesh is not None
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=4, max_size=4), st.booleans())
