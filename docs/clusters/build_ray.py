@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import ray
 import tyro
 
-from llama_jax.data.build_corpus import BuildOptions, Call, Progress, build
+from llama_jax.data.build_corpus import BuildOptions, Call, CallProgress, build
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.errors import UserError
 
@@ -45,7 +45,7 @@ class Arguments:
     """Where documents end."""
 
 
-def over_ray(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def over_ray(calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """The workers of a build: each call is a task, of one processor."""
     rows = [{"number": number, "call": pickle.dumps(call)} for number, call in enumerate(calls)]
     if not rows:

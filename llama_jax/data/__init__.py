@@ -1,6 +1,6 @@
 """Text to tokens to packed batches that can be continued from anywhere.
 
-open_corpus(paths, tokenizer)             -> Corpus, tokenized once; DocumentFormat says where documents end
+open_corpus(paths, tokenizer)             -> Corpus, tokenized once; DocumentFormat: where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
 open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations with the assistant's messages as targets
 open_preferences(paths, tokenizer, T)     -> Preferences(chosen, rejected, counts), two such corpora

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
-PREFETCHED = 8  # batches that are made before they are asked for
+PREFETCHED = 8  # batches that are made ahead
 OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
 
 
@@ -45,7 +45,7 @@ def row_count(corpus: Corpus, length: int) -> int:
     """
     tokens = corpus.token_count
     if tokens < 2:
-        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; give more data")
+        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; add more data")
     return -(-(tokens - 1) // length)
 
 
@@ -63,7 +63,7 @@ def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Ep
 
 
 def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:
-    """A batch [rows, length + 1] of padding, with a mask if asked for."""
+    """A batch [rows, length + 1] of padding, optionally with a mask."""
     tokens, segment_ids, positions = (np.zeros((rows, length + 1), np.int32) for _ in range(3))
     return Batch(tokens, segment_ids, positions, np.zeros(tokens.shape, bool) if masked else None)
 
@@ -111,6 +111,12 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
+def pack_shuffled(sizes: np.ndarray, length: int, seed: int | None) -> list[list[int]]:
+    """`pack` documents into rows of T predicted tokens, in an order that the seed decides; None keeps theirs."""
+    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
+    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+
+
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
     """The documents that share each row of `length` = T predicted tokens, each of them whole: the same in every epoch.
 
@@ -122,20 +128,19 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
     """
     sizes = corpus.stops - corpus.starts
     if not len(sizes):
-        raise DataError("the corpus has no documents; give more data")
+        raise DataError("the corpus has no documents; add more data")
     longest = int(sizes.max())
     if longest > length + 1:
         raise DataError(
             f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
-            " this length, or give longer rows"
+            " this length, or use longer rows"
         )
-    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
-    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+    return pack_shuffled(sizes, length, seed)
 
 
 def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:
-    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, whose targets are the
-    mask."""
+    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, and its
+    targets are the mask."""
     assert corpus.targets is not None
     begin = 0
     for segment, document in enumerate(members, 1):
@@ -152,29 +157,58 @@ def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequenc
 # --- batches -------------------------------------------------------------------------------------------------------------
 
 
-Made = TypeVar("Made", covariant=True)
+BatchT = TypeVar("BatchT")
 
 
-class Numbered(Protocol[Made]):
-    """Batches by number, as grain takes a source of data."""
+class HostBatches(Generic[BatchT]):
+    """The batches of one host by number, made of its rows: all rows are numbered on through all batches of all hosts.
 
-    def __len__(self) -> int: ...
+    Args:
+      epoch_rows: rows in an epoch.
+      batch: B, rows of a step on all hosts together.
+      seed: None for a single pass.
+      host, hosts: this host's number and how many there are.
 
-    def __getitem__(self, number: int) -> Made: ...
+    Raises:
+      DataError: invalid sizes, or an invalid seed.
+    """
+
+    def __init__(self, epoch_rows: int, batch: int, seed: int | None, host: int, hosts: int) -> None:
+        if hosts < 1 or not 0 <= host < hosts:
+            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        if batch < 1 or batch % hosts:
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+        if seed is not None:
+            check_seed(seed)
+        self.batch, self._epoch_rows, self._seed = batch, epoch_rows, seed
+        self._share, self._first = batch // hosts, batch // hosts * host
+
+    def __len__(self) -> int:
+        return -(-self._epoch_rows // self.batch) if self._seed is None else ENDLESS
+
+    def rows(self, number: int) -> range:
+        """This host's rows of a batch."""
+        begin = number * self.batch + self._first
+        return range(begin, begin + self._share)
+
+    def __getitem__(self, number: int) -> BatchT:
+        """This host's rows of a global batch."""
+        raise NotImplementedError
 
 
-class Batches(Iterator[Made], Generic[Made]):
+class Batches(Iterator[BatchT]):
     """Batches one by one, with the next ones prepared in the background. The only state is the number of the next batch."""
 
-    def __init__(self, rows: Numbered[Made], start: int) -> None:
+    def __init__(self, rows: HostBatches[BatchT], start: int) -> None:
         import grain
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
-        self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
+        source: Any = rows
+        self._batches: Any = iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
         self._next = start
 
-    def __next__(self) -> Made:
-        batch = next(self._batches)
+    def __next__(self) -> BatchT:
+        batch: BatchT = next(self._batches)
         self._next += 1
         return batch
 
@@ -186,38 +220,6 @@ class Batches(Iterator[Made], Generic[Made]):
     def close(self) -> None:
         """Stop making batches."""
         self._batches.close()
-
-
-class HostRows:
-    """The rows of a host in each batch, of all rows numbered on through all batches.
-
-    Args:
-      batch: B, rows of a step on all hosts together.
-      seed: None for a single pass.
-      host, hosts: this host's number and how many there are.
-
-    Raises:
-      DataError: invalid sizes, or an invalid seed.
-    """
-
-    def __init__(self, batch: int, seed: int | None, host: int, hosts: int) -> None:
-        if hosts < 1 or not 0 <= host < hosts:
-            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
-        if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
-        if seed is not None:
-            check_seed(seed)
-        self.batch, self._seed = batch, seed
-        self._share, self._first = batch // hosts, batch // hosts * host
-
-    def batch_count(self, rows: int) -> int:
-        """Batches of a corpus with so many rows in an epoch."""
-        return -(-rows // self.batch) if self._seed is None else ENDLESS
-
-    def rows(self, number: int) -> range:
-        """This host's rows of a batch."""
-        begin = number * self.batch + self._first
-        return range(begin, begin + self._share)
 
 
 class _Source:
@@ -246,8 +248,8 @@ class _Source:
             fill_row(batch, at, self._corpus, epoch_order, int(epoch_order.rows[row]))
 
 
-class Rows:
-    """The batches of one host by number."""
+class Rows(HostBatches[Batch]):
+    """Packed rows of documents; see `HostBatches`."""
 
     def __init__(
         self,
@@ -262,32 +264,29 @@ class Rows:
         """With a seed, epoch after epoch; with None one pass in the order of a single corpus.
 
         Raises:
-          DataError: impossible sizes or seed, or a corpus with nothing to predict.
+          DataError: invalid sizes or seed, or a corpus with nothing to predict.
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
-        self._host = HostRows(batch, seed, host, hosts)
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
             raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
         self._sources = [_Source(corpus, length, seed) for corpus in several]
         if len({source.masked for source in self._sources}) > 1:
             raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
+        super().__init__(self._sources[0].rows, batch, seed, host, hosts)
         self._mixture = mixture
         self._length = length
 
-    def __len__(self) -> int:
-        return self._host.batch_count(self._sources[0].rows)
-
     def epochs(self, number: int) -> list[float]:
         """How many times the first `number` batches of all hosts have read each corpus."""
-        rows = number * self._host.batch
+        rows = number * self.batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
 
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        rows = self._host.rows(number)
+        rows = self.rows(number)
         batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
         for at, row in enumerate(rows):
             source, own = (0, row) if self._mixture is None else self._mixture.place(row)
@@ -320,7 +319,7 @@ def training_batches(
       mixture: which rows come from which corpus. Each is read in the same order as alone, in its own epochs.
 
     Raises:
-      DataError: impossible sizes, seed or start, or a corpus with nothing to predict.
+      DataError: invalid sizes, seed or start, or a corpus with nothing to predict.
     """
     if start < 0:
         raise DataError(f"start={start} must be at least 0: batches are counted from there")

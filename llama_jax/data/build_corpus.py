@@ -1,8 +1,8 @@
 """Tokenizing many files ahead of training into one corpus file, on all cores.
 
 The result depends on the files, the tokenizer and the settings alone, not on the number of processes or of interruptions.
-The files are cut into spans of some megabytes, each of which becomes a part, a corpus file too; a part that is there is not
-made again. In the end the parts are joined.
+The files are cut into spans of some megabytes. Each becomes a part, which is a corpus file too; an existing part is not made
+again. In the end the parts are joined.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ PART_NAME, ALL_PARTS = "part-{:05d}.unfinished", "part-*.unfinished"
 BUILD_LOCK = ".lock"
 Call = tuple[Any, ...]
 """A function of a module, and its arguments: whatever can be pickled."""
-Progress = Callable[[int, int], None]
+CallProgress = Callable[[int, int], None]
 """Called after each call with how many are done, of how many."""
-Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
+Workers = Callable[[Sequence[Call], CallProgress | None], list[Any]]
 """Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a corpus is made.
+    """Settings of a build.
 
     Attributes:
       reading: where documents end, see `DocumentFormat`.
@@ -84,7 +84,7 @@ def build(
     options: BuildOptions = BuildOptions(),
     processes: int | None = None,
     workers: Workers | None = None,
-    progress: Progress | None = None,
+    progress: CallProgress | None = None,
 ) -> CorpusInfo:
     """Tokenize files into ``tokens.corpus`` in a folder, which `open_corpus` and ``train`` map.
 
@@ -105,7 +105,7 @@ def build(
     files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
     for path in map(locate, [paths] if isinstance(paths, str | os.PathLike) else paths):
         if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
-            raise DataError(f"{folder} is inside {path}, and would be read as data next time; give a folder elsewhere")
+            raise DataError(f"{folder} is inside {path}, and would be read as data next time; use a folder elsewhere")
     for file in files:
         if kind_of(file) in TOKENS:
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
@@ -119,7 +119,7 @@ def _build(
     tokenizer: str | os.PathLike[str],
     options: BuildOptions,
     workers: Workers,
-    progress: Progress | None,
+    progress: CallProgress | None,
 ) -> CorpusInfo:
     where, reading = os.fspath(resolved(locate(tokenizer))), options.reading
     vocabulary = examine(load_tokenizer(tokenizer))
@@ -217,7 +217,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _taken(folder: Path, holder: str) -> DataError:
-    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or give another folder")
+    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or use another folder")
 
 
 def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
@@ -248,7 +248,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
         except OSError as error:
             raise DataError(cannot_write(folder, error)) from None
         if other is not None:
-            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or a new one")
+            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; use an empty folder, or a new one")
     with write_atomically(noted, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None
@@ -257,14 +257,14 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
 def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     changed = [name for name, value in plan.items() if found.get(name) != value]
     if changed:
-        raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
+        raise DataError(f"{folder} was built with other {', '.join(changed)}; use another folder, or remove that one")
 
 
 # --- processes -----------------------------------------------------------------------------------------------------------
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use, if the system says so; else of all cores."""
+    """The number of cores that this process may use, or of all cores if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -279,7 +279,7 @@ def process_pool(processes: int) -> Iterator[Workers]:
         yield partial(_call_in, pool)
 
 
-def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def call_serially(calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """Workers that are this process."""
     found = []
     for function, *args in calls:
@@ -289,7 +289,7 @@ def call_serially(calls: Sequence[Call], progress: Progress | None = None) -> li
     return found
 
 
-def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """Run calls in a pool; those that have begun are finished also where another one fails."""
     running: list[Future[Any]] = [pool.submit(*call) for call in calls]
     try:

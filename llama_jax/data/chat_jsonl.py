@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
     Attributes:
       prompt: a text, or messages.
-      answers: of the same kind as the prompt: one, or two, the first of which is preferred; none of a prompt alone.
+      answers: of the same kind as the prompt: one; or two, of which the first is preferred; or none, for a prompt alone.
       tools: functions that the model may call.
       columns: all fields of the line, as they are there.
       line: the number of the line.
@@ -49,7 +49,7 @@ def read_chats(path: Path) -> Iterator[Example]:
     - `messages`, a chat: all of the assistant's messages are answers;
     - `conversations`, the same in ShareGPT's terms, `from` and `value`;
     - `prompt` and `completion`, both texts, without any chat format, or both messages;
-    - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, of which
+    - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, in which
       the input is a paragraph of its own, and its reply.
 
     A chat may have a `system` text, which is its first message, and `tools`, a list or the JSON of one. Other fields are not
@@ -90,7 +90,7 @@ def read_prompts(path: Path) -> Iterator[Example]:
         for name in sorted(set(columns) ^ set(line.found)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
             raise line.wrong(
-                f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some"
+                f"{shown(name, 40)} is a field of {where} and not {other}; put it into all lines, as null in some"
             )
         yield line.example(line.with_system(line.content("prompt")))
 
@@ -107,7 +107,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
     for line in _lines(path):
         missing = [name for name in ("chosen", "rejected") if name not in line.found]
         if missing:
-            raise line.wrong(f"{missing[0]} is missing; give prompt, chosen and rejected; the fields are {line.fields()}")
+            raise line.wrong(f"{missing[0]} is missing; write prompt, chosen and rejected; the fields are {line.fields()}")
         chosen, rejected = line.content("chosen"), line.content("rejected")
         line.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
@@ -124,7 +124,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
         yield line.example(prompt, chosen, rejected)
 
 
-def read_judged(path: Path) -> Iterator[Example]:
+def read_labeled(path: Path) -> Iterator[Example]:
     """Single answers, each labeled good or bad: `prompt` and `completion` as in `read_chats`, and `label`, which is true
     or false.
 
@@ -134,7 +134,7 @@ def read_judged(path: Path) -> Iterator[Example]:
     for line in _lines(path):
         for name in ("prompt", "completion", "label"):
             if name not in line.found:
-                raise line.wrong(f"{name} is missing; give prompt, completion and label; the fields are {line.fields()}")
+                raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; leave the line out")
         label = line.found["label"]
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 class _Line:
-    """The object of a line, whose fields are looked at one by one."""
+    """The object of a line; reads and checks its fields."""
 
     def __init__(self, path: Path, number: int, found: dict[str, Any]) -> None:
         self._where, self._number = f"{path}, line {number}", number
@@ -160,7 +160,7 @@ class _Line:
         return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
 
     def check_answer(self, answer: TextOrMessages, what: str) -> None:
-        """Raise an error that says `what` for messages of which none is the assistant's."""
+        """Raise an error with the text `what` for messages without any of the assistant's."""
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
             raise self.wrong(what)
 
@@ -194,7 +194,7 @@ class _Line:
     def same_kind(self, name: str, value: TextOrMessages, other: str, also: TextOrMessages) -> None:
         if isinstance(value, str) != isinstance(also, str):
             kinds = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
-            raise self.wrong(f"{kinds[0]}, but {kinds[1]}; give both as texts, or both as messages")
+            raise self.wrong(f"{kinds[0]}, but {kinds[1]}; write both as texts, or both as messages")
 
     def with_system(self, content: TextOrMessages) -> Any:
         """Messages, after the one that the field `system` stands for, where it has a text and they have no such message."""
@@ -209,7 +209,7 @@ class _Line:
             try:
                 value = json.loads(value) if value.strip() else None
             except (ValueError, RecursionError):
-                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; give a list of objects") from None
+                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; write a list of objects") from None
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chat_jsonl import Example, read_chats, read_judged, read_preferences
+from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
@@ -25,7 +25,7 @@ TooLong = Literal["cut", "drop"]
 
 @dataclass(frozen=True)
 class ChatReading:
-    """How lines of chats become tokens.
+    """Settings for reading chats as tokens.
 
     Attributes:
       format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
@@ -98,7 +98,7 @@ class Preferences(NamedTuple):
     counts: ExampleCounts
 
 
-class Judged(NamedTuple):
+class LabeledAnswers(NamedTuple):
     """Single answers, and which of them are good: bool[N]."""
 
     answers: Corpus
@@ -133,10 +133,10 @@ def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: C
     return Preferences(found[0], found[1], counts)
 
 
-def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Judged:
-    """Single answers as tokens and targets, with their labels; see `read_judged`, and `open_chats` for the rest."""
-    found, counts, desirable = _read(paths, tokenizer, length, reading, read_judged)
-    return Judged(found[0], np.array(desirable, bool), counts)
+def open_labeled(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> LabeledAnswers:
+    """Single answers as tokens and targets, with their labels; see `read_labeled`, and `open_chats` for the rest."""
+    found, counts, desirable = _read(paths, tokenizer, length, reading, read_labeled)
+    return LabeledAnswers(found[0], np.array(desirable, bool), counts)
 
 
 def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:
@@ -148,7 +148,7 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     files = find_files(paths)
     for file in files:
         if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is not a .jsonl, which has one object a line; give files of that name")
+            raise DataError(f"{file} is not a .jsonl, which has one object a line; use files of that name")
     for file in files:
         source = describe(file)
         yield from ((file, example) for example in read(file))
@@ -177,7 +177,7 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
 
 
 def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
-    """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
+    """At most T + 1 tokens of an example; None if it is longer and `too_long` is "drop"."""
     if len(encoded.ids) <= length + 1:
         return encoded
     return None if too_long == "drop" else EncodedExample(encoded.ids[: length + 1], encoded.targets[: length + 1])
@@ -229,7 +229,7 @@ def _read(
 def _take(
     sides: list[_CorpusBuilder], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
 ) -> bool:
-    """Add an example to the corpora, or to those that are dropped; whether it is kept."""
+    """Add an example to the corpora unless it is dropped; count it, and return whether it was kept."""
     kept = [shortened(encoded, length, too_long) for encoded in found]
     whole = [encoded for encoded in kept if encoded is not None]
     if len(whole) < len(kept):
@@ -256,21 +256,21 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
             warnings.warn(
                 f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so a model trained"
                 " on this never ends one; put the end of a turn into {% generation %} in the chat template, name the"
-                " token as eos_token beside the vocabulary, or give longer rows if all are cut",
+                " token as eos_token beside the vocabulary, or use longer rows if all are cut",
                 stacklevel=4,
             )
             break
     if spelled:
         warnings.warn(
             f"{spelled} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
-            " with special=True, or give messages",
+            " with special=True, or use messages",
             stacklevel=4,
         )
 
 
 @dataclass
 class _CorpusBuilder:
-    """Documents with their targets as they come."""
+    """Collects documents with their targets."""
 
     vocab_size: int
     tokens: array[int] = field(default_factory=lambda: array("I"))

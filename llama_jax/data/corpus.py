@@ -103,45 +103,47 @@ def fingerprints(corpus: Corpus) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<u8")
 
 
-def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.ndarray, int]:
-    """Reorder documents so that none of the first `chosen` occurs among the others; without duplicates nothing changes.
+def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide documents at random, the same way for the same seed: the numbers of those to train on, and of `count` or
+    somewhat fewer to validate on, ascending.
 
-    Documents with the same tokens are moved to the first of them, all or none, and no more than `chosen` in all.
-
-    Returns:
-      The order, and how many at its beginning are chosen now.
+    Documents with the same mark, such as a fingerprint, are on the same side.
 
     Raises:
-      DataError: all documents are the same.
+      DataError: all documents have the same mark.
     """
-    _, groups, sizes = np.unique(fingerprints(corpus), return_inverse=True, return_counts=True)
-    if len(sizes) == len(order):
-        return order, chosen
+    _, groups, sizes = np.unique(marks, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
-        raise DataError(f"the corpus is one document {len(order)} times, which cannot be on both sides of a split")
+        raise DataError(f"the corpus is one document {len(marks)} times, which cannot be on both sides of a split")
+    order = shuffled(len(marks), seed, 0)
     _, first = np.unique(groups[order], return_index=True)
-    take, total = np.zeros(len(sizes), bool), 0
+    held, total = np.zeros(len(sizes), bool), 0
     for group in np.argsort(first, kind="stable").tolist():
-        if total == chosen:
+        if total == count:
             break
-        if total + sizes[group] <= chosen:
-            take[group] = True
+        if total + sizes[group] <= count:
+            held[group] = True
             total += int(sizes[group])
-    if not total:  # each occurs more often than documents were asked for
-        take[int(np.argmin(sizes))] = True
-    here = take[groups[order]]
-    return np.concatenate([order[here], order[~here]]), int(here.sum())
+    if not total:  # each occurs more than `count` times
+        held[int(np.argmin(sizes))] = True
+    return np.flatnonzero(~held[groups]), np.flatnonzero(held[groups])
+
+
+def unseen(marks: np.ndarray, others: np.ndarray, what: str = "document") -> np.ndarray:
+    """The numbers of the documents whose mark is not among those of the validation data.
+
+    Raises:
+      DataError: there are none; `what` names a document.
+    """
+    left = np.flatnonzero(~np.isin(marks, others))
+    if not len(left):
+        raise DataError(f"every {what} of the training data is in the validation data too; use others for one of them")
+    return left
 
 
 def without(corpus: Corpus, other: Corpus) -> Corpus:
-    """The documents of a corpus that are not in another one of the same vocabulary.
-
-    Raises:
-      DataError: all of them are.
-    """
-    left = np.flatnonzero(~np.isin(fingerprints(corpus), fingerprints(other)))
-    if not len(left):
-        raise DataError("every document of the training data is in the validation data too; give others for one of them")
+    """The documents of a corpus that are not in another one of the same vocabulary; DataError if all are."""
+    left = unseen(fingerprints(corpus), fingerprints(other))
     return corpus if len(left) == corpus.document_count else corpus.select(left)
 
 
@@ -170,10 +172,10 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
       DataError: one of the sides would get no document, or all documents are the same.
     """
     count = corpus.document_count
-    chosen = validation if isinstance(validation, int) else _part_of(count, validation)
+    chosen = validation if isinstance(validation, int) else max(1, round(validation * count)) if 0 < validation < 1 else 0
     if count < 2:
         raise DataError(
-            "the corpus is a single document, of which nothing can be split off; give files of their own for validation,"
+            "the corpus is a single document, of which nothing can be split off; pass files of their own for validation,"
             " or cut a long text into more by a smaller DocumentFormat(longest=...)"
         )
     if not 0 < chosen < count:
@@ -181,8 +183,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
             f"validation={validation} leaves nothing to train or to validate on; of {count} documents give 1 to {count - 1},"
             " or a fraction between 0 and 1"
         )
-    order, chosen = keep_together(corpus, shuffled(count, seed, 0), chosen)
-    parts = Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
+    parts = Split(*map(corpus.select, hold_out(fingerprints(corpus), chosen, seed)))
     beyond = parts.validation.token_count - round(validation * corpus.token_count)
     if tokenizer is None or isinstance(validation, int) or beyond <= (EXCESS - 1) * validation * corpus.token_count:
         return parts
@@ -211,7 +212,3 @@ def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
     here = np.arange(len(sizes)) == longest
     stops, byte_counts = np.where(here, where, held.stops), np.where(here, held_bytes, held.byte_counts)
     return Split(rest, replace(held, stops=stops, byte_counts=byte_counts))
-
-
-def _part_of(count: int, fraction: float) -> int:
-    return max(1, round(fraction * count)) if 0 < fraction < 1 else 0

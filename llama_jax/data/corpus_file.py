@@ -133,7 +133,7 @@ def read_info(path: Path) -> CorpusInfo:
 
 
 def _checked(path: Path, text: bytes) -> CorpusInfo:
-    """The description in a text, which may be anybody's; raises DataError."""
+    """Parse and check a description; raises DataError."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

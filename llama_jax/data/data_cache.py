@@ -18,7 +18,7 @@ from tqdm import tqdm
 from llama_jax.errors import DataError, reading
 from llama_jax.storage import StoredPath, locate
 from llama_jax.storage.atomic_write import remove, write_atomically
-from llama_jax.storage.consistent_reader import MOST_OPEN, StoreEntry
+from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES, StoreEntry
 
 CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
 RECENT_SECONDS = 600  # seconds
@@ -83,14 +83,14 @@ def make_room(folder: Path, limit: int, kept: Path) -> None:
             break
         if path != kept:
             remove(path)
-            if not path.exists():  # else it is somebody else's
+            if not path.exists():  # else another user owns it
                 total -= size
 
 
 # --- data in a store -----------------------------------------------------------------------------------------------------
 
 
-def on_this_machine(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
+def local_copy(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
     """A path as it is; for a URL the file, or the folder, that holds what is stored there now.
 
     Of a folder what is not hidden and has one of the suffixes is fetched, and what describes it: into a folder of the cache
@@ -116,14 +116,14 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
             if name.lower().endswith(suffixes) or name.rpartition("/")[2] in DESCRIPTIONS
         }
         if not any(name.lower().endswith(suffixes) for name in found):
-            raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; give the files by name")
+            raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; pass the files by name")
     elif (alone := place.view.look(place.key)) is not None:
         base, single, found = place.parent, place.name, {place.name: alone}
     else:
-        raise DataError(f"{place}: nothing is stored there; give files of text, or a folder of them")
-    told = json.dumps([str(place), sorted((name, *listed) for name, listed in found.items())])
+        raise DataError(f"{place}: nothing is stored there; pass files of text, or a folder of them")
+    listing = json.dumps([str(place), sorted((name, *listed) for name, listed in found.items())])
     objects = cache_folder() / OBJECTS
-    folder = objects / hashlib.sha256(told.encode()).hexdigest()[:32]
+    folder = objects / hashlib.sha256(listing.encode()).hexdigest()[:32]
     sizes = {name: int(listed.size or 0) for name, listed in found.items()}
     if not _is_whole(folder, sizes):
         with write_atomically(folder, folder=True, raises=cannot_cache) as target:
@@ -159,8 +159,8 @@ def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
             source, target = base / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
-                for first in range(0, sizes[name], MOST_OPEN):
-                    file.write(source.view.read(source.key, first, min(first + MOST_OPEN, sizes[name])))
+                for first in range(0, sizes[name], MAX_REQUEST_BYTES):
+                    file.write(source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, sizes[name])))
                     bar.update(file.tell() - first)
 
         with ThreadPoolExecutor(FETCH_THREADS) as pool:

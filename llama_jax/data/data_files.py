@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, on_this_machine
+from llama_jax.data.data_cache import SAVED_SPLITS, SAVED_STATE, UNFINISHED, local_copy
 from llama_jax.data.mixture import shares
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import resolved
@@ -68,7 +68,7 @@ def find_data(data: Data) -> list[FoundData]:
     if not named:
         return [FoundData("", find_files(plain), Fraction(1))]
     if plain:
-        raise DataError(f"{plain[0]} has no name and weight, others have: give all as SOURCE_NAME=PATH:WEIGHT, or none")
+        raise DataError(f"{plain[0]} has no name and weight, others have: write all as SOURCE_NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in named).items():
         if not SOURCE_NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
@@ -101,9 +101,9 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = resolved(on_this_machine(path, DATA_SUFFIXES))
+        given = resolved(local_copy(path, DATA_SUFFIXES))
         if not given.exists():
-            raise DataError(f"{path} does not exist; give files of text, or a folder of them")
+            raise DataError(f"{path} does not exist; pass files of text, or a folder of them")
         if given.is_dir():
             check_finished(given)
             inside = sorted(
@@ -114,14 +114,14 @@ def find_files(paths: Paths) -> list[Path]:
                 and file.is_file()
             )
             if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_KINDS)}; give the files by name")
+                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_KINDS)}; pass the files by name")
             found += _one_split(given, inside)
         elif given.is_file():
             found.append(given)
         else:
-            raise DataError(f"{path} is neither a file nor a folder; give files of text, or a folder of them")
+            raise DataError(f"{path} is neither a file nor a folder; pass files of text, or a folder of them")
     if not found:
-        raise DataError("no files of data were given; give files of text, or a folder of them (--data PATH)")
+        raise DataError("no files of data were given; pass files of text, or a folder of them (--data PATH)")
     _check_once(found)
     for file in found:
         if not file.stat().st_size:
@@ -179,7 +179,7 @@ def _is_saved(file: Path) -> bool:
 
 
 def _several(folder: Path, names: list[str], example: str) -> DataError:
-    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; give one of them, as {example}")
+    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; use one of them, as {example}")
 
 
 def _check_once(files: Sequence[Path]) -> None:

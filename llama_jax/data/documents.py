@@ -26,8 +26,10 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`;
-    ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
+    """The settings by which documents are read.
+
+    A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`; ``.txt`` and ``.jsonl``
+    may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around a document is not part of it.
@@ -235,7 +237,7 @@ Read = TypeVar("Read")
 
 
 def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
-    """Read with pyarrow, whose errors name no file, and turn them into a DataError that does."""
+    """Read with pyarrow; turn its errors, which name no file, into a DataError that does."""
     try:
         yield from rows
     except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
@@ -249,7 +251,7 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
       DataError: a file that is damaged, or of another kind, such as token ids.
     """
     if kind_of(path) in TOKENS:
-        raise DataError(f"{path} holds token ids already; give text, JSONL, Parquet or Arrow")
+        raise DataError(f"{path} holds token ids already; use text, JSONL, Parquet or Arrow")
     kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
@@ -261,7 +263,7 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
 
 
 def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None]:
-    """Where a file is cut, into parts of about `size` bytes; None stands for a file that is read as a whole."""
+    """The spans of about `size` bytes into which a file is cut; None stands for a file that is read as a whole."""
     return list(_spans_of(path, reading, size))
 
 
@@ -308,7 +310,7 @@ def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what a file holds, whether or not it is compressed."""
+    """The suffix of a file's kind, without that of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -334,7 +336,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def open_parquet(path: Path) -> Any:
-    """A Parquet file, of which only the metadata are read."""
+    """A Parquet file; only its metadata are read."""
     pyarrow_for(path)
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
@@ -398,7 +400,7 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
             if binary >= 0:
                 at = line + chunk.count(b"\n", 0, binary)
                 raise DataError(
-                    f"{path}, line {at} holds a zero byte, so it is not text; give text in UTF-8, or files that end in"
+                    f"{path}, line {at} holds a zero byte, so it is not text; use text in UTF-8, or files that end in"
                     " .jsonl, .bin or .array_record"
                 )
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,12 +42,12 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
 
 
 @lru_cache(maxsize=16)
-def interleaved(parts: tuple[int, ...]) -> np.ndarray:
+def interleave(parts: tuple[int, ...]) -> np.ndarray:
     """A sequence int32[sum(parts)] in which source i occurs parts[i] times, as evenly as possible.
 
     Among the first n each count is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment
-    problem), with the bound 1 - 1 / (2 k - 2) for k sources. The next one is, of those whose deficit is large enough, the
-    one with the earliest deadline.
+    problem), with the bound 1 - 1 / (2 k - 2) for k sources. Among the sources whose deficit is large enough the next
+    one is that with the earliest deadline.
 
     Args:
       parts: positive, of each.
@@ -65,38 +67,31 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
     return order
 
 
-class Stretch:
-    """The assignment of rows, numbered from 0, to sources by their shares; it repeats after a period.
+class _Span(NamedTuple):
+    """Rows with the same shares.
 
     Attributes:
-      shares: of each source, by name; they add up to 1.
+      first: the first of the rows.
+      done: int64[sources], rows of each source before it.
+      order: int32[period], the source of each row, repeated.
+      before: int64[period], rows of the same source that come before, in the period.
+      parts: int64[sources], rows of each source in the period.
     """
 
-    def __init__(self, shares: Mapping[str, Fraction]) -> None:
-        self.shares = dict(shares)
-        self._period = math.lcm(*(share.denominator for share in self.shares.values()))
-        parts = tuple(int(share * self._period) for share in self.shares.values())
-        self._order = interleaved(parts)
-        self._parts = np.array(parts, np.int64)
-        self._before = np.empty(self._period, np.int64)  # rows of the same source that come before, in the period
-        for source in range(len(parts)):
-            here = self._order == source
-            self._before[here] = np.arange(parts[source])
-
-    def place(self, row: int) -> tuple[int, int]:
-        """The source of a row, by its place among the names, and how many rows of it come before."""
-        period, at = divmod(row, self._period)
-        source = int(self._order[at])
-        return source, period * int(self._parts[source]) + int(self._before[at])
+    first: int
+    done: np.ndarray
+    order: np.ndarray
+    before: np.ndarray
+    parts: np.ndarray
 
     def counts(self, rows: int) -> np.ndarray:
-        """int64[sources], how many of the first rows each has."""
-        periods, rest = divmod(rows, self._period)
-        return periods * self._parts + np.bincount(self._order[:rest], minlength=len(self._parts))
+        """int64[sources], how many of the rows before this one each has."""
+        periods, rest = divmod(rows - self.first, len(self.order))
+        return self.done + periods * self.parts + np.bincount(self.order[:rest], minlength=len(self.parts))
 
 
 class Mixture:
-    """An endless assignment of rows to sources whose shares may change at a row.
+    """An endless assignment of rows, numbered from 0, to sources by their shares, which may change at a row.
 
     The source of row n follows from n and the changes before it alone, wherever reading begins.
 
@@ -106,20 +101,26 @@ class Mixture:
 
     def __init__(self, changes: Sequence[tuple[int, Mapping[str, Fraction]]]) -> None:
         self.names = tuple(changes[0][1])
-        self._firsts = [first for first, _ in changes]
-        self._stretches = [Stretch(shares) for _, shares in changes]
-        self._done = [np.zeros(len(self.names), np.int64)]  # rows of each source before each change
-        for number, stretch in enumerate(self._stretches[:-1]):
-            rows = self._firsts[number + 1] - self._firsts[number]
-            self._done.append(self._done[-1] + stretch.counts(rows))
+        self._spans: list[_Span] = []
+        for first, shares in changes:
+            period = math.lcm(*(share.denominator for share in shares.values()))
+            parts = tuple(int(share * period) for share in shares.values())
+            order, before = interleave(parts), np.empty(period, np.int64)
+            for source, count in enumerate(parts):
+                before[order == source] = np.arange(count)
+            done = self._spans[-1].counts(first) if self._spans else np.zeros(len(parts), np.int64)
+            self._spans.append(_Span(first, done, order, before, np.array(parts, np.int64)))
+
+    def _span(self, row: int) -> _Span:
+        return self._spans[max(bisect_right(self._spans, row, key=lambda span: span.first) - 1, 0)]
 
     def place(self, row: int) -> tuple[int, int]:
         """The source of a row, by its place among `names`, and how many rows of it come before."""
-        at = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        source, before = self._stretches[at].place(row - self._firsts[at])
-        return source, int(self._done[at][source]) + before
+        span = self._span(row)
+        periods, at = divmod(row - span.first, len(span.order))
+        source = int(span.order[at])
+        return source, int(span.done[source] + periods * span.parts[source] + span.before[at])
 
     def counts(self, rows: int) -> np.ndarray:
         """int64[sources], how many of the first rows each has."""
-        at = max(int(np.searchsorted(self._firsts, rows, side="right")) - 1, 0)
-        return self._done[at] + self._stretches[at].counts(rows - self._firsts[at])
+        return self._span(rows).counts(rows)

@@ -1,16 +1,15 @@
-"""Pairs of answers as batches, of which each row holds several."""
+"""Batches of pairs of answers, several pairs in each row."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.batches import HostRows, fill_whole, pack
-from llama_jax.data.corpus import Corpus, fingerprints, keep_together, row_order, shuffled
+from llama_jax.data.batches import HostBatches, fill_whole, pack_shuffled
+from llama_jax.data.corpus import Corpus, fingerprints, hold_out, row_order, unseen
 from llama_jax.errors import DataError
 from llama_jax.training.preference_batch import PairBatch
 
@@ -21,8 +20,8 @@ class Pairs:
 
     Attributes:
       first, second: the chosen and the rejected answers; or, where `desirable` is there, answers and the same prompts with
-        the answers of others, see `mismatched`.
-      desirable: bool[N], which of the first are good; None of pairs of which the first is preferred.
+        the answers of others, see `mismatched_answers`.
+      desirable: bool[N], which of the first are good; None if the first of each pair is preferred.
     """
 
     first: Corpus
@@ -45,16 +44,9 @@ class Pairs:
         return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
 
     def select(self, numbers: np.ndarray) -> Pairs:
-        """These alone, in that order."""
+        """The pairs with these numbers, in that order."""
         good = None if self.desirable is None else self.desirable[numbers]
         return Pairs(self.first.select(numbers), self.second.select(numbers), good)
-
-
-class PairSplit(NamedTuple):
-    """Pairs without a pair, and as a rule without a prompt, in common."""
-
-    train: Pairs
-    validation: Pairs
 
 
 def prompt_ends(corpus: Corpus) -> np.ndarray:
@@ -71,39 +63,30 @@ def prompts_of(corpus: Corpus) -> Corpus:
     return replace(corpus, stops=prompt_ends(corpus))
 
 
-def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> PairSplit:
-    """Split pairs at random, the same way for the same seed. Pairs with the same prompt go to the same part, unless all have
-    the same prompt.
-
-    Args:
-      validation: the share to validate on, as near as prompts allow.
+def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, Pairs]:
+    """Split pairs at random, the same way for the same seed, into those to train on and a share to validate on, as near as
+    prompts allow: pairs with the same prompt go to the same part, unless all have the same prompt.
 
     Raises:
       DataError: there are fewer than two pairs, or all are the same.
     """
     if pairs.count < 2:
-        raise DataError("the data is a single example, of which nothing can be kept for validation; give more")
-    order, chosen = shuffled(pairs.count, seed, 0), max(1, round(validation * pairs.count))
-    prompts = prompts_of(pairs.first)
-    same = len(np.unique(fingerprints(prompts))) < 2
-    order, chosen = keep_together(pairs.first if same else prompts, order, chosen)
-    return PairSplit(pairs.select(np.sort(order[chosen:])), pairs.select(np.sort(order[:chosen])))
+        raise DataError("the data is a single example, of which nothing can be kept for validation; add more")
+    marks = fingerprints(prompts_of(pairs.first))
+    if len(np.unique(marks)) < 2:
+        marks = fingerprints(pairs.first)
+    train, held = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed))
+    return train, held
 
 
 def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
-    """The pairs that are not among others.
-
-    Raises:
-      DataError: all of them are.
-    """
+    """The pairs that are not among others; DataError if all are."""
 
     def marks(found: Pairs) -> np.ndarray:
         with np.errstate(over="ignore"):
             return fingerprints(found.first) * np.uint64(31) + fingerprints(found.second)
 
-    left = np.flatnonzero(~np.isin(marks(pairs), marks(others)))
-    if not len(left):
-        raise DataError("all of the training data is in the validation data too; give others for one of them")
+    left = unseen(marks(pairs), marks(others), "pair")
     return pairs if len(left) == pairs.count else pairs.select(left)
 
 
@@ -117,7 +100,7 @@ def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
     return (lasts[run] + 1) % len(marks)
 
 
-def mismatched(answers: Corpus, length: int) -> Corpus:
+def mismatched_answers(answers: Corpus, length: int) -> Corpus:
     """Every prompt with the answer of the next document that has another prompt, of T + 1 tokens at most: of these KTO
     estimates its divergence (Ethayarajh et al. 2024, section 4.1).
 
@@ -131,7 +114,7 @@ def mismatched(answers: Corpus, length: int) -> Corpus:
     count, partner = len(marks), next_that_differs(marks)
     if partner is None:
         raise DataError(
-            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; give more"
+            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; add more"
             " prompts, or another preference.kind"
         )
     ends = prompt_ends(answers)
@@ -153,7 +136,7 @@ def mismatched(answers: Corpus, length: int) -> Corpus:
     )
 
 
-def joined(corpora: tuple[Corpus, ...]) -> Corpus:
+def concatenate(corpora: tuple[Corpus, ...]) -> Corpus:
     """The documents of several corpora with targets as one, in order."""
     offsets = np.cumsum([0, *(len(one.tokens) for one in corpora)])
     shifted = [(one.starts + by, one.stops + by) for one, by in zip(corpora, offsets, strict=False)]
@@ -168,8 +151,8 @@ def joined(corpora: tuple[Corpus, ...]) -> Corpus:
     )
 
 
-class PairRows:
-    """The batches of one host by number, for `Batches`."""
+class PairRows(HostBatches[PairBatch]):
+    """Packed rows of pairs; see `HostBatches`."""
 
     def __init__(
         self,
@@ -182,7 +165,7 @@ class PairRows:
         hosts: int = 1,
         reference: np.ndarray | None = None,
     ) -> None:
-        """With a seed, epoch after epoch; with None one pass in order, whose last batch is filled up with nothing.
+        """With a seed, epoch after epoch; with None one pass in order; the last batch is padded.
 
         Args:
           batch: B, rows of a step on all hosts together, each of both sides.
@@ -193,20 +176,15 @@ class PairRows:
         Raises:
           DataError: an invalid seed or batch.
         """
-        self._host = HostRows(batch, seed, host, hosts)
-        order = np.arange(pairs.count) if seed is None else shuffled(pairs.count, seed, 0)
-        packed = pack(pairs.sizes[order].tolist(), length + 1)
-        self.members = [order[row].tolist() for row in packed]
+        self.members = pack_shuffled(pairs.sizes, length, seed)
+        super().__init__(len(self.members), batch, seed, host, hosts)
         self.most = max(map(len, self.members))
-        self._pairs, self._length, self._seed, self._reference = pairs, length, seed, reference
+        self._pairs, self._length, self._reference = pairs, length, reference
         self._order = lru_cache(maxsize=1)(partial(row_order, len(self.members), seed))
-
-    def __len__(self) -> int:
-        return self._host.batch_count(len(self.members))
 
     def __getitem__(self, number: int) -> PairBatch:
         """This host's rows of a global batch."""
-        rows = self._host.rows(number)
+        rows = self.rows(number)
         share, most, pairs = len(rows), self.most, self._pairs
         tokens, segment_ids, positions = (np.zeros((share, 2, self._length + 1), np.int32) for _ in range(3))
         there = np.zeros((share, most), bool)
@@ -232,5 +210,5 @@ class PairRows:
 
     def row(self, number: int, at: int) -> list[int]:
         """The pairs of row `at` of this host's share of a batch."""
-        epoch, row = divmod(self._host.rows(number)[at], len(self.members))
+        epoch, row = divmod(self.rows(number)[at], len(self.members))
         return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]

@@ -13,7 +13,7 @@ import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
 from llama_jax.data.chat_tokens import examples_of
-from llama_jax.data.corpus import check_seed, row_order, shuffled
+from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
 from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
@@ -23,7 +23,7 @@ ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside thos
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How lines of prompts become tokens.
+    """Settings for reading prompts as tokens.
 
     Attributes:
       format: of prompts that are messages, see `tokenizers.resolve_format`. A text has none.
@@ -60,14 +60,20 @@ class PromptSet:
         """Tokens of the longest."""
         return max(map(len, self.ids))
 
+    @property
+    def marks(self) -> np.ndarray:
+        """uint64[N]: the same number for the same tokens."""
+        digests = (hashlib.blake2b(np.array(ids, "<u4").tobytes(), digest_size=8).digest() for ids in self.ids)
+        return np.frombuffer(b"".join(digests), "<u8")
+
     def select(self, numbers: Sequence[int] | np.ndarray) -> PromptSet:
-        """These alone, by their numbers here, in that order."""
+        """The prompts with these numbers, in that order."""
         columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
         ids = tuple(self.ids[i] for i in numbers)
         return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)
 
 
-class Asking(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts of a step.
 
     Attributes:
@@ -105,11 +111,11 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
             except (GenerationError, TokenizerError) as error:
                 raise DataError(f"{file}, line {example.line}: {error}") from None
             if not found:
-                raise DataError(f"{file}, line {example.line}: prompt='' has no token; give at least one")
+                raise DataError(f"{file}, line {example.line}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
             if set(columns) != set(example.columns):
                 others = ", ".join(sorted(set(columns) ^ set(example.columns)))
-                raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
+                raise DataError(f"{file} has other fields than the files before it ({others}); use the same in all")
             sizes.append(len(found))
             if len(found) <= longest:
                 ids.append(tuple(found))
@@ -119,41 +125,32 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     if not ids:
         named = ", ".join(map(str, find_files(paths)))
         short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
-        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; give longer rows, or shorter answers")
+        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; use longer rows, or shorter answers")
     return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
 
 
-def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
+def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
     """Split prompts at random into those to train on and a share to evaluate on. Both keep their order; identical prompts go
     to the same part.
 
     Raises:
       DataError: all prompts are the same.
     """
-    each = list(dict.fromkeys(prompts.ids))
-    if len(each) < 2:
-        raise DataError("the data has a single prompt, so none can be held out; give more, or others with --validation-data")
-    count = min(max(round(share * len(each)), 1), len(each) - 1)
-    chosen = {each[i] for i in shuffled(len(each), seed, 0)[:count]}
-    is_held = np.array([ids in chosen for ids in prompts.ids])
-    train, held = (prompts.select(np.flatnonzero(one)) for one in (~is_held, is_held))
+    marks = prompts.marks
+    if len(np.unique(marks)) < 2:
+        raise DataError(
+            "the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data"
+        )
+    train, held = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
     return replace(train, dropped=prompts.dropped), held
 
 
-def without(prompts: PromptSet, others: PromptSet) -> PromptSet:
-    """The prompts that are not among others.
-
-    Raises:
-      DataError: all are.
-    """
-    known = set(others.ids)
-    rest = [i for i, ids in enumerate(prompts.ids) if ids not in known]
-    if not rest:
-        raise DataError("all prompts of the data are in the validation data; give others")
-    return replace(prompts.select(rest), dropped=prompts.dropped)
+def without_prompts(prompts: PromptSet, others: PromptSet) -> PromptSet:
+    """The prompts that are not among others; DataError if all are."""
+    return replace(prompts.select(unseen(prompts.marks, others.marks, "prompt")), dropped=prompts.dropped)
 
 
-def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> Asking:
+def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int) -> PromptBatch:
     """The prompts of batch `number`, from 0: all of them in another order in every epoch; a batch may span its end.
 
     The random streams of the answers depend on the seed, the prompt's position in the whole training and the answer alone,
@@ -171,12 +168,12 @@ def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> A
     places = number * prompts + np.arange(prompts)
     epochs, at = np.divmod(places, count)
     numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])
-    return Asking(numbers, _seeds(places, group, seed, ANSWERS))
+    return PromptBatch(numbers, _seeds(places, group, seed, ANSWERS))
 
 
-def asking_held(numbers: np.ndarray, group: int, seed: int) -> Asking:
+def held_prompt_batch(numbers: np.ndarray, group: int, seed: int) -> PromptBatch:
     """Prompts by their numbers int64[P], with random streams that are the same at every evaluation."""
-    return Asking(numbers, _seeds(numbers, group, seed, HELD))
+    return PromptBatch(numbers, _seeds(numbers, group, seed, HELD))
 
 
 _order = lru_cache(maxsize=2)(row_order)

@@ -101,7 +101,7 @@ def read_tokens(
 
 
 def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: DocumentFormat) -> None:
-    """Raise DataError for a corpus of another vocabulary, or of another type than is said."""
+    """Raise DataError for a corpus of another vocabulary, or with other ids than `reading.token_type`."""
     made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
     if reading.token_type not in (None, info.token_type):
         raise DataError(f"{path} has ids of {info.token_type}, and not of token_type='{reading.token_type}'; leave that out")
@@ -227,7 +227,7 @@ def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary)
     if len(outside):
         at = int(outside[0])
         raise DataError(
-            f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; give the tokenizer that wrote"
+            f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; use the tokenizer that wrote"
             " it, or the token_type it was written with"
         )
     # The upper halves of uint32 read as uint16, where a small vocabulary leaves them empty.

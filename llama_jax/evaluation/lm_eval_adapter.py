@@ -49,10 +49,10 @@ class HarnessModel(LM):
             (score.logprob, score.greedy)
             for score in self.texts.score(pairs, progress_bar("loglikelihood", "batches", quiet=disable_tqdm))
         ]
-        return self._kept("loglikelihood", requests, found)
+        return self._cached("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,) the log-probability in nats, through windows of which only the last overlaps.
+        """For each (text,) the log-probability in nats, through windows; only the last one overlaps.
 
         As in the harness's own backend for transformers the begin-of-sequence token is predicted too, from another one
         before it, if texts begin with one.
@@ -73,7 +73,7 @@ class HarnessModel(LM):
             owners, self.texts.score(pairs, progress_bar("rolling", "batches", quiet=disable_tqdm)), strict=True
         ):
             found[owner] += score.logprob
-        return self._kept("loglikelihood_rolling", requests, found)
+        return self._cached("loglikelihood_rolling", requests, found)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each (context, settings) as its settings say, see `text_model.generation_settings`.
@@ -81,34 +81,34 @@ class HarnessModel(LM):
         Raises:
           GenerationError: settings that are not supported, or that leave no room for the context.
         """
-        asked = [(context, generation_settings(settings)) for context, settings in (request.args for request in requests)]
+        texts = [(context, generation_settings(settings)) for context, settings in (request.args for request in requests)]
         bar = progress_bar("generate_until", "texts", quiet=disable_tqdm)
-        return self._kept("generate_until", requests, self.texts.generate(asked, partial(bar, total=len(asked))))
+        return self._cached("generate_until", requests, self.texts.generate(texts, partial(bar, total=len(texts))))
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """A chat as a text, see `TextModel.chat`."""
         return self.texts.chat(chat_history, reply=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that chats are rendered by, for reports; None where none is asked for.
+        """The template of chats, for reports; None if `chat_template` is False.
 
         Raises:
-          GenerationError: a template asked for by its name, or a model without a chat format.
+          GenerationError: a template given by its name, or a model without a chat format.
         """
         if isinstance(chat_template, str):
             raise GenerationError(f"chat_template={shown(chat_template, 40)}: only the model's default template is used")
         return self.texts.chat_template if chat_template else None
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to the configuration in its results."""
+        """Facts that the harness adds to the configuration in its results."""
         return {"model": self.name, "max_length": self.max_length}
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness' cache of requests is named by."""
+        """The name of the harness' cache of requests."""
         return self.name.replace("/", "__")
 
-    def _kept(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
+    def _cached(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
         """The answers, which the harness' cache gets too."""
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)

@@ -46,13 +46,13 @@ class Score(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """A batch as the model reads it.
+    """A batch of packed texts.
 
     Attributes:
       tokens, segment_ids, positions: int32[B, T]: texts side by side, whose segments are numbered from 1 in each row; 0 is
         padding.
       places: int32[N], B times T up to a multiple of `LOGIT_CHUNK`: where a token is predicted, as row times T plus column.
-      targets: int32[N], that token. Several may be asked for at one place.
+      targets: int32[N], that token. Several may be predicted at one place.
       count: int32[], how many of the N there are.
     """
 
@@ -79,7 +79,7 @@ class _Run(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What it takes of a row: a row of T tokens has no more than T targets."""
+        """The tokens of a row that it needs: a row of T tokens has no more than T targets."""
         return max(len(self.read), self.targets)
 
 
@@ -121,8 +121,8 @@ def score_pairs(
     logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
 
     def launch(rows: tuple[int, list[list[int]]]) -> tuple[Any, np.ndarray]:
-        laid, owner = _lay([[runs[member] for member in row] for row in rows[1]], batch, rows[0])
-        return measure(params, laid), owner
+        packed, owner = _pack_batch([[runs[member] for member in row] for row in rows[1]], batch, rows[0])
+        return measure(params, packed), owner
 
     for _, (found, owner) in run_ahead(_batches(runs, context, batch), launch, progress):
         of_tokens, best = (np.asarray(one)[: len(owner)] for one in found)
@@ -137,7 +137,7 @@ def score_pairs(
 
 
 def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
-    """`score_rows` under `jax.jit`, laid out as the parameters lie."""
+    """`score_rows` under `jax.jit`, sharded as the parameters are."""
     return jax.jit(partial(score_rows, config, compute=compute, sharding=sharding_of(params)))
 
 
@@ -146,7 +146,7 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
-    Logits are made of the places that are asked for alone, `LOGIT_CHUNK` of them at a time.
+    Logits are computed at these places only, `LOGIT_CHUNK` of them at a time.
     """
     tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
     where = Positions(position_ids=positions, segment_ids=segment_ids)
@@ -169,7 +169,7 @@ def score_rows(
 
 
 def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
-    """What is read, each text once where a row has room for all that is asked of it."""
+    """The texts to read, each once if a row has room for all of its continuations."""
     shortest = min(SHORTEST, most)
     runs: list[_Run] = []
     last: dict[bytes, _Run] = {}
@@ -177,7 +177,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
         context, continuation = (token_ids(f"{name} {number}", ids) for name, ids in zip(pair._fields, pair, strict=True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if not len(ids):
-                raise GenerationError(f"{name} {number} is empty; give at least one token")
+                raise GenerationError(f"{name} {number} is empty; pass at least one token")
             check_tokens(config, ids)
         if len(continuation) > most:
             raise GenerationError(
@@ -209,7 +209,7 @@ def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, 
     return found
 
 
-def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
+def _pack_batch(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
     """The rows as the model reads them, filled up with padding, and int64[count], the pair that each target is of."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
     places, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)

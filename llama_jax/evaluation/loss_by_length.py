@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
 from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahead, target_nats
-from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LengthLoss:
-    """What `evaluate_lengths` found at one length; nan or infinite where the model's outputs are not finite.
+    """The result of `evaluate_lengths` at one length; nan or infinite if the model's outputs are not finite.
 
     Attributes:
       length: T, tokens of a window.
@@ -104,7 +104,7 @@ def evaluate_lengths(
       progress: wraps the range of all pieces, as `tqdm.tqdm` does.
 
     Returns:
-      What was found at each length, the shortest first.
+      The result at each length, the shortest first.
 
     Raises:
       DataError: an invalid length, a text too short for it, a limit that leaves nothing, or a corpus of another
@@ -130,7 +130,7 @@ def evaluate_lengths(
         number, first, begin = job
         plan = plans[number]
         if begin == 0:
-            tokens, targets = _lay(corpus, plan, first)
+            tokens, targets = _pack_batch(corpus, plan, first)
             if first == 0:
                 options = without_needless_window(cache, plan.length)
                 kv = empty_cache(config, params, plan.batch, plan.capacity, options, plan.piece)
@@ -156,7 +156,7 @@ def choose_lengths(
 ) -> tuple[int, ...]:
     """The sorted lengths, after all checks of `evaluate_lengths`; see there for arguments and errors."""
     if not len(lengths):
-        raise DataError("lengths are empty; give the tokens of a window at least once")
+        raise DataError("lengths are empty; pass the tokens of a window at least once")
     for length in lengths:
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
@@ -167,17 +167,17 @@ def choose_lengths(
     if max(lengths) >= longest:
         raise DataError(
             f"length={max(lengths)} needs a document of one token more, and the text's longest has {longest};"
-            " give a longer text, or one that is cut less by a larger `longest`"
+            " use a longer text, or one that is cut less by a larger `longest`"
         )
     if max_tokens is not None and max_tokens < max(lengths):
-        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; give at least that")
+        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; set at least that")
     if batch is not None:
         check_batch(batch, max(lengths))
     return tuple(sorted(map(int, lengths)))
 
 
 def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
-    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one to follow: int64[n]."""
+    """The beginnings in `corpus.tokens` of spans with `length` tokens to read and one to follow: int64[n]."""
     counts = (corpus.stops - corpus.starts - 1).clip(0) // length
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     spans = np.repeat(corpus.starts, counts) + number * length
@@ -188,7 +188,7 @@ def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray
 
 
 class _WindowPlan(NamedTuple):
-    """How one length is read.
+    """The windows of one length, and how they are read.
 
     Attributes:
       length: T, tokens of a window.
@@ -260,7 +260,7 @@ def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
     return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
 
 
-def _lay(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
+def _pack_batch(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a batch of windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
     tokens, targets = (np.full((plan.batch, plan.capacity), filling, np.int32) for filling in (0, -1))
     for row, start in enumerate(plan.starts[first : first + plan.batch]):

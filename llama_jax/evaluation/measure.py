@@ -118,29 +118,29 @@ def pack_rows(
     Returns:
       The rows, and int64[B, T], the window that predicts each target, or -1.
     """
-    laid = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
+    packed = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
     owner = np.full((batch, length), -1)
     for row, members in enumerate(rows):
         begin = 0
         for segment, window in enumerate(members, 1):
             start, read, context, _ = (int(column[window]) for column in windows)
             end, scored = begin + read, begin + context
-            laid.tokens[row, begin:end] = corpus.tokens[start : start + read]
-            laid.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
-            laid.segment_ids[row, begin:end] = segment
-            laid.positions[row, begin:end] = np.arange(read)
+            packed.tokens[row, begin:end] = corpus.tokens[start : start + read]
+            packed.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
+            packed.segment_ids[row, begin:end] = segment
+            packed.positions[row, begin:end] = np.arange(read)
             owner[row, scored:end] = window
             if corpus.targets is not None:
                 left_out = scored + np.flatnonzero(~corpus.targets[start + context + 1 : start + read + 1])
-                laid.targets[row, left_out] = owner[row, left_out] = -1
+                packed.targets[row, left_out] = owner[row, left_out] = -1
             begin = end
-    return laid, owner
+    return packed, owner
 
 
 def measure_windows(
     corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """What `measure` gives for all predicted tokens of the windows, one batch of B rows at a time.
+    """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
 
     Args:
       measure: from rows to a tree of arrays [B, T].
@@ -153,12 +153,23 @@ def measure_windows(
     batch = min(batch, max(len(rows), MOST_PADDED))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
-        laid, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
-        return measure(laid), owner
+        packed, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
+        return measure(packed), owner
 
     for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
         predicted = owner >= 0
         yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
+
+
+def sum_windows(
+    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None = None
+) -> Any:
+    """The sums of `measure_windows` over the tokens of each window: its tree, of float64[windows]."""
+    sums: Any = None
+    for found, owner in measure_windows(corpus, windows, batch, measure, progress):
+        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
+        jax.tree.map(lambda total, one, at=owner: np.add.at(total, at, one), sums, found)
+    return sums
 
 
 def choose_sizes(
@@ -175,7 +186,7 @@ def choose_sizes(
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
-            " give more data"
+            " add more data"
         )
     batch = default_batch() if batch is None else batch
     check_batch(batch, length)

@@ -14,7 +14,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
-from llama_jax.data.preference_batches import Pairs, joined
+from llama_jax.data.preference_batches import Pairs, concatenate
 from llama_jax.evaluation.measure import (
     LOGIT_CHUNK,
     WindowRows,
@@ -24,6 +24,7 @@ from llama_jax.evaluation.measure import (
     cut_windows,
     map_in_chunks,
     measure_windows,
+    sum_windows,
     token_mean,
     token_nats,
 )
@@ -39,7 +40,7 @@ TokenMeasure = Callable[[Llama, WindowRows], jax.Array]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; nan where a model's outputs are not finite, or a text has no bytes.
+    """The result of `evaluate`; nan if the model's outputs are not finite, or the text has no bytes.
 
     Attributes:
       loss: mean negative log-likelihood of a predicted token, in nats.
@@ -104,10 +105,8 @@ def evaluate(
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measure_windows(corpus, windows, batch, partial(measure, params), progress):
-            np.add.at(sums, owner, nats)
+        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress)
     return summary(corpus, windows, sums)
 
 
@@ -130,7 +129,7 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What `divergence` found; nan where a model's outputs are not finite.
+    """The result of `divergence`; nan if a model's outputs are not finite.
 
     Standard errors are from the spread between windows, see `evaluate`; nan for a single window.
 
@@ -196,14 +195,14 @@ def divergence(
     windows = cut_windows(corpus, length, stride)
     compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
-    of_tokens = []
+    token_kls = []
     measure = partial(compared, params, reference)
     with tracing_for(params):
         for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, measure, progress):
             for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
                 np.add.at(sums, owner, found)
-            of_tokens.append(kl)
-    kl = np.concatenate(of_tokens)
+            token_kls.append(kl)
+    kl = np.concatenate(token_kls)
     model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
     difference, difference_error = token_mean(windows, losses - others)
     mean, error = token_mean(windows, kls)
@@ -234,7 +233,7 @@ def compare_tokens(
     *,
     compute: Compute,
 ) -> tuple[jax.Array, ...]:
-    """Of each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
+    """For each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
     positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
     models = (config, params), (reference_config, reference)
@@ -255,7 +254,7 @@ def compare_tokens(
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """What `preference_accuracy` found of N pairs; the means are over pairs, in nats.
+    """The result of `preference_accuracy` for N pairs; the means are over pairs, in nats.
 
     Attributes:
       accuracy: the share of pairs whose chosen answer is more probable than the rejected one; against a reference, whose
@@ -311,13 +310,11 @@ def pair_logprobs(
       DataError: an invalid batch.
     """
     check_batch(batch, length)
-    texts = joined((pairs.first, pairs.second))
+    texts = concatenate((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
     measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
-    sums = np.zeros(len(windows.read))
     with tracing_for(params):
-        for nats, owner in measure_windows(texts, windows, batch, measure, progress):
-            np.add.at(sums, owner, nats)
+        sums = sum_windows(texts, windows, batch, measure, progress)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
     logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)

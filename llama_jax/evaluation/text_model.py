@@ -21,12 +21,12 @@ from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
 from llama_jax.tokenizers.interface import Text
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of several names the first counts
-USUAL_LIMIT = 256  # tokens of a continuation where a task does not say
+USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a text is to be continued.
+    """Settings of a continuation.
 
     Attributes:
       max_new_tokens: at most.
@@ -131,11 +131,11 @@ class TextModel:
 
     @property
     def prefix(self) -> int:
-        """What the first token of a text without a context is predicted from."""
+        """The token from which the first token of a text without a context is predicted."""
         return self.tokenizer.bos_id if self.tokenizer.bos_id >= 0 else self.tokenizer.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that something follows."""
+        """Ids of a text that a continuation follows."""
         name = self._names.get(self.tokenizer.bos_id)
         bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
         return self.tokenizer.encode(text, bos=bos, eos=False, special=True)
@@ -178,7 +178,7 @@ class TextModel:
             progress=progress,
         )
 
-    def generate(self, asked: Sequence[tuple[str, GenerationSettings]], progress: Any = None) -> list[str]:
+    def generate(self, texts: Sequence[tuple[str, GenerationSettings]], progress: Any = None) -> list[str]:
         """Continue each text by its settings, several at a time.
 
         Args:
@@ -189,13 +189,13 @@ class TextModel:
         """
         if self._engine is None:
             self._engine = Engine(self._config, self._params, self._options)
-        longest_first = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
-        jobs = run_jobs(self._engine, (self._job(number, *asked[number]) for number in longest_first))
-        found = [""] * len(asked)
+        longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
+        jobs = run_jobs(self._engine, (self._job(number, *texts[number]) for number in longest_first))
+        found = [""] * len(texts)
         for job in jobs if progress is None else progress(jobs):
             assert job.text is not None
             found[job.number] = job.text.shown
-        self._seed += len(asked)
+        self._seed += len(texts)
         return found
 
     def _job(self, number: int, context: str, settings: GenerationSettings) -> Job:

@@ -28,12 +28,12 @@ class Quantized(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers."""
+        """The shape of the numbers."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the numbers as they are kept: int8."""
+        """The dtype in which the numbers are kept: int8."""
         return self.values.dtype
 
 
@@ -83,11 +83,11 @@ def smooth_keys(
         factors = factors[None, :, None, None]
         queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
     every = [keys[..., None, :], *queries]
-    turned = project(
+    rotated_rows = project(
         jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
     )
     ends = np.cumsum([x.shape[-2] for x in every])[:-1].tolist()
-    first, *rest = jnp.split(turned.astype(keys.dtype), ends, axis=-2)
+    first, *rest = jnp.split(rotated_rows.astype(keys.dtype), ends, axis=-2)
     return first[..., 0, :], *rest
 
 

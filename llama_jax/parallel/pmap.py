@@ -1,6 +1,6 @@
 """Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
 
-It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices, and the same prefill and
+It runs the same `train_step` that `jax.jit` runs, with an `axis_name` to sum over the devices, and the same prefill and
 decode loop. JAX keeps `pmap` but develops it no further; `parallel.sharding` does the same with data=N, and more.
 
 What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or
@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.inference.compiled_decode import checked_chunk, whole_capacity
 from llama_jax.inference.decode import STEPS_PER_CHUNK
-from llama_jax.inference.generate import Generation, checked_chunk, continuations, whole_capacity
+from llama_jax.inference.generate import Generation, continuations
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete
@@ -127,9 +128,9 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
         capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
-        found = mapped(config, capacity, params, *jax.device_put(rows, shares))
-        piece = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
-        return continuations([piece], stop_tokens)
+        parts = mapped(config, capacity, params, *jax.device_put(rows, shares))
+        chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in parts))
+        return continuations([chunk], stop_tokens)
 
     return run
 

@@ -2,7 +2,7 @@
 
 What lies on the disk is described in `llama_jax.formats.step_dirs`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
-can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
+can be restored. Where it gets its name, on a disk or in a store, is decided by a `CheckpointStore`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -32,12 +31,12 @@ from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserE
 from llama_jax.formats.huggingface import write_config
 from llama_jax.formats.orbax_format import (
     describe,
-    error_of_writing,
     name_of,
     read_arrays,
     wait_for_writers,
     with_short_errors,
     without_tracebacks,
+    write_error,
 )
 from llama_jax.formats.step_dirs import (
     ABOUT,
@@ -53,7 +52,7 @@ from llama_jax.formats.step_dirs import (
     verify,
     write_sums,
 )
-from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
+from llama_jax.runs.run_folder import REMOVED, CheckpointStore
 from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
@@ -70,7 +69,7 @@ class CheckpointManager:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
 
     With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
-    have one folder, or those of each host their own of the same name (`Shelf.shared`).
+    share one folder, or each host has a folder of the same name (`CheckpointStore.shared`).
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class CheckpointManager:
         keep_last: int = 2,
         keep_best: int = 1,
         timeout: float = SAVE_TIMEOUT,
-        shelf: Shelf | None = None,
+        store: CheckpointStore | None = None,
         stuck: Callable[[StuckSaveError], object] | None = None,
     ) -> None:
         """Open a folder, which need not exist, and clear up what a killed process left in it.
@@ -89,7 +88,7 @@ class CheckpointManager:
           keep_last: how many of the newest steps stay, at least 1.
           keep_best: how many of those with the lowest validation loss stay besides.
           timeout: seconds that a save may take: the call of `save`, and then its thread.
-          shelf: where whole steps are put; None is `folder`, in which they are written.
+          store: where whole steps are put; None is `folder`, in which they are written.
           stuck: called in another thread with the error of a `save` that does not return in that time: no exception reaches
             a thread that hangs. It may end the process; None logs the error.
 
@@ -107,7 +106,7 @@ class CheckpointManager:
         self._keep_best = keep_best
         self._timeout = timeout
         self._tell_stuck = stuck
-        self._shelf = LocalShelf(self.folder) if shelf is None else shelf
+        self._store = CheckpointStore(self.folder) if store is None else store
         self._pending: _Save | None = None
         self._latest: int | None = None  # as it was last known
         try:
@@ -115,10 +114,10 @@ class CheckpointManager:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_up()
             if _is_first():
-                self._shelf.clear_up()
+                self._store.clear_up()
         except OSError as error:
-            where = self._shelf.place
-            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); give another folder") from None
+            where = self._store.checkpoints
+            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); use another folder") from None
         _wait_for_all("opened")
         with suppress(OSError):
             self.latest()
@@ -126,9 +125,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def save(
@@ -155,7 +152,7 @@ class CheckpointManager:
             next call can succeed.
           TrainingError: the folder is no longer this run's; nothing was written.
         """
-        self._shelf.check()
+        self._store.check()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
         added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
@@ -164,7 +161,7 @@ class CheckpointManager:
         with ExitStack() as until_written, self._watched(step):
             until_written.enter_context(without_tracebacks())
             try:
-                with _writing(self._shelf):
+                with _writing(self._store):
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
                 pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
                 pending.start()
@@ -189,16 +186,15 @@ class CheckpointManager:
             if self._left(pending) <= 0:
                 raise self._stuck(
                     pending,
-                    f"it has not been written within {self._timeout:g} s; where writing takes so long, give more with"
+                    f"it has not been written within {self._timeout:g} s; where writing takes so long, set more with"
                     " --save-timeout (save_timeout=)",
                 )
         if pending.error is not None:
             raise pending.error
 
     def check(self) -> None:
-        """Tell of a failed save, or one that takes too long, as soon as it is known, without waiting; raises what `wait`
-        does."""
-        self._shelf.check()
+        """Raise what `wait` raises as soon as it is known that a save failed or takes too long; never waits."""
+        self._store.check()
         if self._pending is not None and (
             self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
         ):
@@ -210,7 +206,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; one that is being saved is not among them."""
-        return steps_in(self._shelf.now())
+        return steps_in(self._store.now())
 
     def latest(self) -> int | None:
         """The newest step, or None where there is none."""
@@ -219,7 +215,7 @@ class CheckpointManager:
 
     def best(self) -> int | None:
         """The step with the lowest validation loss, or None where none has one."""
-        return next(iter(by_loss(self._shelf.now())), None)
+        return next(iter(by_loss(self._store.now())), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The state that was saved, bit for bit, and its note.
@@ -235,20 +231,18 @@ class CheckpointManager:
         """
         self.wait()
         _wait_for_all("restoring")  # the first has renamed what was saved
-        step = existing_step(self._shelf.now(), step)
+        step = existing_step(self._store.now(), step)
         try:
-            return self._read(shapes, step)
+            return self._restore(shapes, step)
         except DamagedError as error:
             older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
-            remedy = (
-                "no older step is whole"
-                if older is None
-                else f"the last good checkpoint is step {older}: remove {self._shelf.place / str(step)} to go on from there"
-            )
+            here = self._store.checkpoints / str(step)
+            remedy = f"the last good checkpoint is step {older}: remove {here} to go on from there"
+            remedy = "no older step is whole" if older is None else remedy
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
-    def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
-        with self._shelf.reading(step) as folder:
+    def _restore(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
+        with self._store.local_step(step) as folder:
             return self._read_folder(shapes, folder)
 
     def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
@@ -292,23 +286,23 @@ class CheckpointManager:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
     def _can_read(self, shapes: TrainState, step: int) -> bool:
-        """By reading it, so that what is called whole is."""
+        """Whether a step is whole, found by reading it."""
         try:
-            self._read(shapes, step)
+            self._restore(shapes, step)
         except CheckpointError:
             return False
         return True
 
     def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
-        """In the thread: wait for orbax, then delete what need not stay."""
+        """Runs in the thread: waits for orbax, then deletes the steps that are not kept."""
         with until_written:
             try:
                 saving.result()
-                elsewhere = self._shelf.gather(self._saving(step), step)
+                elsewhere = self._store.gather_step(self._saving(step), step)
                 if not _is_first():
                     return
                 write_sums(self._saving(step), elsewhere)
-                self._shelf.put(self._saving(step), step)
+                self._store.put_step(self._saving(step), step)
                 self._latest = step
             except UserError:  # what was written may be another run's by now
                 raise
@@ -317,18 +311,18 @@ class CheckpointManager:
         try:
             self._clear_up()
             steps = self.steps()
-            kept = {step, *steps[-self._keep_last :], *by_loss(self._shelf.now())[: self._keep_best]}
+            kept = {step, *steps[-self._keep_last :], *by_loss(self._store.now())[: self._keep_best]}
             for old in steps:
                 if old not in kept:
-                    self._shelf.remove(old)
+                    self._store.remove_step(old)
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Clear up what a failed save left, and say what remains."""
+        """Clear up what a failed save left; return the error, which names the last good checkpoint."""
         left = ""
         wait_for_writers()
-        self._shelf.check()
+        self._store.check()
         if self._keeps_folder():
             try:
                 self._clear_up()
@@ -337,23 +331,23 @@ class CheckpointManager:
         if isinstance(error, OSError) and "://" in str(error.filename):
             cause, said = error, f"{error.filename}: {error.strerror}"
         else:
-            cause = error_of_writing(error)
+            cause = write_error(error)
             said = cause.strerror or str(cause)
         why = f"({said}){remedy_for(cause)}{left}"
-        return CheckpointError(f"{self._shelf.place}: step {step} could not be saved {why}; {self._last_good()}")
+        return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
 
     def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
-        """What was written stays: somebody may be writing there yet."""
-        return StuckSaveError(f"{self._shelf.place}: step {pending.step} is not saved: {why}; {self._last_good()}")
+        """The error of a save that hangs; what was written stays, since its thread may still write there."""
+        return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     @contextmanager
     def _watched(self, step: int) -> Iterator[None]:
-        """Tell where what is inside does not end in the time of a save: a device, or a disk, that does not answer."""
+        """Report it if the body takes longer than a save may: a device or a disk does not answer."""
 
         def tell() -> None:
             why = f"it could not be begun within {self._timeout:g} s (--save-timeout): a device or a disk does not answer"
-            # As it was last known, for to look would be to ask what does not answer.
-            error = StuckSaveError(f"{self._shelf.place}: step {step} is not saved: {why}; {self._last_known()}")
+            # As it was last known: to look again would hang as well.
+            error = StuckSaveError(f"{self._store.checkpoints}: step {step} is not saved: {why}; {self._last_known()}")
             if self._tell_stuck is None:
                 _log.error("%s", error)
             else:
@@ -382,13 +376,13 @@ class CheckpointManager:
         return pending.began + self._timeout - time.monotonic()
 
     def _keeps_folder(self) -> bool:
-        return jax.process_index() == self._shelf.first
+        return jax.process_index() == self._store.first
 
     def _saving(self, step: int) -> Path:
         return self.folder / f"{step}{SAVING}"
 
     def _clear_up(self) -> None:
-        """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
+        """Remove what is not a checkpoint, and restore one whose replacement was never completed."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
@@ -396,11 +390,11 @@ class CheckpointManager:
 
 
 class _Save(threading.Thread):
-    """A save that goes on beside the training. It may hang, in a disk or a network that does not answer, so that no end of
-    the process waits for it.
+    """A save in the background. It may hang on a disk or a network that does not answer, so the process never waits for it
+    when it ends.
 
     Attributes:
-      ended: set when it has, and `error` says how; never where the thread dies before it runs.
+      ended: set when it has, with or without an `error`; never set if the thread dies before it runs.
       began: by the monotonic clock.
     """
 
@@ -423,7 +417,7 @@ class _Save(threading.Thread):
 
 @dataclass(frozen=True)
 class _About:
-    """What a step's folder holds besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
+    """The files of a step besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
 
     note: str
     config: LlamaConfig
@@ -445,18 +439,18 @@ class _About:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """What orbax writes of a state, by the name of its folder; `rest` has None in the place of the others."""
+    """The parts of a state that orbax writes, by the name of their folder; `rest` has None in the place of the others."""
     average = {} if state.ema is None else {EMA: state.ema}
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
 
-def _writing(shelf: Shelf) -> ocp.Context:
-    """How orbax is to write."""
+def _writing(store: CheckpointStore) -> ocp.Context:
+    """The settings with which orbax writes."""
     context = ocp.Context()
-    if not shelf.shared:
+    if not store.shared:
         # Each host makes its folder, and its index of what it has written there. What orbax notes of arrays beside them it
         # would compare with that of all processes, in one folder.
-        context.multiprocessing_options.primary_host = shelf.first
+        context.multiprocessing_options.primary_host = store.first
         context.array_options.saving.array_metadata_store = None
     # Trained float32 numbers shrink by 7 %, and compressing them takes the processors from training for a second and more.
     context.array_options.saving.use_compression = False

@@ -43,7 +43,7 @@ def make_program(
 
     Args:
       objective: the loss, and the models that it reads; pmap accepts only one without `prepare` and `frozen`.
-      base: for a recipe that trains adapters, the model under them, placed as `param_specs` says.
+      base: the frozen model of a recipe that trains adapters, sharded by `param_specs`.
 
     Raises:
       MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
@@ -74,7 +74,7 @@ def _step(
 
 
 def loss_options(recipe: Recipe) -> LossOptions:
-    """How the loss of a recipe is computed."""
+    """The loss options of a recipe."""
     return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss, recipe.neftune)
 
 

@@ -1,9 +1,9 @@
 """One run at a time in a folder: by a locked file on a disk, by an object that is renewed in a store.
 
-On a disk the lock ends with the process. A store has none: there the lease is an object that its holder renews, and that
-another run takes when it has expired. Every change of it is conditional on the version that was read before, so of two runs
-one gets it, and who has lost it learns so at the next renewal, which comes before every other write. Its age is measured by
-the store's clock alone: the clocks of two machines are never compared.
+On a disk the lock ends with the process. A store has no locks: there the lease is an object that its holder renews, and that
+another run takes when it has expired. Every change of it is conditional on the version that was read before, so exactly one
+of two runs gets it, and the one that lost it finds out at its next renewal, which precedes every other write. Its age is
+measured by the store's clock alone: the clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_A_RUN = (RECIPE, METRICS)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[Callable[[], None]]:
+def folder_lock(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
 
     Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
@@ -56,7 +56,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = hold_lock(folder / RUN_LOCK, partial(_taken, folder), "run")
     except OSError as error:
-        raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
+        raise TrainingError(f"{folder} cannot be written to ({error.strerror}); use another --workdir") from None
     try:
         try:
             sign_lock(descriptor)
@@ -73,7 +73,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _is_held(folder: Path, descriptor: int) -> bool:
-    """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
+    """Whether the lock's file in the folder is the one that is open; also if the file system does not answer."""
     try:
         return os.path.samestat((folder / RUN_LOCK).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +92,7 @@ def _check(folder: Path, descriptor: int) -> None:
 
 def _taken(folder: Path, holder: str) -> TrainingError:
     return TrainingError(
-        f"{folder} is in use by another run, process {holder}; wait until that has ended, or give another --workdir"
+        f"{folder} is in use by another run, process {holder}; wait until that has ended, or use another --workdir"
     )
 
 
@@ -116,7 +116,7 @@ _log = logging.getLogger("llama_jax.storage")
 
 
 class Lease:
-    """The right to write into a run's folder. `take` it first; `check` comes before every write."""
+    """The right to write into a run's folder. `acquire` it first; `check` comes before every write."""
 
     def __init__(self, folder: StoredPath) -> None:
         self._folder = folder
@@ -137,11 +137,11 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
 
-    def take(self, say: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         """Become the holder. If another lease is unexpired, wait until it is renewed or has expired.
 
         Args:
-          say: is called with a line about what is waited for.
+          say: called with a line about the lease that is waited for.
 
         Raises:
           TrainingError: another run holds it; the message names its process.
@@ -151,27 +151,27 @@ class Lease:
         deadline = 0.0
         while True:
             found = with_retries(str(self._object), self._read)
-            if found is None:
-                first = b""
-            else:
-                other = _content_of(found)
-                who = _holder(other)
-                if not other.get("ended"):
-                    if first is not None and found.content != first:
-                        raise TrainingError(
-                            f"{self._folder} is in use by another run, {who}; wait until that has ended, or give"
-                            " another --workdir"
+            other = {"ended": True} if found is None else _content_of(found)
+            if not other.get("ended"):
+                assert found is not None
+                if first is None:
+                    seconds = other.get("seconds")
+                    left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
+                    deadline = _clock() + left
+                    if left > 0:
+                        say(
+                            f"{self._folder} was in use by {_holder(other)}: waiting {left:.0f} s to see whether it still is"
                         )
-                    if first is None:
-                        seconds = other.get("seconds")
-                        left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
-                        deadline = _clock() + left
-                        if left > 0:
-                            say(f"{self._folder} was in use by {who}: waiting {left:.0f} s to see whether it still is")
-                first = found.content
-                if not other.get("ended") and _clock() < deadline:
+                elif found.content != first:
+                    raise TrainingError(
+                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or give"
+                        " another --workdir"
+                    )
+                if _clock() < deadline:
+                    first = found.content
                     time.sleep(min(POLL, max(0.0, deadline - _clock())))
                     continue
+            first = b"" if found is None else found.content
             with self._lock:
                 self._held = found
                 if with_retries(str(self._object), self._write):
@@ -187,11 +187,11 @@ class Lease:
           TransientError, OSError: it cannot be renewed.
         """
         with self._lock:
-            self.look()
+            self.raise_if_lost()
             if _clock() - self._renewed > SECONDS / 2:
                 self._renew()
 
-    def look(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise TrainingError if another run is known to have taken it."""
         if self._lost is not None:
             raise self._lost
@@ -201,7 +201,7 @@ class Lease:
         """Whether it was taken, and is not known to be lost."""
         return self._taken and self._lost is None
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Leave the folder to others, at once."""
         self._stop.set()
         with self._lock:
@@ -227,7 +227,7 @@ class Lease:
                 _log.warning("%s: not renewed (%s); trying again in %g s", self._object, error, SECONDS / RENEWALS)
 
     def _renew(self) -> None:
-        self.look()
+        self.raise_if_lost()
         self._content["renewals"] += 1
         while not self._write():
             found = self._read()

@@ -32,8 +32,7 @@ from llama_jax.runs.preflight import choose_tokenizer, plan_of, task_kind
 from llama_jax.runs.pretrained import describe_weights, load_weights
 from llama_jax.runs.recipe import Recipe, name_of, to_dict
 from llama_jax.runs.recipes import check_weights, find
-from llama_jax.runs.run_folder import RunFolder
-from llama_jax.runs.run_folder import opened as opened_run
+from llama_jax.runs.run_folder import RunFolder, open_run
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.tasks.interface import Backend, BatchSource, EvalResult, Task, TaskContext, TaskInputs, TrainingProgram
 from llama_jax.storage import locate
@@ -45,18 +44,18 @@ from llama_jax.training.step import TrainState
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
       step: the last one.
       state: after it.
-      validation: what the last evaluation found, as `Evaluation` of text; None where the run was stopped before one.
+      validation: of the last evaluation; None if the run was stopped before one.
       stopped: the name of the signal that ended it before its last step, or None.
     """
 
     step: int
     state: TrainState
-    validation: Any
+    validation: EvalResult | None
     stopped: str | None
 
 
@@ -139,19 +138,19 @@ def train(
     if not processes.first_of_host:  # which fetches what is in a store
         processes.wait("data fetched")
     sources = find_data(data)
-    validation_sources = find_data(validation_data) if preflight.is_given(validation_data) else []
+    validation_sources = find_data(validation_data) if validation_data else []
     if processes.first_of_host:
         processes.wait("data fetched")
     check_trackers(track)
     preflight.check_sources(recipe, sources, validation_sources)
     with (
-        opened_run(where, processes, log) as run_folder,
+        open_run(where, processes, log) as run_folder,
         CheckpointManager(
             run_folder.path / CHECKPOINTS,
             keep_last=recipe.keep_last,
             keep_best=recipe.keep_best,
             timeout=save_timeout,
-            shelf=run_folder.shelf,
+            store=run_folder,
             stuck=stuck,
         ) as checkpoints,
     ):
@@ -317,7 +316,7 @@ class _TrainingRun:
         self.folder.put()
         self._log_end(step)
         stopped = self.stop.name if step < recipe.steps else None
-        return Result(step, state, None if self.validation is None else self.validation.result, stopped)
+        return Result(step, state, self.validation, stopped)
 
     def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Count what a finished step (number `step`, from 1) has read, and give up where it is hopeless."""

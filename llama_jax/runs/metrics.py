@@ -57,7 +57,7 @@ class Metrics:
             ) from None
 
     def close(self) -> None:
-        """End it."""
+        """Close the file."""
         with suppress(OSError):  # what could not be written was reported
             self._file.close()
 
@@ -126,9 +126,14 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     with reading(where, UserError):
         files = _files(resolved(where))
         if not files:
-            raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+            raise UserError(f"{folder} holds no {METRICS}; pass the folder of a run, the --workdir of llama-jax train")
+
+        def read(file: Location) -> bytes:
+            with file.open("rb") as opened:
+                return opened.read()
+
         with ThreadPoolExecutor(READERS) as pool:
-            parts = list(pool.map(_content, files))
+            parts = list(pool.map(read, files))
     kept: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
     unreadable = []
     for number, found in read_lines(parts):
@@ -146,10 +151,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     if not kept["train"]:
         damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
         raise UserError(f"{where / METRICS} has no line of training to draw{damage}; has the run logged a step yet?")
-    train, validation = (
-        {name: _column(lines, name) for name in (*names, *_more(lines.values()))}
-        for lines, names in ((kept["train"], TRAIN_METRICS), (kept["validation"], VALIDATION_METRICS))
-    )
+    train, validation = _columns(kept["train"], TRAIN_METRICS), _columns(kept["validation"], VALIDATION_METRICS)
     known = np.isfinite(train["tokens"])
     if known.any():
         validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
@@ -173,13 +175,18 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
       UserError: no folder, one that is given twice, or one without metrics.
     """
     if not folders:
-        raise UserError("no run was given; give the folder of at least one")
-    parts = [_parts(locate(folder)) for folder in folders]
+        raise UserError("no run was given; pass the folder of at least one")
+    places = [resolved(locate(folder)) for folder in folders]
+    parts = [tuple(str(place).split("/")) if isinstance(place, StoredPath) else place.parts for place in places]
     for i, folder in enumerate(folders):
         if parts[i] in parts[:i]:
             raise UserError(f"{folder} is given twice; one curve would hide the other")
-    runs = [read_run(folder) for folder in folders]
-    return [replace(run, name=_shortest(part, parts)) for run, part in zip(runs, parts, strict=True)]
+    runs = []
+    for i, folder in enumerate(folders):
+        ends = (parts[i][-depth:] for depth in range(1, len(parts[i]) + 1))
+        end = next(end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1)
+        runs.append(replace(read_run(folder), name=os.path.join(*end)))
+    return runs
 
 
 def _files(folder: Location) -> list[Location]:
@@ -194,38 +201,20 @@ def _files(folder: Location) -> list[Location]:
     return [*whole, *parts] if isinstance(folder, StoredPath) else [*parts, *whole]
 
 
-def _content(file: Location) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read()
-
-
-def _parts(path: Location) -> tuple[str, ...]:
-    return tuple(str(path).split("/")) if isinstance(path, StoredPath) else resolved(path).parts
-
-
-def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
-    """The shortest end of a path that tells it from the others."""
-    depth = next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in paths) == 1)
-    return os.path.join(*path[-depth:])
-
-
-def _more(lines: Iterable[dict[str, Any]]) -> list[str]:
-    """Names that only some kinds of runs have: those of OPTIONAL_METRICS, and the losses of the sources of a mixture."""
-    names = dict.fromkeys(name for line in lines for name in line)
-    return [
-        *(name for name in OPTIONAL_METRICS if name in names),
-        *(name for name in names if name.startswith(SOURCE_PREFIX)),
-    ]
-
-
-def _column(lines: dict[int, dict[str, Any]], name: str) -> np.ndarray:
-    """One value of every line in the order of steps, nan where there is none: float64[n]."""
-    return np.array([_number(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
-
-
-def _number(value: Any) -> float:
-    """nan for what is not a finite number; an integer can be too large for a float."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
+def _columns(lines: dict[int, dict[str, Any]], usual: Sequence[str]) -> dict[str, np.ndarray]:
+    """The values of all lines by name in the order of steps, nan for what is not a finite number: float64[n] each."""
+    present = dict.fromkeys(name for line in lines.values() for name in line)
+    sources = [name for name in present if name.startswith(SOURCE_PREFIX)]
+    rows = [lines[step] | {"step": step} for step in sorted(lines)]
+    return {
+        name: np.array(
+            [
+                float(value) if isinstance(value := row.get(name), int | float) and abs(value) < 1e300 else np.nan
+                for row in rows
+            ]
+        )  # an integer can be too large for a float
+        for name in (*usual, *(name for name in OPTIONAL_METRICS if name in present), *sources)
+    }
 
 
 Track = Literal["tensorboard", "wandb", "mlflow"]

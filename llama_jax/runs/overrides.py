@@ -18,10 +18,10 @@ Settings = TypeVar("Settings")
 def override(settings: Settings, changes: Sequence[str]) -> Settings:
     """Apply changes to a frozen dataclass in order; a dot leads into a nested one.
 
-    Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text, one of
-    dataclasses a JSON list of objects; in a text a
-    backslash and n are a line break. A nested dataclass that is None or gets another ``kind``, as by
-    ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from the given parts alone.
+    Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text, a tuple of
+    dataclasses a JSON list of objects; in a text a backslash and n are a line break. A nested dataclass that is None or
+    gets another ``kind``, as by ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from the given parts
+    alone.
 
     Raises:
       TrainingError: a change that is not ``key=value``, an unknown key (the nearest is named), or a value of another type.
@@ -37,31 +37,37 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
         for part in outer:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise TrainingError(f"{change!r} comes after {part}= was given whole; give that first part by part")
+                raise TrainingError(f"{change!r} comes after {part}= was given whole; set that first part by part")
         if isinstance(place.get(last), dict):
-            raise TrainingError(f"{key}= is given whole and in parts; give one of them")
+            raise TrainingError(f"{key}= is given whole and in parts; use one of them")
         place[last] = value
-    return _changed(settings, nested, "", keys_of(settings))
+    return _apply(settings, type(settings), nested, "", keys_of(settings))
 
 
-def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
-    """All changes of one dataclass at once, so that values that are only valid together may come in any order."""
-    types_ = get_type_hints(type(settings))
-    found = {}
+def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
+    """All changes of one dataclass at once, so that values that are only valid together may come in any order; with None
+    for the settings it is made of the changes alone."""
+    types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    values = {}
     for name, value in changes.items():
         key = f"{within}{name}"
-        if name not in {f.name for f in dataclasses.fields(settings)}:
-            raise TrainingError(f"{key!r} is not a setting of the recipe; {_meant(key, within, known)}")
-        inner, made = getattr(settings, name), dataclass_of(types_[name])
-        if isinstance(value, dict) and made is not None and (inner is None or "kind" in value):
-            found[name] = _made(made, value, f"{key}.", known)
-        elif isinstance(value, dict):
-            if not dataclasses.is_dataclass(inner):
+        if name not in fields:
+            raise TrainingError(f"{key!r} is not a setting of the recipe; {_suggest(key, within, known)}")
+        if isinstance(value, dict):
+            inner, inner_kind = getattr(settings, name, None), dataclass_of(types_[name])
+            if inner_kind is None:
                 raise TrainingError(f"{key!r} has no settings of its own; write {key}=VALUE")
-            found[name] = _changed(inner, value, f"{key}.", known)
+            values[name] = _apply(None if "kind" in value else inner, inner_kind, value, f"{key}.", known)
         else:
-            found[name] = _read(value, types_[name], key)
-    return dataclasses.replace(settings, **found)
+            values[name] = _parse(value, types_[name], key)
+    if settings is not None:
+        return dataclasses.replace(settings, **values)
+    missing = [
+        name for name, f in fields.items() if dataclasses.MISSING is f.default is f.default_factory and name not in values
+    ]
+    if missing:
+        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; set both")
+    return kind(**values)
 
 
 def dataclass_of(kind: Any) -> Any:
@@ -70,21 +76,7 @@ def dataclass_of(kind: Any) -> Any:
     return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
-def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> Any:
-    """A dataclass built from the values given for it."""
-    types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
-    for name, value in values.items():
-        if name not in fields:
-            raise TrainingError(f"{within + name!r} is not a setting of the recipe; {_meant(within + name, within, known)}")
-        if isinstance(value, dict):
-            raise TrainingError(f"{within + name!r} has no settings of its own; write {within}{name}=VALUE")
-    missing = [name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in values]
-    if missing:
-        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; give both")
-    return kind(**{name: _read(value, types_[name], f"{within}{name}") for name, value in values.items()})
-
-
-def _meant(key: str, within: str, known: list[str]) -> str:
+def _suggest(key: str, within: str, known: list[str]) -> str:
     """The nearest key at that level, or of all levels for the recipe itself; else the list of keys at that level."""
     last = {k: k.rpartition(".")[2] for k in known if k.startswith(within)}
     close = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), 1, 0.7)
@@ -95,14 +87,14 @@ def _meant(key: str, within: str, known: list[str]) -> str:
     return f"{within.rstrip('.') or 'it'} has {', '.join(beside)}"
 
 
-def _read(text: str, kind: Any, key: str) -> Any:
+def _parse(text: str, kind: Any, key: str) -> Any:
     """The value of a text for a field of this type."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in get_args(kind):
             return None
         kind = next(option for option in get_args(kind) if option is not type(None))
-        return _read(text, kind, key)
+        return _parse(text, kind, key)
     if origin is Literal:
         if text not in get_args(kind):
             raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(kind))}")
@@ -122,11 +114,11 @@ def _read(text: str, kind: Any, key: str) -> Any:
             raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
     if origin is tuple:
         return _items(text, get_args(kind)[0], key)
-    raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
+    raise TrainingError(f"{key} cannot be given whole on the command line; set its parts, as {key}.NAME=VALUE")
 
 
 def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
-    """The items of a tuple: texts, of which a single one may stand for itself, numbers, or dataclasses as JSON objects."""
+    """The items of a tuple: texts, also a single one without brackets; numbers; or dataclasses as JSON objects."""
     if kind is str and not text.startswith("["):
         return (text,) if text else ()
     found = _json(text)
@@ -144,7 +136,7 @@ def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """What a text is as JSON; None where it is none, or nests too deep to be a setting."""
+    """A text parsed as JSON; None if it is not JSON, or nests too deep to be a setting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -73,7 +73,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     if not 0 <= smoothing < 1:
         raise UserError(f"smoothing={smoothing} must be a fraction of a run, at least 0 and below 1")
     if not runs:
-        raise UserError("no run was given; give at least one")
+        raise UserError("no run was given; pass at least one")
     for run in runs:
         if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
             raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")
@@ -83,9 +83,16 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     of_sources = dict.fromkeys(name for run in runs for name in run.validation if name.startswith(SOURCE_PREFIX))
     titles |= {name: f"Validation loss of {name.removeprefix(SOURCE_PREFIX)}, nats per token" for name in of_sources}
     height = -(-len(titles) // 2)
-    figure = _blank(11, 3.5 * height)
-    from matplotlib.lines import Line2D
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.lines import Line2D
+    except ImportError:
+        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib') from None
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(11, 3.5 * height), dpi=150, layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
     grid = figure.subplots(height, 2, sharex=True).flat
     panels: dict[str, Axes] = dict(zip(titles, grid, strict=False))
     for name, title in titles.items():
@@ -96,7 +103,8 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
         axes.set_visible(False)
 
     handles = []
-    for run, (color, dashes) in zip(runs, _looks(), strict=False):
+    looks: Iterator[tuple[str, Any]] = cycle((color, dashes) for dashes in DASHES for color in COLORS)
+    for run, (color, dashes) in zip(runs, looks, strict=False):
         x = run.train[by]
         for name, axes in panels.items():
             if name not in run.train:  # of validation alone
@@ -124,25 +132,6 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     else:
         figure.suptitle(_plain(runs[0].name), x=0.01, ha="left", fontsize=12)
     return figure
-
-
-def _blank(width: float, height: float) -> Figure:
-    """An empty figure without a window, its size in inches; UserError if matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError:
-        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib') from None
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _looks() -> Iterator[tuple[str, Any]]:
-    """A color and a dash pattern for each run; they repeat after 21 runs."""
-    return cycle((color, dashes) for dashes in DASHES for color in COLORS)
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
-from llama_jax.data.data_files import Data, FoundData
-from llama_jax.data.documents import TOKENS, DocumentFormat, kind_of, read_documents
+from llama_jax.data.data_files import FoundData
+from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
@@ -112,19 +112,19 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
     """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
     kind = task_kind(recipe)
     if len(training) > 1 and not kind.mixes:
-        raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
+        raise TrainingError(f"{kind.name} are not mixed by weights; pass the files without names and weights")
     names, held = ([source.name for source in sources] for sources in (training, validation))
     if held and held != [""] and sorted(held) != sorted(names):
         raise TrainingError(
             f"the validation data are of {', '.join(filter(None, held))}, and the data of"
-            f" {', '.join(filter(None, names)) or 'no named source'}; give files for each of the latter, or without names"
+            f" {', '.join(filter(None, names)) or 'no named source'}; pass files for each of the latter, or without names"
         )
 
 
 def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+        raise TrainingError(f"{folder} is a file; pass a folder for the run with --workdir")
     check_trace(recipe, trace)
     check_task(recipe, mesh, backend)
 
@@ -141,7 +141,7 @@ def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe
     if latest is None:
         return None
     if not resume:
-        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or use another --workdir")
     step = folder / CHECKPOINTS / str(latest)
     try:
         verify(step, {ABOUT})
@@ -152,7 +152,7 @@ def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:
-        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
+        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; use another --workdir")
     check_recipe(note, folder, recipe)
     return note
 
@@ -167,7 +167,7 @@ def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None
         if any(difference.startswith("steps:") for difference in changed):
             longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
         raise TrainingError(
-            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or use another --workdir"
             f"{longer}"
         )
 
@@ -207,7 +207,7 @@ def log_compiling(log: Log, folder: Path) -> None:
 
 @contextmanager
 def explain_changed_data(note: dict[str, Any] | None) -> Iterator[None]:
-    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
+    """In a resumed run, report an error in opening the data as a change of the data, which could be read before."""
     try:
         yield
     except (DataError, TrainingError) as error:
@@ -246,11 +246,6 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
                 f" context of {context}"
             )
     return found
-
-
-def is_given(paths: Data) -> bool:
-    """Whether there are any."""
-    return isinstance(paths, str | os.PathLike) or len(paths) > 0
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:
@@ -300,7 +295,7 @@ def choose_tokenizer(
             return _learn(data, recipe)
         case _:
             raise TrainingError(
-                "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
+                "the recipe needs a tokenizer; pass one with --tokenizer, or add vocabulary=bpe to learn one from the data"
             )
 
 
@@ -310,7 +305,13 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
 
     def texts() -> Iterator[str]:
         try:
-            yield from _texts(data, recipe.reading)
+            for path in data:
+                if kind_of(path) in TOKENS:
+                    raise TrainingError(
+                        f"{path} holds tokens and no text to learn a vocabulary from; pass theirs with --tokenizer"
+                    )
+                for document in read_documents(path, recipe.reading):
+                    yield document.text
         except UserError as error:
             failed.append(error)
             raise
@@ -321,14 +322,6 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
         if failed:
             raise failed[0] from None
         raise
-
-
-def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
-    for path in data:
-        if kind_of(path) in TOKENS:
-            raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
-        for document in read_documents(path, reading):
-            yield document.text
 
 
 def task_kind(recipe: Recipe) -> TaskKind:
@@ -348,8 +341,10 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     check_mesh(recipe, mesh, backend)
     if backend not in kind.backends:
         raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
-    if recipe.neftune and kind is not language_modeling.KIND:
-        raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
+    if mesh.context > 1 and not kind.divides_rows:
+        raise TrainingError(
+            f"mesh {mesh} divides rows over context, and {kind.name} need whole ones; use data, fsdp and tensor"
+        )
     kind.check(recipe, mesh)
 
 

@@ -87,7 +87,7 @@ def load_frozen(
 
 
 def describe_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """A line that says what becomes of weights that are quantized."""
+    """A line about how quantized weights are used."""
     kinds = quantized_kinds(tensors)
     if not kinds:
         return []

@@ -49,7 +49,7 @@ NOT_NEGATIVE = ("steps", "seed", "evaluate_every", "evaluate_tokens", "save_ever
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How answers are sampled and judged, and the loss that is computed from the rewards.
+    """Settings of training by rewards: how answers are sampled and judged, and the loss.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
@@ -94,9 +94,7 @@ class RewardSettings:
         for name in ("group", "answer", "updates"):
             require_positive_int(f"rewards.{name}", getattr(self, name))
         for name in ("held", "samples"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise TrainingError(f"rewards.{name}={value!r} must be an integer of at least 0")
+            _require_int(f"rewards.{name}", getattr(self, name), 0)
         if self.group < 2:
             raise TrainingError(
                 f"rewards.group={self.group} must be at least 2: an answer is compared with its group's others"
@@ -201,10 +199,8 @@ class Recipe:
     sample_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            _require(self, name, 1)
-        for name in NOT_NEGATIVE:
-            _require(self, name, 0)
+        for name in (*POSITIVE, *NOT_NEGATIVE):
+            _require_int(name, getattr(self, name), int(name in POSITIVE))
         if self.seed >= 1 << 32:  # `jax.random.key` leaves out the bits above
             raise TrainingError(f"seed={shown(self.seed, 40)} must be an integer from 0 to 2**32 - 1")
         kinds = (
@@ -224,36 +220,36 @@ class Recipe:
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
             adapter_shapes(self.model, self.lora)  # raises for targets that the model does not have
         elif self.optimizer.lora_plus != 1:
-            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; give lora.rank, too")
+            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; set lora.rank, too")
         elif self.quantize != "none":
-            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; give lora.rank, too")
+            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; set lora.rank, too")
         Compute(attention=self.attention, attend=self.attend)
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
-        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
-            raise TrainingError(f"z_loss={self.z_loss} must be at least 0")
-        if not (math.isfinite(self.neftune) and self.neftune >= 0):
-            raise TrainingError(f"neftune={self.neftune} must be at least 0")
-        if self.neftune and self.loss is not None:
-            raise TrainingError("neftune is noise in the library's own loss, and loss gives another; leave one of them out")
+        for name in ("z_loss", "neftune", "epochs"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise TrainingError(f"{name}={getattr(self, name)} must be at least 0")
         if not 0 < self.validation < 1:
             raise TrainingError(
-                f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
+                f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"
                 " files of their own with --validation-data"
             )
         if self.chats is not None and self.vocabulary == "bpe":
-            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; give a tokenizer, or byte")
+            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; use a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
-            raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
-        losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]
+            raise TrainingError("preference needs data that are read as chats; set chats, too, as chats.format=auto")
+        losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")
+        for name, others in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
+            if getattr(self, name) and others:
+                raise TrainingError(
+                    f"{name}={getattr(self, name)} is a part of the usual loss, and {losses[0]} is another; leave one out"
+                )
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:
             raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
-        if not (math.isfinite(self.epochs) and self.epochs >= 0):
-            raise TrainingError(f"epochs={self.epochs} must be at least 0")
         if self.steps and self.epochs:
             raise TrainingError(f"steps={self.steps} and epochs={self.epochs} exclude each other; set steps=0, or epochs=0")
         if self.steps:
@@ -304,8 +300,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {key: leaf for field, inner in value.items() for key, leaf in _flat(inner, f"{name}.{field}".strip(".")).items()}
 
 
-def _require(recipe: Recipe, name: str, least: int) -> None:
-    value = getattr(recipe, name)
+def _require_int(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise TrainingError(f"{name}={value!r} must be an integer of at least {least}")
 

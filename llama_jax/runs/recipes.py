@@ -9,7 +9,7 @@ from llama_jax.config import LlamaConfig, preset
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError
 from llama_jax.runs.recipe import Recipe, RewardSettings
-from llama_jax.runs.user_functions import result_of
+from llama_jax.runs.user_functions import call_function
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
@@ -167,7 +167,7 @@ FINE_TUNING = ("sft", "dpo", "grpo")  # they start from the model of --weights
 def check_weights(name: str, *, given: bool) -> None:
     """Raise TrainingError if a built-in recipe needs a model to begin with and there is none."""
     if name in FINE_TUNING and not given:
-        raise TrainingError(f"the recipe {name} continues the training of a model; give one with --weights")
+        raise TrainingError(f"the recipe {name} continues the training of a model; pass one with --weights")
 
 
 def find(name: str) -> Recipe:
@@ -180,8 +180,8 @@ def find(name: str) -> Recipe:
         return BUILT_IN[name]()
     file, colon, _ = name.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise TrainingError(f"no recipe {name!r}; give {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
-    recipe = result_of(name, "recipe")
+        raise TrainingError(f"no recipe {name!r}; use {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
+    recipe = call_function(name, "recipe")
     if not isinstance(recipe, Recipe):
         raise TrainingError(f"recipe {name!r} returned {type(recipe).__name__}; a llama_jax.runs.recipe.Recipe is needed")
     return recipe

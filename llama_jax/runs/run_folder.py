@@ -1,12 +1,11 @@
 """The folder of a run: where it works, and where what it writes ends up, on a disk or in a store.
 
-A run in a store works in a folder in TMPDIR, and each finished piece is put to the store. Everything is there whole or
-not at all, and in this order: first what a step needs beside it (recipe.json, reference.npz, the metrics so far), then
-the files of the step, and its checksums last, without which it is none. Before every request that changes something the
-lease is looked at.
+A run in a store works in a folder in TMPDIR, and each finished file is uploaded. Everything is there whole or not at all,
+and in this order: first what a step needs beside it (recipe.json, reference.npz, the metrics so far), then the files of the
+step, and its checksums last, without which it is none. The lease is checked before every request that changes something.
 
-Of several hosts each works in a folder of its own. It puts the numbers that it has written, in files whose names nobody
-else gives; everything else process 0 puts, which alone has the lease.
+With several hosts each works in a folder of its own. It uploads the numbers that it has written, in files whose names no
+other host uses; everything else is uploaded by process 0, which alone holds the lease.
 """
 
 from __future__ import annotations
@@ -21,36 +20,96 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Protocol
 
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, NUMBER_FILES, SUMS, fetch_files, files_in, is_step, sums_of
 from llama_jax.parallel.multihost import Processes
-from llama_jax.runs import locks
-from llama_jax.runs.locks import Lease, locked
+from llama_jax.runs.locks import LEASE, Lease, folder_lock
 from llama_jax.runs.log import Log
 from llama_jax.runs.metrics import METRICS, PARTS
-from llama_jax.runs.shelf import LocalShelf, Shelf
 from llama_jax.storage import Location, StoredPath, consistent_reader
-from llama_jax.storage.atomic_write import ScratchFolder
+from llama_jax.storage.atomic_write import ScratchFolder, flush_folders, replace_path
+
+REMOVED = ".removed"  # after the number of a step in the name of its folder, which is being deleted
+THREADS = 4  # files that are uploaded at a time, large ones in parts
+PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.consistent_reader`: a run costs more than a reader
+METRICS_EVERY = 15.0  # seconds
+LEAVING = 20.0  # seconds that uploading the rest of a failed run may take
+PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
+READING = "reading"  # beside the folder of checkpoints: downloaded steps
+
+_log = logging.getLogger("llama_jax.storage")
 
 
-class RunFolder(Protocol):
-    """What a run asks of its folder.
+class CheckpointStore:
+    """The whole steps of a run. This one is a folder on a disk, in which a step gets its name when it is whole.
+
+    Attributes:
+      checkpoints: the folder of the steps, for messages.
+      shared: whether all processes write a step into one folder; else those of each host have one of their own.
+      first: the number of the first of the processes that share this one's folder.
+    """
+
+    shared, first = True, 0
+
+    def __init__(self, checkpoints: Location, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises TrainingError once this run no longer has its folder to itself, without asking a store."""
+        self.checkpoints = checkpoints
+        self.check = check
+
+    def now(self) -> Location:
+        """`checkpoints`, as a reader finds it now."""
+        return self.checkpoints
+
+    def clear_up(self) -> None:
+        """Remove what killed runs have left that is no step; on a disk `CheckpointManager` does, before each save."""
+
+    def gather_step(self, written: Path, step: int) -> dict[str, str]:
+        """Add what other hosts have to the folder of process 0; call in every process, before `put_step`.
+
+        Returns:
+          In process 0: {name: checksum} of the files of the step that are already uploaded and not in its folder.
+
+        Raises:
+          OSError, TrainingError: see `put_step`.
+        """
+        return {}
+
+    def put_step(self, written: Path, step: int) -> None:
+        """In process 0: make a folder of this machine, with its checksums, the step, durably.
+
+        Raises:
+          OSError: it cannot be written, and there is no such step.
+          TrainingError: another run has taken this one's folder over; nothing was written.
+        """
+        self.check()
+        flush_folders(written)
+        replace_path(written, Path(self.checkpoints / str(step)))
+
+    def remove_step(self, step: int) -> None:
+        """Remove a step, so that a reader never finds a half of it."""
+        # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.
+        folder = Path(self.checkpoints / str(step))
+        shutil.rmtree(folder.rename(folder.with_name(f"{step}{REMOVED}")))
+
+    @contextmanager
+    def local_step(self, step: int) -> Iterator[Path]:
+        """A folder of this machine that holds the step's files, within the context."""
+        yield Path(self.checkpoints / str(step))
+
+
+class RunFolder(CheckpointStore):
+    """The folder of a run. This one lies on a disk, and is written to directly.
 
     Attributes:
       place: as it was given, for messages and readers.
       path: of this machine, where everything is written.
-      shelf: for its checkpoints.
     """
 
-    @property
-    def place(self) -> Location: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def shelf(self) -> Shelf: ...
+    def __init__(self, place: Location, path: Path, check: Callable[[], None]) -> None:
+        super().__init__(place / CHECKPOINTS, check)
+        self.place, self.path = place, path
 
     def put(self) -> None:
         """Make sure that what was written to `path` is in `place`: whole files, and lines of metrics.
@@ -58,72 +117,28 @@ class RunFolder(Protocol):
         Raises:
           TrainingError: it cannot be written there, or another run has taken the folder over.
         """
-
-
-class LocalRun:
-    """A `RunFolder` that lies on a disk, and is written to as it is."""
-
-    def __init__(self, place: Path, check: Callable[[], None]) -> None:
-        """`check` raises TrainingError where the folder is no longer this run's."""
-        self.place = self.path = place
-        self.shelf = LocalShelf(place / CHECKPOINTS, check)
-        self.put = check
-
-
-class SharedStoredRun:
-    """A `RunFolder` in a store, for all processes but the first, which has its lease.
-
-    It works in a folder of the same path, as orbax demands of all processes: the very same where it is of process 0's host.
-    """
-
-    def __init__(self, place: StoredPath, path: Path, processes: Processes) -> None:
-        """Make the folder where no process of a lower number does, with what a run before has left beside its steps.
-
-        Raises:
-          TrainingError: it cannot be made, or the store cannot be read.
-        """
-        self.place, self.path = place.resolve(), path
-        self.shelf: Shelf = StoredShelf(self.place, path, processes, None)
-        if not processes.first_of_host:
-            return
-        try:
-            self._scratch = ScratchFolder(path.parent)
-            path.mkdir()
-        except OSError as error:
-            raise TrainingError(
-                f"{path.parent} cannot be made on {platform.node()} ({error.strerror}); the variable TMPDIR must name a"
-                " folder that is there on every host, and that no two hosts share"
-            ) from None
-        try:
-            fetch_beside(self.place, path)
-        except OSError as error:
-            raise TrainingError(cannot_reach(self.place, error)) from None
-
-    def put(self) -> None:
-        pass
+        self.check()
 
 
 @contextmanager
-def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolder]:
-    """The folder of a run, which no other run writes to meanwhile.
+def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFolder]:
+    """The folder of a run, to which no other run writes meanwhile.
 
     Raises:
       TrainingError: another does, or it cannot be written to.
     """
     if isinstance(place, Path):
-        with locked(place) if processes.index == 0 else nullcontext(lambda: None) as check:
-            yield LocalRun(place, check)
+        with folder_lock(place) if processes.index == 0 else nullcontext(lambda: None) as check:
+            yield RunFolder(place, place, check)
         return
     if place.view.root.startswith("hf://"):
         raise TrainingError(
             f"{place} is on the Hub, where runs cannot be stored; pass a folder of this machine, s3:// or gs://"
         )
-    if processes.index:
-        yield SharedStoredRun(place, Path(os.fsdecode(processes.hear())), processes)
-        return
-    run = StoredRun(place, processes, log)
+    run = StoredRun(place, processes, log, Path(os.fsdecode(processes.hear())) if processes.index else None)
     try:
-        processes.tell(os.fsencode(run.path))
+        if processes.index == 0:
+            processes.tell(os.fsencode(run.path))
         yield run
     except BaseException:
         run.end(failed=True)
@@ -131,85 +146,83 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
     run.end(failed=False)
 
 
-THREADS = 4  # files that are put at a time, large ones in parts
-PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.consistent_reader`: a run costs more than a reader
-METRICS_EVERY = 15.0  # seconds
-LEAVING = 20.0  # seconds that what is left of a run that has failed may take
-PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
-READING = "reading"  # beside the folder of checkpoints: steps that are brought here
+class StoredRun(RunFolder):
+    """A run in a store. Process 0 holds its lease; all work in folders of the same path, as orbax demands."""
 
-_log = logging.getLogger("llama_jax.storage")
+    def __init__(self, place: StoredPath, processes: Processes, log: Log, path: Path | None = None) -> None:
+        """Take the lease, and download what an earlier run has left beside its steps.
 
-
-class StoredRun:
-    """A `RunFolder` in a store, for the process that writes."""
-
-    def __init__(self, place: StoredPath, processes: Processes, log: Log) -> None:
-        """Take the lease, and bring here what a run before has left beside its steps.
+        Args:
+          path: that of process 0, in all processes but that: they take no lease.
 
         Raises:
-          TrainingError: another run has the lease, or the store cannot be read and written.
+          TrainingError: another run has the lease, the store cannot be read and written, or the path cannot be made.
         """
-        self.place = place.resolve()
-        self._scratch = ScratchFolder()
-        self.path = self._scratch.path / "run"
-        self.path.mkdir()
-        self._lease = Lease(self.place)
-        self.shelf: Shelf = StoredShelf(self.place, self.path, processes, self)
-        self._there: dict[str, tuple[int, int]] = {}  # of files that are in the store: size, and when they were written here
+        self._store = place.resolve()
+        self._scratch = ScratchFolder() if path is None else None
+        super().__init__(self._store, self._scratch.path / "run" if self._scratch else Path(path or ""), self._check)
+        self.shared, self.first = processes.on_one_host, processes.host
+        self._lease = Lease(self._store) if path is None else None
+        self._processes = processes
+        self._downloaded = self.path / READING
+        self._uploaded: dict[
+            str, tuple[int, int]
+        ] = {}  # of files that are in the store: size, and when they were written here
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        if path is not None and not processes.first_of_host:
+            return
         try:
-            self._lease.take(log.line)
+            self._scratch = self._scratch or ScratchFolder(self.path.parent)
+            self.path.mkdir()
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path.parent} cannot be made on {platform.node()} ({error.strerror}); the variable TMPDIR must name a"
+                " folder that is there on every host, and that no two hosts share"
+            ) from None
+        try:
+            if self._lease is not None:
+                self._lease.acquire(log.line)
             self._fetch()
         except BaseException as error:
             self.end(failed=True)
             if isinstance(error, OSError):
-                raise TrainingError(cannot_reach(self.place, error)) from None
+                raise TrainingError(self._cannot_reach(error)) from None
             raise
-        threading.Thread(target=self._go_on, name="metrics", daemon=True).start()
+        if self._lease is not None:
+            threading.Thread(target=self._upload_regularly, name="metrics", daemon=True).start()
 
     def put(self) -> None:
         try:
             self.put_files()
         except OSError as error:
-            raise TrainingError(cannot_reach(self.place, error)) from None
+            raise TrainingError(self._cannot_reach(error)) from None
 
     def put_files(self, *, also_in_folders: bool = False) -> None:
-        """Put the files that have changed, and the metrics.
+        """In process 0: upload the files that have changed, and the metrics.
 
-        Those at the top appear there whole (`atomic_write`); in folders TensorBoard and profilers write as they like,
-        until the run ends.
+        Files at the top are whole (`atomic_write`); those in folders, which TensorBoard and profilers write as they like,
+        are uploaded when the run ends.
 
         Raises:
           OSError: an object cannot be written.
           TrainingError: another run has the lease.
         """
+        if self._lease is None:
+            return
         with self._lock:
             for file in sorted(self.path.rglob("*") if also_in_folders else self.path.iterdir()):
                 name = file.relative_to(self.path).as_posix()
                 if not file.is_file() or name == METRICS or name.startswith((".", f"{CHECKPOINTS}/", f"{READING}/")):
                     continue
-                mark = file.stat().st_size, file.stat().st_mtime_ns
-                if self._there.get(name) != mark:
-                    self.write(self.place / name, file)
-                    self._there[name] = mark
+                mark = _mark(file)
+                if self._uploaded.get(name) != mark:
+                    self._write(self._store / name, file)
+                    self._uploaded[name] = mark
             self._put_metrics()
 
-    def write(self, path: StoredPath, content: Path | bytes) -> None:
-        """Put a file under a name, in the place of what is there."""
-        self._trying(path, lambda: path.view.store().write(path.key, content))
-
-    def delete(self, path: StoredPath) -> None:
-        """Remove an object."""
-        self._trying(path, lambda: path.view.store().delete(path.key))
-
-    def check(self) -> None:
-        """Raise TrainingError where it is known that another run has the lease."""
-        self._lease.look()
-
     def end(self, *, failed: bool) -> None:
-        """Put what is left, unless the lease is lost, and leave the folder to others.
+        """Upload what is left, unless the lease is lost, and leave the folder to others.
 
         Raises:
           TrainingError: it cannot be written; not raised for a run that has failed, which has an error already.
@@ -223,33 +236,104 @@ class StoredRun:
             else:
                 self._leave()
         except OSError as error:
-            raise TrainingError(cannot_reach(self.place, error)) from None
+            raise TrainingError(self._cannot_reach(error)) from None
         finally:
-            self._scratch.close()
+            if self._scratch is not None and self._lease is not None:
+                self._scratch.close()
 
-    def _leave_quietly(self) -> None:
-        with suppress(OSError, TrainingError):
-            self._leave()
+    def now(self) -> StoredPath:
+        return (self._store / CHECKPOINTS).resolve()
 
-    def _leave(self) -> None:
-        try:
-            if self._lease.is_held:
-                self.put_files(also_in_folders=True)
-        finally:
-            self._lease.end()
+    def clear_up(self) -> None:
+        now = self.now()
+        for name in now.view.names(now.key):
+            if name.isdecimal() and not is_step(now / name):
+                self.remove_step(int(name))
 
-    def _trying(self, path: StoredPath, ask: Callable[[], None]) -> None:
+    def gather_step(self, written: Path, step: int) -> dict[str, str]:
+        if self._lease is not None:
+            self.put_files()
+            self.remove_step(step)
+        self._processes.wait(f"room for step {step}")
+        share: dict[str, dict[str, str]] = {"sums": {}, "files": {}}
+        if self._processes.first_of_host:
+            shutil.rmtree(self._downloaded, ignore_errors=True)
+            names = files_in(written)
+            numbers = [name for name in names if NUMBER_FILES.fullmatch(name)]
+            self._put_step_files(written, step, numbers)
+            if self._lease is None:
+                small = [name for name in names if name not in numbers]
+                share["files"] = {name: base64.b64encode((written / name).read_bytes()).decode() for name in small}
+                share["sums"] = sums_of(written, numbers)
+                shutil.rmtree(written)
+        elsewhere: dict[str, str] = {}
+        for other in self._processes.gather(f"step {step} put", share)[1:]:
+            elsewhere |= other["sums"]
+            for name, content in other["files"].items():  # by their names: of an index its manifest last
+                _add(written, name, base64.b64decode(content))
+        return elsewhere
+
+    def put_step(self, written: Path, step: int) -> None:
+        last = f"{ABOUT}/{SUMS}"
+        names = [name for name in files_in(written) if name != last and not NUMBER_FILES.fullmatch(name)]
+        self._put_step_files(written, step, names)
+        self._put_step_files(written, step, [last])
+        shutil.rmtree(written)
+
+    def remove_step(self, step: int) -> None:
+        """The checksums, which make it a step, are removed first."""
+        for path in sorted(_below(self.now() / str(step)), key=lambda path: path.name != SUMS):
+            self._delete(path)
+
+    @contextmanager
+    def local_step(self, step: int) -> Iterator[Path]:
+        folder, place = self._downloaded / str(step), self.now() / str(step)
+        if self._processes.first_of_host:
+            shutil.rmtree(self._downloaded, ignore_errors=True)
+            try:
+                fetch_files(place, folder)
+            except OSError as error:
+                raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from None
+            except CheckpointError as error:
+                if self._processes.count == 1:
+                    raise
+                raise CheckpointError(str(error)) from None  # the others wait for it, and look at no older step
+        self._processes.wait("step fetched")
+        yield folder
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.raise_if_lost()
+
+    def _with_lease(self, path: StoredPath, ask: Callable[[], None]) -> None:
+        """Make a request that changes something, again and again; in process 0 while it has the lease."""
+
         def guarded() -> None:
-            self._lease.check()
+            if self._lease is not None:
+                self._lease.check()
             ask()
 
-        _trying(path, guarded)
+        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.WAITS, *PATIENCE))
+
+    def _write(self, path: StoredPath, content: Path | bytes) -> None:
+        self._with_lease(path, lambda: path.view.store().write(path.key, content))
+
+    def _delete(self, path: StoredPath) -> None:
+        self._with_lease(path, lambda: path.view.store().delete(path.key))
+
+    def _put_step_files(self, written: Path, step: int, names: Sequence[str]) -> None:
+        place = self.now() / str(step)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: self._write(place / name, written / name), names))
 
     def _fetch(self) -> None:
-        for file in fetch_beside(self.place, self.path):
-            self._there[file.name] = file.stat().st_size, file.stat().st_mtime_ns
-        names = self.place.view.names(self.place.key)
-        parts = self.place.view.names((self.place / PARTS).key) if PARTS in names else ()
+        """Download the files at the top, without metrics; find the number of the next part of these."""
+        names = self._store.view.names(self._store.key)
+        for name, listed in names.items():
+            if listed.size is not None and not name.startswith(".") and name not in (LEASE, METRICS):
+                (self.path / name).write_bytes(self._store.view.read((self._store / name).key, 0, listed.size))
+                self._uploaded[name] = _mark(self.path / name)
+        parts = self._store.view.names((self._store / PARTS).key) if PARTS in names else ()
         numbers = [int(name.partition(".")[0]) for name in parts if name.partition(".")[0].isdecimal()]
         self._number, self._begun, self._part = max(numbers, default=0) + 1, 0, 0
 
@@ -263,127 +347,46 @@ class StoredRun:
             lines = file.read()
         lines = lines[: lines.rfind(b"\n") + 1]
         if len(lines) > self._part:
-            self.write(self.place / PARTS / f"{self._number:06}.jsonl", lines)
+            self._write(self._store / PARTS / f"{self._number:06}.jsonl", lines)
             self._part = len(lines)
         if len(lines) >= PART:
             self._number, self._begun, self._part = self._number + 1, self._begun + len(lines), 0
 
-    def _go_on(self) -> None:
+    def _upload_regularly(self) -> None:
         while not self._stop.wait(METRICS_EVERY):
             try:
                 self.put_files()
             except TrainingError:  # `check` raises it in the run
                 return
             except OSError as error:
-                _log.warning("%s", cannot_reach(self.place, error))
+                _log.warning("%s", self._cannot_reach(error))
+
+    def _leave_quietly(self) -> None:
+        with suppress(OSError, TrainingError):
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            if self._lease.is_held:
+                self.put_files(also_in_folders=True)
+        finally:
+            self._lease.release()
+
+    def _cannot_reach(self, error: OSError) -> str:
+        """The message that a store does not answer, or refuses."""
+        name, why = error.filename or self.place, error.strerror or error
+        return f"{name} cannot be read and written ({why}); see to that, and go on with --resume"
 
 
-class StoredShelf:
-    """A `Shelf` in a store."""
-
-    def __init__(self, run: StoredPath, path: Path, processes: Processes, writer: StoredRun | None) -> None:
-        """`writer` is None in all processes but the first."""
-        self.place = run / CHECKPOINTS
-        self.shared, self.first = processes.on_one_host, processes.host
-        self._brought = path / READING
-        self._processes = processes
-        self._writer = writer
-
-    def now(self) -> StoredPath:
-        return self.place.resolve()
-
-    def clear_up(self) -> None:
-        now = self.now()
-        for name in now.view.names(now.key):
-            if name.isdecimal() and not is_step(now / name):
-                self._empty(now / name)
-
-    def gather(self, written: Path, step: int) -> dict[str, str]:
-        if self._writer is not None:
-            self._writer.put_files()
-            self._empty(self.now() / str(step))
-        self._processes.wait(f"room for step {step}")
-        share: dict[str, dict[str, str]] = {"sums": {}, "files": {}}
-        if self._processes.first_of_host:
-            shutil.rmtree(self._brought, ignore_errors=True)
-            names = files_in(written)
-            numbers = [name for name in names if OF_NUMBERS.fullmatch(name)]
-            self._put_files(written, step, numbers)
-            if self._writer is None:
-                small = [name for name in names if name not in numbers]
-                share["files"] = {name: base64.b64encode((written / name).read_bytes()).decode() for name in small}
-                share["sums"] = sums_of(written, numbers)
-                shutil.rmtree(written)
-        elsewhere: dict[str, str] = {}
-        for other in self._processes.gather(f"step {step} put", share)[1:]:
-            elsewhere |= other["sums"]
-            for name, content in other["files"].items():  # by their names: of an index its manifest last
-                _add(written, name, base64.b64decode(content))
-        return elsewhere
-
-    def put(self, written: Path, step: int) -> None:
-        last = f"{ABOUT}/{SUMS}"
-        names = [name for name in files_in(written) if name != last and not OF_NUMBERS.fullmatch(name)]
-        self._put_files(written, step, names)
-        self._put_files(written, step, [last])
-        shutil.rmtree(written)
-
-    def remove(self, step: int) -> None:
-        self._empty(self.now() / str(step))
-
-    @contextmanager
-    def reading(self, step: int) -> Iterator[Path]:
-        folder, place = self._brought / str(step), self.now() / str(step)
-        if self._processes.first_of_host:
-            shutil.rmtree(self._brought, ignore_errors=True)
-            try:
-                fetch_files(place, folder)
-            except OSError as error:
-                raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from None
-            except CheckpointError as error:
-                if self._processes.count == 1:
-                    raise
-                raise CheckpointError(str(error)) from None  # the others wait for it, and look at no older step
-        self._processes.wait("step fetched")
-        yield folder
-
-    def check(self) -> None:
-        if self._writer is not None:
-            self._writer.check()
-
-    def _put_files(self, written: Path, step: int, names: Sequence[str]) -> None:
-        place = self.now() / str(step)
-
-        def put(name: str) -> None:
-            if self._writer is not None:
-                self._writer.write(place / name, written / name)
-            else:
-                _trying(place / name, lambda: place.view.store().write((place / name).key, written / name))
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(put, names))
-
-    def _empty(self, folder: StoredPath) -> None:
-        """Remove what lies in a step's folder, what makes it a step first."""
-        assert self._writer is not None
-        found = list(_below(folder))
-        for path in sorted(found, key=lambda path: path.name != SUMS):
-            self._writer.delete(path)
-
-
-def fetch_beside(place: StoredPath, path: Path) -> list[Path]:
-    """Download the files at the top of the run in `place`, without metrics, into a folder; return their paths."""
-    found = []
-    for name, listed in place.view.names(place.key).items():
-        if listed.size is None or name.startswith(".") or name in (locks.LEASE, METRICS):
-            continue
-        (path / name).write_bytes(place.view.read((place / name).key, 0, listed.size))
-        found.append(path / name)
-    return found
+def _mark(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _add(step: Path, name: str, content: bytes) -> None:
-    """Add to a step what another host has written: to an index its own, and of the rest what is not there."""
+    """Add to a step what another host has written: its index to the one here, and of the rest what is not there."""
     file = step / name
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -392,21 +395,9 @@ def _add(step: Path, name: str, content: bytes) -> None:
         add_index(file.parent, content)
 
 
-def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
-    consistent_reader.with_retries(str(path), ask, (*consistent_reader.WAITS, *PATIENCE))
-
-
 def _below(folder: StoredPath) -> Iterator[StoredPath]:
     for name, found in folder.view.names(folder.key).items():
         if found.size is None:
             yield from _below(folder / name)
         else:
             yield folder / name
-
-
-def cannot_reach(place: StoredPath, error: Exception) -> str:
-    """The error that a store does not answer, or refuses."""
-    if isinstance(error, TrainingError):
-        return str(error)
-    name, why = getattr(error, "filename", None) or place, getattr(error, "strerror", None) or error
-    return f"{name} cannot be read and written ({why}); see to that, and go on with --resume"

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from llama_jax.parallel.stop_signal import StopVote
@@ -36,9 +36,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -54,8 +52,8 @@ class StopRequest:
 
 def ending_signals() -> list[signal.Signals]:
     """The signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without ignored ones, as under nohup."""
-    asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+    ending = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    return [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _say(text: str) -> None:
@@ -65,7 +63,7 @@ def _say(text: str) -> None:
 
 
 class Stopping:
-    """Whether to stop before the next step: all processes after the same one, whichever of them was asked.
+    """Whether to stop before the next step: all processes stop after the same one, whichever got the signal.
 
     They vote every half second, or at every step if one takes longer. The step of the next vote follows from the step time
     agreed on in the last one, so that it is the same in all processes.
@@ -99,7 +97,7 @@ class Stopping:
         self._steps += 1
         if self._steps >= self._every:
             now = time.perf_counter()
-            asked = 0 if self._request.name is None else int(signal.Signals[self._request.name])
-            self._vote.cast(asked, round((now - self._last) / self._steps * 1e6))
+            number = 0 if self._request.name is None else int(signal.Signals[self._request.name])
+            self._vote.cast(number, round((now - self._last) / self._steps * 1e6))
             self._steps, self._last = 0, now
         return False

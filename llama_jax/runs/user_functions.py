@@ -20,8 +20,11 @@ import numpy as np
 from llama_jax.errors import TrainingError, UserError, reason_of, shown
 from llama_jax.storage import resolved
 
+COMPLETIONS = "completions"
+STOPPED = "stopped"
 
-def function_of(name: str, what: str) -> Callable[..., Any]:
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
     """Run the file, which may import from its own folder, and return its function of that name.
 
     Args:
@@ -43,7 +46,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
     sys.path.insert(0, str(path.parent))  # the file may import its neighbors, as a script may
     try:
-        with _running(path, name, what):
+        with _errors_of_user_code(name, what):
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
@@ -54,30 +57,33 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     return found
 
 
-def result_of(name: str, what: str) -> Any:
-    """What the function of that name returns without arguments; TrainingError as `function_of`, or where it fails."""
-    make = function_of(name, what)
-    with _running(resolved(Path(name.rpartition(":")[0])), name, what):
+def call_function(name: str, what: str) -> Any:
+    """Call the function of that name without arguments; TrainingError as `load_function`, or if it fails."""
+    make = load_function(name, what)
+    with _errors_of_user_code(name, what):
         return make()
 
 
 @contextmanager
-def _running(path: Path, name: str, what: str) -> Iterator[None]:
-    """Turn what the user's code raises, or that it exits, into an error that names the line; ours are as they are."""
+def _errors_of_user_code(name: str, what: str) -> Iterator[None]:
+    """Turn what the user's code raises, or that it exits, into an error that names its last line; UserErrors stay."""
     try:
         yield
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = own[-1].lineno if own else getattr(error, "lineno", None)
-        at = f", line {line}" if line else ""
-        raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None
-
-
-Function = Callable[..., Sequence[float]]  # (completions, **columns)
-COMPLETIONS = "completions"
-STOPPED = "stopped"
+    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
+        path = str(resolved(Path(name.rpartition(":")[0])))
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == path]
+        if isinstance(error, SyntaxError) and error.filename == path:
+            said += f" ({path}, line {error.lineno})"
+        elif own or len(frames) > 1:
+            last = (own or frames)[-1]
+            line = f": {last.line}" if last.line else ""
+            said += f" ({last.filename}, line {last.lineno}, in {last.name}{line})"
+        raise TrainingError(f"{what} {name!r} failed with {said}") from None
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,47 @@ class Reward:
     """
 
     name: str
-    function: Function
+    function: Callable[..., Sequence[float]]
     weight: float
     digest: str
+
+    def __call__(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+        """The rewards of answers: float64[B]; see `judge` for the errors."""
+        names = [name for name in columns if name != STOPPED or self.accepts(STOPPED)]
+        with _errors_of_user_code(self.name, "reward"):
+            # Copies: what it changes in them does not change for others.
+            given: Any = self.function(list(completions), **{name: list(columns[name]) for name in names})
+            if inspect.isgenerator(given):  # which may never end
+                given = list(islice(given, len(completions) + 1))
+        if inspect.iscoroutine(given):
+            given.close()  # else Python warns of a coroutine that was never awaited
+        need = f"a list of {len(completions)} numbers, one for each answer, is needed"
+        try:
+            values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
+        except TypeError:
+            values = None
+        if values is None:
+            raise TrainingError(f"reward {self.name} gave {shown(given, 40)}; {need}")
+        if len(values) != len(completions):
+            raise TrainingError(f"reward {self.name} gave {len(values)} values for {len(completions)} answers; {need}")
+        for value, completion in zip(values, completions, strict=True):
+            if not _is_number(value):
+                raise TrainingError(
+                    f"reward {self.name} gave {shown(value, 40)} for the answer {shown(completion, 60)}; a finite number is"
+                    " needed"
+                )
+        return np.array([float(value) for value in values])
+
+    def accepts(self, name: str) -> bool:
+        """Whether the function can be called with an argument of this name."""
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except (TypeError, ValueError):  # builtins have none
+            return False
+        kind = parameters[name].kind if name in parameters else None
+        return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
+            one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+        )
 
 
 def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[Reward, ...]:
@@ -109,19 +153,18 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
       TrainingError: no name, a missing file or function, a file that fails, or another number of weights.
     """
     if not names:
-        raise TrainingError("rewards need a function that gives them; give one with --reward FILE.py:FUNCTION")
+        raise TrainingError("rewards need a function that gives them; pass one with --reward FILE.py:FUNCTION")
     if weights and len(weights) != len(names):
-        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; give one for each")
+        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; pass one for each")
     found = []
-    for i, name in enumerate(names):
-        function = function_of(name, "reward")
-        file = Path(name.rpartition(":")[0])
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        found.append(Reward(name, function, float(weights[i]) if weights else 1.0, digest))
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        function = load_function(name, "reward")
+        digest = hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()
+        found.append(Reward(name, function, float(weight), digest))
     return tuple(found)
 
 
-def digest_of(rewards: Sequence[Reward]) -> str:
+def rewards_digest(rewards: Sequence[Reward]) -> str:
     """A digest by which a resumed run recognizes them: of their names and files, wherever these lie."""
     found = hashlib.sha256()
     for reward in rewards:
@@ -137,10 +180,10 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     for reward in rewards:
         try:
             signature = inspect.signature(reward.function)
-        except (TypeError, ValueError):  # of what is written in C there is none
+        except (TypeError, ValueError):  # builtins have none
             continue
         try:
-            also = [STOPPED] if _takes(reward.function, STOPPED) else []
+            also = [STOPPED] if reward.accepts(STOPPED) else []
             signature.bind([], **{name: [] for name in (*columns, *also)})
         except TypeError as error:
             given = ", ".join(f"{name}=..." for name in columns)
@@ -157,7 +200,7 @@ def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mappin
     Raises:
       TrainingError: a function that raises, by its file and line; or that gives anything but a finite number for each.
     """
-    return np.array([_judged(reward, completions, columns) for reward in rewards])
+    return np.array([reward(completions, columns) for reward in rewards])
 
 
 def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
@@ -165,61 +208,8 @@ def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
     return np.array([reward.weight for reward in rewards]) @ found
 
 
-def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    taken = (name for name in columns if name != STOPPED or _takes(reward.function, STOPPED))
-    try:  # copies: what it changes in them does not change for others
-        given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
-        if inspect.isgenerator(given):  # which may never end
-            given = list(islice(given, len(completions) + 1))
-    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
-    if inspect.iscoroutine(given):
-        given.close()  # else Python warns of one that nobody waited for
-    need = f"a list of {len(completions)} numbers, one for each answer, is needed"
-    try:
-        values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
-    except TypeError:
-        values = None
-    if values is None:
-        raise TrainingError(f"reward {reward.name} gave {shown(given, 40)}; {need}")
-    if len(values) != len(completions):
-        raise TrainingError(f"reward {reward.name} gave {len(values)} values for {len(completions)} answers; {need}")
-    for value, completion in zip(values, completions, strict=True):
-        if not _is_number(value):
-            raise TrainingError(
-                f"reward {reward.name} gave {shown(value, 40)} for the answer {shown(completion, 60)}; a finite number is"
-                " needed"
-            )
-    return np.array([float(value) for value in values])
-
-
-def _takes(function: Function, name: str) -> bool:
-    """Whether a function can be called with an argument of this name."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of what is written in C there is none
-        return False
-    kind = parameters[name].kind if name in parameters else None
-    return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
-    )
-
-
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str) and math.isfinite(float(value))
     except Exception:  # what converts itself may raise anything, as a tensor of two numbers a RuntimeError
         return False
-
-
-def _where(error: BaseException, reward: Reward) -> str:
-    """The exception and the last line of the function's own file that led to it, on one line."""
-    what = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    file = str(Path(reward.name.rpartition(":")[0]).resolve())
-    own = [frame for frame in frames if frame.filename == file] or frames[1:]  # the first is the call here
-    if not own:
-        return f"{what}; call it as function(completions, **columns)"
-    line = f": {own[-1].line}" if own[-1].line else ""
-    return f"{what} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}{line})"

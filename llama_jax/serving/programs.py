@@ -18,7 +18,6 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
-from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.decode import DecodeState, logits_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
@@ -36,6 +35,7 @@ from llama_jax.serving.row_sampling import (
     pack,
     packed_width,
 )
+from llama_jax.xla_flags import decode_options_on_tpu
 
 BURST = 8  # most tokens of a row in a turn without drafts
 
@@ -296,7 +296,7 @@ class Programs(NamedTuple):
 @functools.cache
 def programs_for(platform: str) -> Programs:
     """The programs for "cpu", "gpu" or "tpu"."""
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return Programs(
         empty=compiled.jit(empty, static_argnums=(0, 2, 3, 4, 5)),
         enter=compiled.jit(enter, static_argnums=3, donate_argnums=0),

@@ -106,7 +106,7 @@ def test_warnings_come_as_lines(tmp_path, vocabulary):
     [
         (("--examples", 0), "examples=0"),
         (("--length", 0), "length=0"),
-        (("--too-long", "drop"), "--too-long drop goes with --length"),
+        (("--too-long", "drop"), "--too-long drop needs --length"),
         (("--line", 9), "has no example from line 9 on"),
     ],
 )
@@ -133,5 +133,5 @@ def test_a_build_says_what_it_made_and_what_it_left_out(vocabulary, tmp_path):
     assert re.match(rf"[\d,]+ tokens of 3 documents, 1 duplicates left out in {tmp_path}/out; ", found.stdout)
     found = run_here(*command)
     assert (found.returncode, found.stdout) == (2, "")
-    said = f"llama-jax: error: {tmp_path}/out was built with other drop_duplicates; give another folder"
+    said = f"llama-jax: error: {tmp_path}/out was built with other drop_duplicates; use another folder"
     assert found.stderr.startswith(said)

@@ -11,20 +11,21 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import outcome
 
 import llama_jax
-from llama_jax.cli import main
-from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.argv import changes_last
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.locks import locked
+from llama_jax.runs.locks import folder_lock
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import choose_tokenizer
@@ -69,25 +70,11 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def run(files, tmp_path_factory, monkeypatch, capsys):
+def run(files, monkeypatch):
     """Run the command in this process, in the folder of the files: (exit code, stdout, stderr)."""
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
-    interrupted = signal.getsignal(signal.SIGINT)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llama-jax", "train", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        finally:
-            signal.signal(signal.SIGINT, interrupted)
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(outcome, "train")
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +111,8 @@ def ended(files, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(files)
         patch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
-        patch.setattr("signal.signal", lambda *_: None)
-        patch.setattr(
-            sys, "argv", ["llama-jax", "train", SMALL, "--workdir", str(folder), "--data", "text.txt", "--mesh", "data=1"]
-        )
-        main()
+        code, _, err = outcome("train", SMALL, "--workdir", folder, "--data", "text.txt", "--mesh", "data=1")
+    assert code == 0, err
     return folder
 
 
@@ -146,14 +129,6 @@ def refused(outcome):
     assert err.startswith("llama-jax: error: ")
     assert err.count("\n") == 1
     return err
-
-
-def test_help_is_quick_and_names_everything(start):
-    process = start("", "--help")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    for word in ("RECIPE", "--workdir", "--data", "--resume", "--mesh", "--backend", "--trace", "--tokenizer", "--weights"):
-        assert word.lower() in out.lower()
 
 
 def test_a_run_leaves_a_model(ended):
@@ -215,28 +190,18 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
 def test_only_changes_are_moved(arguments):
     words = arguments.split()
     options = [word for word in words if word not in ("a=1", "b.c=2")]
-    assert changes_together(words) == [*options, "a=1", "b.c=2"]
-
-
-@pytest.mark.slow
-def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
-    folder = Path(shutil.copytree(ended, tmp_path / "run"))
-    shutil.rmtree(folder / "checkpoints/4")
-    code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume", "--trace", "4:5")
-    assert (code, err) == (0, "")
-    assert "resumed at step 2" in out
-    assert list((folder / "trace").rglob("*.xplane.pb"))
+    assert changes_last(words) == [*options, "a=1", "b.c=2"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("smal --data text.txt", "no recipe 'smal'; give tiny, shakespeare"),
+        ("smal --data text.txt", "no recipe 'smal'; use tiny, shakespeare"),
         ("missing.py:small --data text.txt", "missing.py does not exist"),
         ("recipes.py:smal --data text.txt", "has no function 'smal'"),
         ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
         ("SMALL --data missing.txt", "missing.txt does not exist"),
-        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; give NAME=PATH:WEIGHT"),
+        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; write NAME=PATH:WEIGHT"),
         (
             "SMALL --data text.txt --reweigh",
             "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",
@@ -252,7 +217,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
         ("tiny --data ids.corpus", "ids.corpus holds tokens and no text to learn a vocabulary from"),
-        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; give other files with"),
+        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; pass other files with"),
         ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
         ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
@@ -274,7 +239,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
             "is 81 tokens; a sample needs at least 1 and fewer than the model's",
         ),
         ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
-        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; give one with --tokenizer"),
+        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; pass one with --tokenizer"),
         ("SMALL --data text.txt --weights missing", "missing does not exist"),
         ("SMALL --data text.txt --weights missing model.dim=8", "model.dim=8 and --weights exclude each other"),
         ("SMALL --data text.txt --weights missing model.rope_scaling.kind=yarn", "missing does not exist"),
@@ -297,7 +262,7 @@ def test_wrong_usage_exits_with_2(run, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or give another --workdir"),
+        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or use another --workdir"),
         (
             ["--data", "text.txt", "--resume", "model.hidden_dim=96", "optimizer.b2=0.9"],
             "(model.hidden_dim: 64 in the folder, 96 now; optimizer.b2: 0.95 in the folder, 0.9 now)",
@@ -311,15 +276,6 @@ def test_another_run_in_the_folder_is_refused(run, ended, arguments, message):
     assert (ended / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_file_that_changed_between_runs_is_refused(run, ended, files, tmp_path):
-    text = tmp_path / "text.txt"
-    shutil.copy(files / "text.txt", text)
-    folder = Path(shutil.copytree(ended, tmp_path / "run"))
-    text.write_text(text.read_text().replace("grass", "leaves"))
-    err = refused(run(SMALL, "--workdir", folder, "--data", text, "--resume"))
-    assert "the train data is not what this run began with" in err
-
-
 def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
     recipe = override(find(f"{files / 'recipes.py'}:small"), ["vocabulary=given"])
     own = ended / "checkpoints/4/about"
@@ -329,10 +285,10 @@ def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
 
 
 def test_a_folder_in_use_is_refused(run, tmp_path):
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
     assert f"{tmp_path} is in use by another run, process {os.getpid()} on " in err
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         pass  # the lock has ended with its holder, though the file stays
 
 
@@ -343,10 +299,13 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"), locked(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"),
+        folder_lock(tmp_path),
+    ):
         pass
     monkeypatch.setattr("llama_jax.storage.atomic_write.fcntl", None)  # as on Windows
-    with warnings.catch_warnings(), locked(tmp_path):
+    with warnings.catch_warnings(), folder_lock(tmp_path):
         warnings.simplefilter("error")
 
 
@@ -368,19 +327,6 @@ def test_a_full_disk_under_the_metrics(tmp_path):
     metrics.close()
 
 
-@pytest.mark.slow
-def test_numbers_that_are_not_finite_end_the_run(run, tmp_path):
-    code, _, err = run(
-        SMALL,
-        *("--workdir", tmp_path, "--data", "text.txt", "steps=40", "skip_limit=3", "log_every=50"),
-        *("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"),
-    )
-    assert code == 2
-    assert "loss or gradients were not finite for 3 steps in a row, the last of them step " in err
-    assert "which reads batch " in err
-    assert "the last checkpoint is step " in err
-
-
 # Root may write anywhere, unless this capability (1, CAP_DAC_OVERRIDE) is dropped for what it executes.
 PERMISSIONS_HOLD = """
 import ctypes, os
@@ -398,7 +344,7 @@ def test_a_workdir_that_is_read_only(start, tmp_path):
     folder.mkdir(mode=0o555)
     process = start(PERMISSIONS_HOLD, SMALL, "--workdir", folder, "--data", "text.txt")
     out, err = process.communicate(timeout=120)
-    assert "cannot be written to (Permission denied); give another --workdir" in refused((process.returncode, out, err))
+    assert "cannot be written to (Permission denied); use another --workdir" in refused((process.returncode, out, err))
 
 
 HANGING = """
@@ -477,17 +423,16 @@ def until(stream, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_sigterm_saves_and_ends_well(name, start, tmp_path):
+def test_sighup_saves_and_ends_well(start, tmp_path):
     process = start("", SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
     until(process.stdout, "step 4/")
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGHUP)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"{name}: this step ends and is saved" in err
-    step = int(out.split(f"{name}: stopped and saved at step ")[1].split(";")[0])
+    assert "SIGHUP: this step ends and is saved" in err
+    step = int(out.split("SIGHUP: stopped and saved at step ")[1].split(";")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    assert numbers(tmp_path, "event")[-1] | {"signal": name, "step": step} == numbers(tmp_path, "event")[-1]
+    assert numbers(tmp_path, "event")[-1] | {"signal": "SIGHUP", "step": step} == numbers(tmp_path, "event")[-1]
 
 
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
@@ -542,17 +487,6 @@ def test_ctrl_c_before_the_first_step_leaves_at_once(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_folder(start, run, tmp_path):
-    process = start(BEFORE_THE_LOOP, SMALL, "--workdir", tmp_path, "--data", "text.txt")
-    until(process.stdout, "reading")
-    err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
-    process.kill()
-    process.communicate(timeout=60)
-    assert f"is in use by another run, process {process.pid} on " in err
-    assert run(SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=2")[0] == 0, "a killed process holds nothing"
 
 
 def test_weights_bring_their_model_and_changes_may_extend_it(hf_folder):

@@ -102,12 +102,12 @@ CHATS = [
     ({"messages": [ASK, REPLY], "tools": "{"}, "tools='{' is a text, but not JSON"),
     ({"messages": [ASK, REPLY], "tools": {"a": 1}}, "tools={'a': 1} must be a list of objects"),
     ({"prompt": "a", "completion": None}, "completion=None must be a text, or messages"),
-    ({"prompt": [ASK], "completion": "b"}, "prompt messages, but completion a text; give both as texts, or both"),
+    ({"prompt": [ASK], "completion": "b"}, "prompt messages, but completion a text; write both as texts, or both"),
     ({"instruction": "a", "input": 1, "output": "b"}, "input=1 must be a text"),
     ({"instruction": None, "output": "b"}, "instruction=None must be a text"),
 ]  # fmt: skip
 PREFERENCES = [
-    ({"prompt": "a", "chosen": "b"}, r"rejected is missing; give prompt, chosen and rejected; the fields are"),
+    ({"prompt": "a", "chosen": "b"}, r"rejected is missing; write prompt, chosen and rejected; the fields are"),
     ({"chosen": "b", "rejected": "c"}, r"prompt is missing, which must be a text; the fields are \['chosen', 'rejected'\]"),
     ({"prompt": "a", "chosen": "b", "rejected": [REPLY]}, "chosen a text, but rejected messages"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),

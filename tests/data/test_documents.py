@@ -136,5 +136,5 @@ def test_a_reading_that_cannot_be(settings, message):
 @pytest.mark.parametrize("name", ["a.bin", "a.array_record", "a.corpus"])
 def test_token_ids_are_not_documents(name, tmp_path):
     (tmp_path / name).write_bytes(b"\1\0")
-    with pytest.raises(DataError, match=f"{name} holds token ids already; give text"):
+    with pytest.raises(DataError, match=f"{name} holds token ids already; use text"):
         list(read_documents(tmp_path / name, DocumentFormat()))

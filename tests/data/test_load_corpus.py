@@ -88,13 +88,11 @@ def test_the_second_time_no_source_is_read(data, cache, monkeypatch):
     assert second.digest == first.digest
 
 
-def test_by_default_it_lies_in_the_users_cache(data, tmp_path, monkeypatch):
+def test_where_the_cache_lies(data, tmp_path, monkeypatch):
+    """In the user's, unless the environment places it."""
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     open_corpus(data, ByteTokenizer())
     assert only_file(tmp_path / "llama_jax/corpora").suffix == ".corpus"
-
-
-def test_the_environment_places_the_cache(data, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
     open_corpus(data, ByteTokenizer())
     assert only_file(tmp_path / "elsewhere/corpora").suffix == ".corpus"

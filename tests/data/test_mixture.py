@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, training_batches
-from llama_jax.data.mixture import Mixture, interleaved, shares
+from llama_jax.data.mixture import Mixture, interleave, shares
 
 PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 
 
 @given(PARTS)
 def test_among_the_first_n_each_is_less_than_one_away_from_its_share(parts):
-    order = interleaved(parts)
+    order = interleave(parts)
     counts = np.cumsum(order[:, None] == np.arange(len(parts)), axis=0)
     exact = np.arange(1, len(order) + 1)[:, None] * np.array(parts) / sum(parts)
     assert np.abs(counts - exact).max() < 1

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from test_chat_tokens import written
 
 from llama_jax.data import ChatReading, DataError
-from llama_jax.data.chat_tokens import open_judged, open_preferences
+from llama_jax.data.chat_tokens import open_labeled, open_preferences
 from llama_jax.data.preference_batches import (
     PairRows,
     Pairs,
-    joined,
-    mismatched,
+    concatenate,
+    mismatched_answers,
     next_that_differs,
     prompts_of,
     split_pairs,
@@ -86,7 +86,7 @@ def test_a_prompt_is_on_one_side_of_the_division(tmp_path):
     assert (train.count, held.count) == (8, 2)
     assert without_pairs(pairs, held).count == 40
     assert without_pairs(train, train.select(np.arange(3))).count == 5
-    with pytest.raises(DataError, match="all of the training data is in the validation data"):
+    with pytest.raises(DataError, match="every pair of the training data is in the validation data"):
         without_pairs(held, held)
     with pytest.raises(DataError, match="a single example"):
         split_pairs(pairs.select(np.arange(1)), 0.2, seed=0)
@@ -94,19 +94,19 @@ def test_a_prompt_is_on_one_side_of_the_division(tmp_path):
 
 def test_mismatched_answers_are_those_to_other_prompts(tmp_path):
     pairs, _ = pairs_of(tmp_path, [line(number, f"question {number // 2}") for number in range(6)])
-    answers = joined((pairs.first, pairs.second))
+    answers = concatenate((pairs.first, pairs.second))
     assert answers.document_count == 12
-    found = mismatched(answers, 60)
+    found = mismatched_answers(answers, 60)
     texts = [TOKENIZER.decode(found.document(number)) for number in range(12)]
     assert texts[0] == "question 0 yes 2"
     assert texts[1] == "question 0 yes 2"
     assert texts[5] == "question 2 no"
     assert not any(texts[number] == TOKENIZER.decode(answers.document(number)) for number in range(12))
     np.testing.assert_array_equal(prompts_of(found).stops - found.starts, prompts_of(answers).stops - answers.starts)
-    assert (mismatched(answers, 12).stops - mismatched(answers, 12).starts).max() == 13
+    assert (mismatched_answers(answers, 12).stops - mismatched_answers(answers, 12).starts).max() == 13
     same, _ = pairs_of(tmp_path, [line(number, "the same") for number in range(3)])
     with pytest.raises(DataError, match="all 3 examples have the same prompt, and KTO compares"):
-        mismatched(same.first, 60)
+        mismatched_answers(same.first, 60)
 
 
 def test_pairs_that_are_the_same_when_cut_are_dropped(tmp_path):
@@ -127,7 +127,7 @@ def test_single_answers_with_a_label(tmp_path):
         {"prompt": "a", "completion": " d" * 90, "label": True},
     ]
     path = written(tmp_path / "judged.jsonl", lines)
-    answers, desirable, counts = open_judged(path, TOKENIZER, 60, ChatReading("plain", "drop"))
+    answers, desirable, counts = open_labeled(path, TOKENIZER, 60, ChatReading("plain", "drop"))
     assert (counts.kept, counts.too_long) == (2, 1)
     assert desirable.tolist() == [True, False]
     assert answers.document_count == 2
@@ -137,10 +137,10 @@ def test_single_answers_with_a_label(tmp_path):
     ):
         path.write_text(json.dumps(lines[0] | change) + "\n")
         with pytest.raises(DataError, match=message):
-            open_judged(path, TOKENIZER, 60, PLAIN)
+            open_labeled(path, TOKENIZER, 60, PLAIN)
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: completion is missing; give prompt, completion and label; the fields are"):
-        open_judged(path, TOKENIZER, 60, PLAIN)
+    with pytest.raises(DataError, match=r"line 1: completion is missing; write prompt, completion and label"):
+        open_labeled(path, TOKENIZER, 60, PLAIN)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))

@@ -6,7 +6,7 @@ from byte_tokenizer import BOS, EOS
 from test_chat_tokens import Tokenizer, llama3, written  # noqa: F401  # a fixture
 
 from llama_jax.data import DataError
-from llama_jax.data.rl_prompts import PromptReading, asking, asking_held, hold_apart, open_prompts
+from llama_jax.data.rl_prompts import PromptReading, held_prompt_batch, open_prompts, prompt_batch, split_prompts
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat
 
@@ -54,7 +54,7 @@ def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
         ([{"prompt": 3}], "line 1: prompt=3 must be a text, or messages"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line and not here"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line and not in the first"),
-        ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; give longer rows"),
+        ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; use longer rows"),
     ],
 )
 def test_lines_that_cannot_be_used_are_named(tmp_path, lines, message):
@@ -74,29 +74,29 @@ def test_other_files(tmp_path, file):
 def test_a_share_is_kept_apart_with_all_that_are_the_same(tmp_path):
     lines = [{"prompt": f"number {i % 10}", "i": i} for i in range(20)]
     whole = open_prompts(written(tmp_path / "p.jsonl", lines), Tokenizer(), 20)
-    train, held = hold_apart(whole, 0.2, seed=0)
+    train, held = split_prompts(whole, 0.2, seed=0)
     assert (len(train), len(held)) == (16, 4)
     assert not set(train.ids) & set(held.ids)
     assert sorted(train.columns["i"] + held.columns["i"]) == list(range(20))
-    assert hold_apart(whole, 0.2, seed=0)[1].digest == held.digest
+    assert split_prompts(whole, 0.2, seed=0)[1].digest == held.digest
     one = open_prompts(written(tmp_path / "q.jsonl", [{"prompt": "a"}, {"prompt": "a"}]), Tokenizer(), 20)
-    with pytest.raises(DataError, match="a single prompt, so none can be held out"):
-        hold_apart(one, 0.2, seed=0)
+    with pytest.raises(DataError, match="a single prompt, which cannot be held out"):
+        split_prompts(one, 0.2, seed=0)
 
 
 def test_every_epoch_has_all_prompts_and_every_answer_a_stream_of_its_own():
-    batches = [asking(7, 3, 4, seed=5, number=n) for n in range(14)]
+    batches = [prompt_batch(7, 3, 4, seed=5, number=n) for n in range(14)]
     order = np.concatenate([batch.numbers for batch in batches]).reshape(6, 7)
     assert all(sorted(epoch) == list(range(7)) for epoch in order.tolist())
     assert len({tuple(epoch) for epoch in order.tolist()}) > 1
     seeds = np.concatenate([batch.seeds for batch in batches])
     assert seeds.dtype == np.uint32
     assert len(set(seeds.tolist())) == len(seeds) == 14 * 12
-    again = asking(7, 3, 4, seed=5, number=9)
+    again = prompt_batch(7, 3, 4, seed=5, number=9)
     np.testing.assert_array_equal(again.seeds, batches[9].seeds)
-    assert (asking(7, 3, 4, seed=6, number=9).seeds != batches[9].seeds).all()
-    held = asking_held(np.array([2, 0]), 4, 5)
-    np.testing.assert_array_equal(held.seeds[4:], asking_held(np.array([0]), 4, 5).seeds)
+    assert (prompt_batch(7, 3, 4, seed=6, number=9).seeds != batches[9].seeds).all()
+    held = held_prompt_batch(np.array([2, 0]), 4, 5)
+    np.testing.assert_array_equal(held.seeds[4:], held_prompt_batch(np.array([0]), 4, 5).seeds)
     assert not set(held.seeds.tolist()) & set(seeds.tolist())
 
 

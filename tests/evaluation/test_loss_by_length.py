@@ -10,11 +10,12 @@ import make_goldens
 import numpy as np
 import pytest
 from conftest import as_float64
+from evaluation.test_perplexity import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.config import RopeScaling
-from llama_jax.data import Corpus, DataError
+from llama_jax.data import DataError
 from llama_jax.evaluation import loss_by_length as room
 from llama_jax.evaluation.loss_by_length import LengthLoss, cut_spans, evaluate_lengths
 from llama_jax.model.cache import CacheOptions
@@ -23,19 +24,6 @@ from llama_jax.model.logits import logits
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]
 DYNAMIC = replace(CONFIG, max_seq_len=8, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=8))
-
-
-def corpus_of(lengths, seed=0):
-    """Documents of random tokens, with others between them."""
-    stops = np.cumsum(np.array(lengths, np.int64) + 3)
-    return Corpus(
-        tokens=np.random.default_rng(seed).integers(0, CONFIG.vocab_size, int(stops[-1])).astype(np.uint16),
-        starts=stops - lengths,
-        stops=stops,
-        byte_counts=np.array(lengths, np.int64) * 4,
-        vocab_size=CONFIG.vocab_size,
-        digest="",
-    )
 
 
 def by_definition(config, params, corpus, length, longest):
@@ -214,7 +202,7 @@ def test_pieces_hold_the_length_and_waste_little(length):
         ([], {}, r"lengths are empty"),
         ([4, 0], {}, r"length=0 must be at least 1 token"),
         ([4, 8, 4], {}, r"length=4 is given twice"),
-        ([4, 50], {}, r"length=50 needs a document of one token more, and the text's longest has 50; give a longer text"),
+        ([4, 50], {}, r"length=50 needs a document of one token more, and the text's longest has 50; use a longer text"),
         ([4, 8], {"max_tokens": 7}, r"max_tokens=7 leaves no whole window of length=8"),
         ([4], {"batch": 0}, r"batch=0 must be at least 1 row"),
     ],

@@ -73,13 +73,6 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
     np.testing.assert_array_equal(np.bincount(owner[owner >= 0], minlength=len(windows.read)), windows.predicted)
 
 
-@given(st.lists(st.integers(1, 20), max_size=300))
-def test_packing_puts_every_window_into_one_row(found):
-    rows = pack(found, 20)
-    assert sorted(window for row in rows for window in row) == list(range(len(found)))
-    assert all(sum(found[window] for window in row) <= 20 for row in rows)
-
-
 def test_packing_wastes_little():
     found = np.random.default_rng(0).integers(1, 101, 20 * OPEN).tolist()
     assert sum(found) > 0.95 * 100 * len(pack(found, 100))

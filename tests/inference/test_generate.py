@@ -14,7 +14,7 @@ from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.evaluation.perplexity import evaluate
-from llama_jax.inference import generate as module
+from llama_jax.inference import compiled_decode as module
 from llama_jax.inference import prepare_inputs
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.ops.platform import lowering_platform

@@ -18,7 +18,6 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.recipe import Recipe, RewardSettings
-from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preference_loss import PreferenceOptions
 
@@ -86,12 +85,6 @@ def rewarding() -> Recipe:
 def letters(completions: list[str], **columns: list[str]) -> list[float]:
     """The share of characters that are letters."""
     return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
-
-
-def distilling() -> Recipe:
-    """A smaller shape, which learns what the teacher given by --teacher predicts."""
-    small = replace(recipe(), steps=12, evaluate_every=6, ema_decay=0.0, vocabulary="given")
-    return replace(small, model=replace(small.model, dim=16, hidden_dim=32, n_layers=1), distill=DistillOptions())
 
 
 def write_words(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -12,8 +11,8 @@ import pytest
 from conftest import jit_init, jit_logits
 from hypothesis import given
 from hypothesis import strategies as st
-from mortal_run import recipe, write_words
-from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from mortal_run import recipe
+from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # two fixtures
 
 import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError
@@ -27,7 +26,6 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.runs.pretrained import describe_weights, digest, load_frozen
-from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.training.optimizer import OptimizerSettings
 
 FULL = replace(recipe(), steps=4, evaluate_every=4, save_every=4, log_every=4, ema_decay=0.0)
@@ -41,11 +39,6 @@ RECIPE = replace(
     vocabulary="given",
     ema_decay=0.5,
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +173,7 @@ def test_recipes_that_cannot_be():
         ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
         ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; give lora.rank"),
         ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
-        ({"neftune": 5.0, "loss": print}, "neftune is noise in the library's own loss, and loss gives another"),
+        ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the usual loss, and loss is another"),
         ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
     ):
         with pytest.raises(TrainingError, match=message):
@@ -293,12 +286,3 @@ def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_pat
     merged = merge(params, adapter.params, adapter.lora)
     tokens = np.arange(1, 9)[None]
     np.testing.assert_allclose(jit_logits(config, one, tokens), jit_logits(config, merged, tokens), atol=1e-4)
-
-
-def test_other_adapters_are_another_recipe():
-    now = json.loads(json.dumps(to_dict(RECIPE)))
-    before = json.loads(json.dumps(now))
-    now["lora"]["dora"] = True
-    assert differences(before, now) == ["lora.dora: False in the folder, True now"]
-    before["lora"] = None
-    assert any(line.startswith("lora.rank: None in the folder") for line in differences(before, now))

@@ -229,7 +229,7 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     assert same(kept.restore(shapes_of())[0], state_of(20))
     assert threading.active_count() <= threads
 
-    monkeypatch.setattr("llama_jax.runs.shelf.replace_path", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("llama_jax.runs.run_folder.replace_path", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
     save(kept, 20, 21)
     with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
         kept.wait()
@@ -259,7 +259,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         with pytest.raises(
             StuckSaveError,
             match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
-            r" give more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+            r" set more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
         ):
             other.wait()
         other.check()  # it was told

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 from pathlib import Path
 
-import jax
 import mortal_run
 import numpy as np
 import pytest
-from mortal_run import environment_of, recipe, write_words
+from mortal_run import recipe
+from running import all_lines, check_same_lines, environment_fixture, lines, same, state_in, text_fixture  # noqa: F401  # two fixtures
 
 from llama_jax.formats.step_dirs import CHECKPOINTS
-from llama_jax.model.trees import init
-from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
-from llama_jax.training.optimizer import make_optimizer
-from llama_jax.training.step import init_state
 
 PROGRAM = Path(__file__).with_name("mortal_run.py")
 STAGES = ("making the folder", "writing", "renaming", "renamed", "removing the oldest")  # of a save, see small_run
-COUNTED = ("loss", "learning_rate", "grad_norm", "tokens", "skipped")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return environment_of(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -57,47 +41,14 @@ def deaths(seed: int) -> list[dict]:
     return [{"lines": int(random.integers(1, 4))}, *later]
 
 
-def state_in(folder):
-    """The newest state of a run and its note, wherever it was trained."""
-    r = recipe()
-    shapes = jax.eval_shape(
-        lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
-    )
-    with CheckpointManager(folder / CHECKPOINTS) as snapshots:
-        return snapshots.restore(shapes)
-
-
-def same(tree, other):
-    """Whether two states are the same to the bit."""
-    pairs = list(zip(jax.tree.leaves_with_path(tree), jax.tree.leaves_with_path(other), strict=True))
-    for (path, a), (_, b) in pairs:
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
-    assert len(pairs) > 20
-
-
-def lines_of(folder, kind):
-    """The lines that hold: those of steps that were taken again after a kill are dropped."""
-    kept: list[dict] = []
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if line.get("event") in ("start", "resume"):
-            kept = [old for old in kept if old["step"] <= line["step"]]
-        elif line["kind"] == kind:
-            kept.append(line)
-    return kept
-
-
 def check_the_same(folder, whole):
     """The same parameters, optimizer's numbers, average, counters and place in the data; the same numbers at every step."""
     (state, note), (expected, expected_note) = state_in(folder), state_in(whole)
     same(state, expected)
     assert note == expected_note
     assert note["data"]["next_batch"] == note["step"] == int(state.step)
-    for kind, names in (("train", COUNTED), ("validation", ("loss", "bits_per_byte"))):
-        found, wanted = lines_of(folder, kind), lines_of(whole, kind)
-        assert [line["step"] for line in found] == [line["step"] for line in wanted]
-        for name in names:
-            assert [line[name] for line in found] == [line[name] for line in wanted], name
-    assert [line["step"] for line in lines_of(folder, "train")] == list(range(1, note["step"] + 1))
+    check_same_lines(folder, whole)
+    assert [line["step"] for line in lines(folder, "train")] == list(range(1, note["step"] + 1))
 
 
 @pytest.fixture(scope="module")
@@ -126,20 +77,17 @@ def test_killed_five_times_and_the_same_to_the_bit(live, whole, tmp_path, device
 @pytest.mark.nightly
 def test_killed_and_resumed_on_other_devices(live, whole, tmp_path):
     """From 8 devices to 1 to 2 to 8: the same data in the same order, and the loss to 1e-5."""
-    for devices, lines in ((8, 14), (1, 15), (2, 16)):
-        assert live(tmp_path, devices, lines=lines) == -signal.SIGKILL
+    for devices, count in ((8, 14), (1, 15), (2, 16)):
+        assert live(tmp_path, devices, lines=count) == -signal.SIGKILL
     assert live(tmp_path, 8) == 0
     (_, note), (_, expected) = state_in(tmp_path), state_in(whole[8])
     assert note["data"] == expected["data"]
     for kind in ("train", "validation"):
-        found, wanted = lines_of(tmp_path, kind), lines_of(whole[1], kind)
+        found, wanted = lines(tmp_path, kind), lines(whole[1], kind)
         assert [line["step"] for line in found] == [line["step"] for line in wanted]
         assert [line.get("tokens") for line in found] == [line.get("tokens") for line in wanted]
         np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in wanted], rtol=1e-5)
-    devices = [
-        json.loads(line)["devices"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"resume"' in line
-    ]
-    assert devices == [1, 2, 8]
+    assert [line["devices"] for line in all_lines(tmp_path) if line.get("event") == "resume"] == [1, 2, 8]
 
 
 @pytest.mark.slow
@@ -156,6 +104,4 @@ def test_killed_in_a_save_that_is_not_logged(live, text, environment, tmp_path, 
     expected = train(short, tmp_path / "whole", [text])
     same(resumed.state, expected.state)
     assert state_in(tmp_path / "killed")[1] == state_in(tmp_path / "whole")[1]
-    for name in COUNTED:
-        found, wanted = ([line[name] for line in lines_of(tmp_path / run, "train")] for run in ("killed", "whole"))
-        assert found == wanted
+    check_same_lines(tmp_path / "killed", tmp_path / "whole")

@@ -30,7 +30,7 @@ def taken(scheme="s3", **told):
     found = Lease(locate(f"{scheme}://bucket/run"))
     found._content |= told
     said = []
-    found.take(said.append)
+    found.acquire(said.append)
     return found, said
 
 
@@ -46,13 +46,13 @@ def test_it_is_taken_and_given_back(store):
     one, said = taken(holder="1 on here")
     one.check()
     assert (told(store)["holder"], told(store)["ended"], said) == ("1 on here", False, [])
-    one.end()
+    one.release()
     assert told(store)["ended"]
     with pytest.raises(TrainingError, match="no longer written to"):
         one.check()
     two, said = taken(holder="2 on here")  # at once
     assert (told(store)["holder"], said) == ("2 on here", [])
-    two.end()
+    two.release()
     assert list(store.objects) == [KEY]
 
 
@@ -62,10 +62,10 @@ def test_another_is_told_who_has_it(store, quick):
     say = lambda line: said.append(line) or one._renew()
     said = []
     with pytest.raises(TrainingError, match="s3://bucket/run is in use by another run, process 1 on here, since noon; wait"):
-        Lease(locate("s3://bucket/run")).take(say)
+        Lease(locate("s3://bucket/run")).acquire(say)
     assert said[0].startswith("s3://bucket/run was in use by process 1 on here, since noon: waiting 6")
     one.check()
-    one.end()
+    one.release()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -82,12 +82,12 @@ def test_what_has_run_out_is_taken_and_its_holder_writes_nothing_more(store, qui
     with pytest.raises(TrainingError, match=r"run/lease.json was taken over by another run, process 2 on there"):
         one.check()
     with pytest.raises(TrainingError, match="taken over"):
-        one.look()
-    one.end()
+        one.raise_if_lost()
+    one.release()
     assert told(store)["holder"] == "2 on there"
     assert not told(store)["ended"]
     two.check()
-    two.end()
+    two.release()
 
 
 def test_what_is_not_renewed_runs_out_while_it_is_waited_for(store, quick):
@@ -96,7 +96,7 @@ def test_what_is_not_renewed_runs_out_while_it_is_waited_for(store, quick):
     two, said = taken(holder="2 on there")
     assert said[0].endswith("waiting 0 s to see whether it still is")
     assert told(store)["holder"] == "2 on there"
-    two.end()
+    two.release()
 
 
 def test_of_two_that_come_at_once_one_has_it(store, quick):
@@ -104,7 +104,7 @@ def test_of_two_that_come_at_once_one_has_it(store, quick):
 
     def take(one):
         try:
-            one.take(lambda line: None)
+            one.acquire(lambda line: None)
             outcomes.append(one)
         except TrainingError as error:
             outcomes.append(str(error))
@@ -121,7 +121,7 @@ def test_of_two_that_come_at_once_one_has_it(store, quick):
             thread.join(0.01)
     assert sum(isinstance(each, Lease) for each in outcomes) == 1
     assert len(outcomes) == 6
-    holder.end()
+    holder.release()
 
 
 @pytest.mark.parametrize("fault", [500, "lost"])
@@ -134,7 +134,7 @@ def test_an_answer_that_goes_wrong_loses_nothing(store, fault, quick):
         one.check()
     one.check()
     assert told(store)["renewals"] == 2
-    one.end()
+    one.release()
     assert told(store)["ended"]
 
 
@@ -144,5 +144,5 @@ def test_one_that_was_removed_is_lost(store):
     one._renewed -= 100
     with pytest.raises(TrainingError, match="was removed"):
         one.check()
-    one.end()
+    one.release()
     assert not store.objects

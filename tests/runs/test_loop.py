@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -11,12 +10,11 @@ import signal
 from contextlib import ExitStack
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 import small_run
-from jax.experimental.compilation_cache import compilation_cache
 from mortal_run import recipe, write_words
+from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
 from llama_jax.data import DocumentFormat
@@ -25,7 +23,7 @@ from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.locks import locked
+from llama_jax.runs.locks import folder_lock
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.tasks.interface import TaskInputs
@@ -42,43 +40,6 @@ def text(tmp_path_factory):
     file = write_words(tmp_path_factory.mktemp("text"))
     file.with_name("other.txt").write_text(" ".join(file.read_text().split()[::-1][:200]))
     return file
-
-
-@pytest.fixture(scope="module", autouse=True)
-def caches(tmp_path_factory):
-    """Away from the user's: of tokenized text, and of compiled programs, for every run here compiles the same few."""
-    folder = str(tmp_path_factory.mktemp("cache"))
-    settings = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("platformdirs.user_cache_dir", lambda *_: folder)
-        for values in (settings, before):
-            for name, value in values.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-            if values is settings:
-                yield
-
-
-class StopAt(Log):
-    """Sends a signal when a line begins so; keeps what was said."""
-
-    def __init__(self, start: str = "never", number: int = signal.SIGTERM):
-        super().__init__(io.StringIO())
-        self.start, self.number = start, number
-
-    def _write(self, text: str, *, stays: bool) -> None:
-        super()._write(text, stays=stays)
-        if text.startswith(self.start):
-            signal.raise_signal(self.number)
-
-    @property
-    def said(self) -> str:
-        return self._stream.getvalue()
 
 
 def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
@@ -101,15 +62,6 @@ def whole(text, tmp_path_factory):
     folder, log = tmp_path_factory.mktemp("whole"), StopAt()
     recipe = dataclasses.replace(RECIPE, prompts=("the ",), sample_tokens=4)  # which changes nothing of what is trained
     return folder, train(recipe, folder, [text], log=log), log.said
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def lines(folder, kind):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
 
 
 def test_a_run_from_beginning_to_end(whole):
@@ -213,30 +165,11 @@ def test_a_path_alone_a_recipe_by_name_and_nothing_printed(text, tmp_path, capfd
     name = f"{tmp_path / 'mine.py'}:few"
     result = train(name, tmp_path / "run", str(text), validation_data=text.with_name("other.txt"))
     assert result.step == 3
-    assert result.validation.documents > 1
+    assert result.validation.numbers["bits_per_byte"] > 0
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(TrainingError, match="no recipe 'tinny'; give tiny, shakespeare"):
+    with pytest.raises(TrainingError, match="no recipe 'tinny'; use tiny, shakespeare"):
         train("tinny", tmp_path / "none", text)
     assert not (tmp_path / "none").exists()
-
-
-REFUSED = {
-    "a mesh that there is not": dict(mesh=MeshSizes(data=16)),
-    "a mesh that the batch cannot have": dict(mesh=MeshSizes(data=3)),
-    "pmap": dict(mesh=MeshSizes(data=3), backend="pmap"),
-    "no validation data": dict(validation_data="missing.txt"),
-    "steps to trace": dict(trace=range(90, 100)),
-}
-
-
-@pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
-def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, options):
-    recipe = dataclasses.replace(RECIPE, vocabulary="bpe")
-    log = StopAt()
-    with pytest.raises(llama_jax.UserError):
-        train(recipe, tmp_path / "run", text, log=log, **options)
-    assert log.said == ""
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -277,26 +210,13 @@ def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
         assert train(dataclasses.replace(RECIPE, steps=3), tmp_path, [text], log=Log(closed)).step == 3
 
 
-class DoAt(StopAt):
-    """Calls a function when a line begins so."""
-
-    def __init__(self, start, action):
-        super().__init__(start)
-        self.action = action
-
-    def _write(self, text, *, stays):
-        Log._write(self, text, stays=stays)
-        if text.startswith(self.start):
-            self.action()
-
-
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_run_whose_folder_is_taken_away_stops(text, tmp_path, renamed):
     """And writes nothing where it was, be it the next line or a checkpoint; a folder that was renamed can go on."""
     folder, away = tmp_path / "run", tmp_path / "away"
     recipe = dataclasses.replace(RECIPE, log_every=1, save_every=0, evaluate_every=0)
     assert train(recipe, folder, [text], log=StopAt("step 2/")).step < 5
-    log = DoAt("step 6/", lambda: folder.rename(away) if renamed else shutil.rmtree(folder))
+    log = StopAt("step 6/", action=lambda: folder.rename(away) if renamed else shutil.rmtree(folder))
     with pytest.raises(TrainingError, match=r"run is no longer the folder of this run: .* nothing more is written; if the"):
         train(recipe, folder, [text], resume=True, log=log)
     assert not folder.exists()
@@ -311,10 +231,10 @@ def test_a_run_leaves_the_folder_that_another_has_taken(text, tmp_path):
 
         def replaced():
             shutil.rmtree(folder)
-            second.enter_context(locked(folder))
+            second.enter_context(folder_lock(folder))
 
         with pytest.raises(TrainingError, match="is no longer the folder of this run"):
-            train(dataclasses.replace(RECIPE, save_every=0), folder, [text], log=DoAt("step 4/", replaced))
+            train(dataclasses.replace(RECIPE, save_every=0), folder, [text], log=StopAt("step 4/", action=replaced))
         assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
@@ -377,20 +297,34 @@ def test_a_loss_that_stays_infinite_ends_the_run(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
+    ("changes", "options", "message"),
     [
-        ({"vocabulary": "given"}, {}, "needs a tokenizer; give one with --tokenizer"),
-        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, {}, "has 259 tokens, the model a vocabulary of 100"),
         ({}, {"mesh": MeshSizes(data=3)}, "batch=8 cannot be split over"),
         ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices; there are 8"),
         ({}, {"mesh": MeshSizes(fsdp=2), "backend": "pmap"}, "pmap copies the whole model"),
         ({"accumulate": 4}, {"mesh": MeshSizes(data=4), "backend": "pmap"}, "batch=8 must be a multiple of data=4 times"),
-        ({"validation": 1e-9}, {"validation_data": ["missing.txt"]}, "missing.txt does not exist"),
+        ({}, {"validation_data": "missing.txt"}, "missing.txt does not exist"),
+        ({}, {"trace": range(90, 100)}, "trace=90:100 must lie within the run's steps, 1 to 12"),
     ],
 )
-def test_what_cannot_be_trained(text, tmp_path, changes, arguments, message):
+def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, changes, options, message):
+    log = StopAt()
     with pytest.raises(llama_jax.UserError, match=message):
-        train(dataclasses.replace(RECIPE, **changes), tmp_path, [text], log=StopAt(), **arguments)
+        train(dataclasses.replace(RECIPE, vocabulary="bpe", **changes), tmp_path / "run", [text], log=log, **options)
+    assert log.said == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary": "given"}, "needs a tokenizer; pass one with --tokenizer"),
+        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, the model a vocabulary of 100"),
+    ],
+)
+def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):
+    with pytest.raises(llama_jax.UserError, match=message):
+        train(dataclasses.replace(RECIPE, **changes), tmp_path, [text], log=StopAt())
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe, write_words
-from test_loop import StopAt, caches  # noqa: F401  # caches is a fixture
+from running import StopAt, caches  # noqa: F401  # caches is a fixture
 
 import llama_jax
 from llama_jax import Compute, ops

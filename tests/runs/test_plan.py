@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mortal_run import preferring, recipe, rewarding, write_words
-from test_loop import StopAt
+from running import StopAt
 
 from llama_jax.data import ChatReading
 from llama_jax.data.data_files import find_data

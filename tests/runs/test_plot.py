@@ -138,7 +138,7 @@ def test_a_run_without_training(tmp_path, lines, end, message):
 
 
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(UserError, match=r"holds no metrics\.jsonl; give the folder of a run"):
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl; pass the folder of a run"):
         read_run(tmp_path)
     with pytest.raises(UserError, match="no run was given"):
         read_runs([])

@@ -12,7 +12,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe, differences, to_dict
-from llama_jax.runs.recipes import BUILT_IN, check_weights, find, tiny
+from llama_jax.runs.recipes import BUILT_IN, find, tiny
 from llama_jax.training.preference_loss import PreferenceOptions
 
 
@@ -194,10 +194,10 @@ def test_a_recipe_from_a_file(tmp_path):
     for name, message in (
         (f"{file}:slow", "has no function 'slow'"),
         (f"{file}:other", "returned int"),
-        (f"{file}:failing", "mine.py, line 8 fails with KeyError: 'x'"),
-        (f"{file}:asking", "fails with TypeError: .*missing 1 required positional argument"),
+        (f"{file}:failing", r"failing' failed with KeyError: 'x' \(.*mine.py, line 8, in failing"),
+        (f"{file}:asking", "failed with TypeError: .*missing 1 required positional argument"),
         (f"{tmp_path}/none.py:quick", "does not exist"),
-        ("tin", "no recipe 'tin'; give tiny, shakespeare"),
+        ("tin", "no recipe 'tin'; use tiny, shakespeare"),
     ):
         with pytest.raises(TrainingError, match=message):
             find(name)
@@ -210,18 +210,16 @@ def test_preferences_on_the_command_line():
     assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
     with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
         override(found, ["preference.margin=1"])
-    with pytest.raises(TrainingError, match="preference needs data that are read as chats; give chats, too"):
+    with pytest.raises(TrainingError, match="preference needs data that are read as chats; set chats, too"):
         replace(found, chats=None)
-    with pytest.raises(TrainingError, match="the recipe dpo continues the training of a model; give one with --weights"):
-        check_weights("dpo", given=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "mesh", "backend", "message"),
     [
         ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use jit"),
-        ({}, MeshSizes(context=2), "jit", "divides rows over context, and answers are read whole; use data, fsdp"),
-        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is no part of a preference loss; leave it at 0"),
+        ({}, MeshSizes(context=2), "jit", "divides rows over context, and preferences need whole ones; use data, fsdp"),
+        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is a part of the usual loss, and preference is another"),
         ({"loss": print}, MeshSizes(), "jit", "loss and preference exclude each other"),
     ],
 )

@@ -17,40 +17,26 @@ import jax
 import numpy as np
 import object_server
 import pytest
-from mortal_run import environment_of, recipe, write_words
+from mortal_run import recipe
+from running import all_lines, check_same_lines, download, environment_fixture, lines, state_in, text_fixture  # noqa: F401  # two fixtures
 
 import llama_jax
-from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.argv import changes_last
 from llama_jax.cli.inspect import describe
 from llama_jax.cli.plot import Plot
 from llama_jax.errors import TrainingError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.orbax_index import read_index
 from llama_jax.formats.step_dirs import CHECKPOINTS, steps_in
-from llama_jax.model.trees import init
 from llama_jax.parallel.multihost import OTHER_DIED
-from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.loop import train
-from llama_jax.runs.overrides import override
 from llama_jax.storage import locate
-from llama_jax.training.optimizer import make_optimizer
-from llama_jax.training.step import init_state
 
 RECIPES = Path(__file__).with_name("mortal_run.py")
 SHORT = ("steps=6", "evaluate_every=3", "save_every=3", 'prompts=["the "]', "sample_tokens=2")
 RUN = ("-m", "llama_jax")
 IMPATIENT = "from llama_jax.runs import preflight; preflight.MARK_SECONDS = 1; from llama_jax.cli import main; main()"
 EIGHT_HEADS = ("model.n_heads=8", "model.n_kv_heads=8")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return environment_of(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +104,6 @@ def read_until(process, start):
     raise AssertionError(f"no line began with {start!r}: {process.stderr.read()}")
 
 
-def lines_of(folder, kind):
-    """The lines that hold: those of steps that were taken again after a kill are dropped."""
-    kept: list[dict] = []
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if line.get("event") in ("start", "resume"):
-            kept = [old for old in kept if old["step"] <= line["step"]]
-        elif line["kind"] == kind:
-            kept.append(line)
-    return kept
-
-
-def state_in(folder, *changes):
-    """The newest state of a run and its note, wherever it was trained."""
-    r = override(recipe(), changes)
-    shapes = jax.eval_shape(
-        lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
-    )
-    with CheckpointManager(folder / CHECKPOINTS) as snapshots:
-        return snapshots.restore(shapes)
-
-
 def check_the_same(folder, alone, *changes):
     """The same data in the same order, and loss to 1e-5; parameters to 3e-5.
 
@@ -151,10 +116,10 @@ def check_the_same(folder, alone, *changes):
     for tree, other in ((state.params, expected.params), (state.ema, expected.ema)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), tree, other)
     for kind, names in (("train", ("loss", "tokens")), ("validation", ("loss", "bits_per_byte"))):
-        found, lines = lines_of(folder, kind), lines_of(alone, kind)
-        assert [line["step"] for line in found] == [line["step"] for line in lines]
+        found, wanted = lines(folder, kind), lines(alone, kind)
+        assert [line["step"] for line in found] == [line["step"] for line in wanted]
         for name in names:
-            np.testing.assert_allclose([line[name] for line in found], [line[name] for line in lines], rtol=1e-5)
+            np.testing.assert_allclose([line[name] for line in found], [line[name] for line in wanted], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +157,8 @@ def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, chang
     check_the_same(tmp_path, expected, *SHORT, *changes)
     assert "done: step 6, validation loss" in first[1]
     assert second[1] == "", "only process 0 prints"
-    assert len(lines_of(tmp_path, "train")) == 6, "only process 0 writes"
-    (sample, *_), (wanted, *_) = lines_of(tmp_path, "sample"), lines_of(expected, "sample")
+    assert len(lines(tmp_path, "train")) == 6, "only process 0 writes"
+    (sample, *_), (wanted, *_) = lines(tmp_path, "sample"), lines(expected, "sample")
     assert sample["text"] == wanted["text"]
 
 
@@ -207,13 +172,9 @@ def test_two_processes_train_into_a_store(started, environment, tmp_path, monkey
             with started("s3://bucket/run", *changes, "--mesh", "data=8") as running:
                 (first, second) = ended(running)
             assert first[0] == second[0] == 0, first[2] + second[2]
-        for key, body in store.objects.items():
-            (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / key).write_bytes(body)
+        download(store, tmp_path)
     assert "resumed at step 3" in first[1]
-    parts = sorted((tmp_path / "run" / "metrics").iterdir())
-    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
-    assert [line["step"] for line in lines_of(tmp_path / "run", "train")] == list(range(1, 7))
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == list(range(1, 7))
     state, _ = state_in(tmp_path / "run", *changes)
     assert int(state.step) == 6
 
@@ -282,11 +243,7 @@ def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, co
     assert describe(open_checkpoint("s3://bucket/run"))["problems"] == []
     assert calling(Plot, "s3://bucket/run", "--output", tmp_path / "curves.png").out
     model = llama_jax.load("s3://bucket/run")
-    for key, body in store.objects.items():
-        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / key).write_bytes(body)
-    stored, local = tmp_path / "run", tmp_path / "local"
-    (stored / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in sorted((stored / "metrics").iterdir())))
+    stored, local = download(store, tmp_path) / "run", tmp_path / "local"
     step = Path(CHECKPOINTS, "12")
     wrote = {path.name for path in (stored / step / "params").glob("ocdbt.*")}
     assert wrote == {f"ocdbt.process_{index}" for index in range(count)}
@@ -295,9 +252,7 @@ def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, co
     assert note == wanted
     for found, other in ((state, expected), (model.params, llama_jax.load(local).params)):
         jax.tree.map(np.testing.assert_array_equal, found, other)
-    for kind in ("train", "validation"):
-        found, lines = ([(line["step"], line["loss"]) for line in lines_of(folder, kind)] for folder in (stored, local))
-        assert found == lines
+    check_same_lines(stored, local)
 
 
 @pytest.mark.slow
@@ -410,12 +365,11 @@ def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, n
         for code, _, said in ended(running):
             assert code == 0, said
     check_the_same(tmp_path, whole, "steps=20")
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if line.get("event") == "resume"] in ([4], [8])
+    assert [line["step"] for line in all_lines(tmp_path) if line.get("event") == "resume"] in ([4], [8])
 
 
 def test_changes_may_stand_after_the_flag():
-    assert changes_together(["tiny", "--distributed", "steps=5", "--workdir", "a=b"])[-1] == "steps=5"
+    assert changes_last(["tiny", "--distributed", "steps=5", "--workdir", "a=b"])[-1] == "steps=5"
 
 
 def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
@@ -444,8 +398,8 @@ def test_other_kinds_of_training_are_the_same_in_two_processes(started, base, te
     arguments = ["--teacher", base, "steps=6", "evaluate_every=3", "save_every=3"]
     if kind == "preferences":
         pairs = tmp_path / "pairs.jsonl"
-        lines = [{"prompt": f"ask {n}", "chosen": " the llama", "rejected": " no grass"} for n in range(60)]
-        pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        some = [{"prompt": f"ask {n}", "chosen": " the llama", "rejected": " no grass"} for n in range(60)]
+        pairs.write_text("".join(json.dumps(line) + "\n" for line in some))
         given = {"function": "preferring", "data": pairs}
         arguments = ["--weights", base, "batch=8", "steps=6", "evaluate_every=3", "save_every=3"]
     if kind == "rewards":
@@ -457,7 +411,7 @@ def test_other_kinds_of_training_are_the_same_in_two_processes(started, base, te
             for code, _, error in ended(running):
                 assert code == 0, error
     for of in ("train", "validation"):
-        found, expected = (lines_of(tmp_path / name, of) for name in ("two", "one"))
+        found, expected = (lines(tmp_path / name, of) for name in ("two", "one"))
         assert len(found) == len(expected) > 1
         np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-4)
         assert [line.get("reward") for line in found] == [line.get("reward") for line in expected], "the same answers"

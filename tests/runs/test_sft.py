@@ -1,15 +1,13 @@
 """Fine-tuning by chats: what the assistant says is learned, whole and again after an interruption."""
 
-import io
 import json
-import signal
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
+from running import StopAt, lines, same
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
@@ -17,9 +15,7 @@ from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.formats.loading import bundled
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
@@ -39,26 +35,9 @@ def chats(tmp_path_factory):
     return file
 
 
-class Interrupted(Log):
-    """Sends SIGTERM when a line begins so."""
-
-    def __init__(self, start="never"):
-        super().__init__(io.StringIO())
-        self.start = start
-
-    def _write(self, text, *, stays):
-        super()._write(text, stays=stays)
-        if text.startswith(self.start):
-            signal.raise_signal(signal.SIGTERM)
-
-    @property
-    def said(self):
-        return self._stream.getvalue()
-
-
 @pytest.fixture(scope="module")
 def whole(chats, tmp_path_factory):
-    folder, log = tmp_path_factory.mktemp("whole"), Interrupted()
+    folder, log = tmp_path_factory.mktemp("whole"), StopAt()
     return folder, train(RECIPE, folder, chats, log=log), log.said
 
 
@@ -79,11 +58,11 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
-    first = train(RECIPE, tmp_path, chats, log=Interrupted("step 40/"))
+    first = train(RECIPE, tmp_path, chats, log=StopAt("step 40/"))
     assert first.stopped == "SIGTERM"
     assert first.step < RECIPE.steps
     result = train(RECIPE, tmp_path, chats, resume=True)
-    jax.tree.map(np.testing.assert_array_equal, result.state, whole[1].state)
+    same(result.state, whole[1].state)
     with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
         train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
 
@@ -110,17 +89,9 @@ def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
     np.testing.assert_allclose(*(result.validation.loss for result in found), rtol=1e-4)
 
 
-def lines(folder, kind):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
-
-
 @pytest.mark.slow
 def test_the_command(whole, chats, tmp_path):
     given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
-    found = run_here(*given)
-    assert found.returncode == 2
-    assert "the recipe sft continues the training of a model; give one with --weights" in found.stderr
     changes = "steps=2 batch=8 length=40 chats.too_long=drop dtype=float32 remat=none optimizer.warmup_steps=1"
     found = run_here(*given, "--weights", whole[0], *changes.split())
     assert found.returncode == 0, found.stderr
@@ -129,7 +100,7 @@ def test_the_command(whole, chats, tmp_path):
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):
-    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; give one with --weights"):
+    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; pass one with --weights"):
         train("sft", tmp_path, chats)
     assert find("sft").chats == ChatReading()
     talk = tmp_path / "talk.jsonl"
@@ -138,12 +109,6 @@ def test_fine_tuning_needs_a_model(chats, tmp_path):
         train(RECIPE, tmp_path / "run", talk)
     with pytest.raises(TrainingError, match="vocabulary='bpe' is learned from text, and the data are chats"):
         replace(RECIPE, vocabulary="bpe")
-
-
-def test_a_recipe_from_before_there_were_chats_is_the_same():
-    before = to_dict(recipe())
-    del before["chats"]
-    assert differences(before, to_dict(recipe())) == []
 
 
 @pytest.mark.slow

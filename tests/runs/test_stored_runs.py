@@ -1,6 +1,5 @@
 """Runs in a store: the same as on a disk, whole at every moment, and of one writer at a time."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -9,12 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-import jax
 import mortal_run
 import numpy as np
 import object_server
 import pytest
-from mortal_run import environment_of, recipe, write_words
+from running import check_same_lines, download, environment_fixture, same, state_in, text_fixture  # noqa: F401  # two fixtures
 from small_run import CONFIG, save, shapes_of, state_of
 
 import llama_jax
@@ -30,7 +28,7 @@ from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.metrics import read_run
-from llama_jax.runs.run_folder import SharedStoredRun, opened
+from llama_jax.runs.run_folder import StoredRun, open_run
 from llama_jax.storage import locate, object_store
 
 RUN = "s3://bucket/run"
@@ -48,20 +46,14 @@ def store(monkeypatch):
 @pytest.fixture
 def run(store):
     """The folder of a run, that is the writer's."""
-    with opened(locate(RUN), Processes(), Log(quiet=True)) as run:
+    with open_run(locate(RUN), Processes(), Log(quiet=True)) as run:
         yield run
 
 
 @pytest.fixture
 def kept(run):
-    with CheckpointManager(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
+    with CheckpointManager(run.path / "checkpoints", store=run, keep_last=1) as kept:
         yield kept
-
-
-def same(a, b):
-    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
-    assert len(pairs) > 5
 
 
 def whole_at_every_change(store, step):
@@ -117,7 +109,7 @@ def test_half_of_a_step_is_none_and_goes(store, kept):
     kept.wait()
     same(kept.restore(shapes_of())[0], state_of(20))
     store.objects["run/checkpoints/30/params/d/half"] = b"half"
-    kept._shelf.clear_up()
+    kept._store.clear_up()
     assert not [key for key in store.objects if "/30/" in key]
     assert kept.steps() == [20]
 
@@ -143,7 +135,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
 @pytest.mark.parametrize("fault", [500, "lost", "torn"])
 def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     if fault == "torn":  # a file goes in parts, and one of them does not arrive
-        monkeypatch.setattr(object_store, "LEAST_PART", 4096)
+        monkeypatch.setattr(object_store, "MIN_PART_BYTES", 4096)
         fault = 500
     failed = set()
 
@@ -156,15 +148,15 @@ def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
     save(kept, 10, 10)
     kept.wait()
-    assert any(way == "PARTS" for way, _ in store.changes) == (object_store.LEAST_PART == 4096)
+    assert any(way == "PARTS" for way, _ in store.changes) == (object_store.MIN_PART_BYTES == 4096)
     same(kept.restore(shapes_of())[0], state_of(10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow", "late"])
 def test_slow_bodies_lose_nothing_and_show_no_half(store, kept, fault, monkeypatch):
-    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "MIN_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "MIN_RATE", 1 << 30)
     seen, failed = set(), set()
 
     def once(key, changes):
@@ -217,7 +209,7 @@ def test_who_loses_the_folder_writes_nothing_more(store, run, kept):
     save(kept, 10, 10)
     kept.wait()
     store.written["run/lease.json"] -= 100
-    other = run_folder.StoredRun(locate(RUN), Processes(), Log(quiet=True))
+    other = StoredRun(locate(RUN), Processes(), Log(quiet=True))
     run._lease._renewed -= 100  # this process stood still
     changes = len(store.changes)
     save(kept, 20, 20)
@@ -257,7 +249,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
     (run.path / "reference.npz").write_bytes(b"r")
     run.end(failed=False)
     assert (store.objects["run/trace/x"], store.objects["run/reference.npz"]) == (b"x", b"r")
-    with opened(locate(RUN), Processes(), Log(quiet=True)) as later:
+    with open_run(locate(RUN), Processes(), Log(quiet=True)) as later:
         assert [path.name for path in later.path.iterdir()] == ["reference.npz"]
         (later.path / "metrics.jsonl").write_text(line(20))
     assert store.objects["run/metrics/000005.jsonl"] == line(20).encode()
@@ -266,7 +258,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
 def test_hosts_whose_scratch_folder_is_the_same(run):
     second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
     with pytest.raises(TrainingError, match=r"cannot be made on \S+ \(File exists\); the variable TMPDIR must name"):
-        SharedStoredRun(locate(RUN), run.path, second)
+        StoredRun(locate(RUN), second, Log(quiet=True), run.path)
 
 
 def test_where_no_run_can_be():
@@ -277,59 +269,16 @@ def test_where_no_run_can_be():
 # Whole runs.
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return environment_of(tmp_path_factory.mktemp("cache"))
-
-
-SHORT = dataclasses.replace(recipe(), steps=24)
-
-
-def lines_of(lines, kind):
-    kept = []
-    for line in map(json.loads, lines):
-        if line.get("event") in ("start", "resume"):
-            kept = [old for old in kept if old["step"] <= line["step"]]
-        elif line["kind"] == kind:
-            kept.append({name: line.get(name) for name in ("step", "loss", "grad_norm", "tokens", "bits_per_byte")})
-    return kept
-
-
 def check_the_same(store, folder, tmp_path):
     """What is in the store is, to the bit, what the run on a disk wrote."""
-    here = tmp_path / "copy"
-    for key, body in store.objects.items():
-        (here / key).parent.mkdir(parents=True, exist_ok=True)
-        (here / key).write_bytes(body)
-    stored, local = here / "run", folder
-    names = {path.name for path in (local / "checkpoints").iterdir()}
+    stored = download(store, tmp_path / "copy") / "run"
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert {path.name for path in (stored / "checkpoints").iterdir()} == names
-    parts = b"".join(path.read_bytes() for path in sorted((stored / "metrics").iterdir()))
-    for kind in ("train", "validation"):
-        assert lines_of(parts.splitlines(), kind) == lines_of((local / "metrics.jsonl").read_text().splitlines(), kind)
-    with CheckpointManager(stored / "checkpoints") as one, CheckpointManager(local / "checkpoints") as other:
-        shapes = shapes_of_run()
-        for step in sorted(map(int, names)):
-            (state, note), (expected, expected_note) = one.restore(shapes, step), other.restore(shapes, step)
-            same(state, expected)
-            assert note == expected_note
-    shutil.rmtree(here)
-
-
-def shapes_of_run():
-    from llama_jax.model.trees import init
-    from llama_jax.training.optimizer import make_optimizer
-    from llama_jax.training.step import init_state
-
-    return jax.eval_shape(
-        lambda key: init_state(make_optimizer(SHORT.optimizer, SHORT.steps), init(SHORT.model, key), ema=True),
-        jax.random.key(0),
-    )
+    check_same_lines(stored, folder)
+    for step in sorted(map(int, names)):
+        (state, note), (expected, wanted) = (state_in(run, "steps=24", step=step) for run in (stored, folder))
+        same(state, expected)
+        assert note == wanted
 
 
 def live(store, environment, *arguments, **death):

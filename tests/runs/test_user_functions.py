@@ -107,11 +107,11 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
         ("not_a_number", "not_a_number gave nan for the answer 'ab'; a finite number is needed"),
         ("nothing", "nothing gave None; a list of 2 numbers"),
         ("texts", "texts gave '1' for the answer 'ab'; a finite number"),
-        ("leaves", r"leaves failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
+        ("leaves", r"leaves' failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
         ("later", "later gave <coroutine object later .*; a list of 2 numbers"),
-        ("interrupted", r"interrupted failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
+        ("interrupted", r"interrupted' failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
         ("endless", "endless gave 3 values for 2 answers"),
-        ("late", r"late failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
+        ("late", r"late' failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
         ("unordered", r"unordered gave \{0.0, 1.0\}; a list of 2 numbers"),
         ("tensors", "tensors gave <.*Two object .* for the answer 'ab'; a finite number"),
     ],
@@ -131,14 +131,14 @@ def test_functions_that_are_not_there(file, tmp_path):
         find_rewards([f"{file}:f"])
     with pytest.raises(TrainingError, match=r"has no function 'number': it is no function"):
         find_rewards([f"{file}:number"])
-    with pytest.raises(TrainingError, match=r"give one with --reward FILE.py:FUNCTION"):
+    with pytest.raises(TrainingError, match=r"pass one with --reward FILE.py:FUNCTION"):
         find_rewards([])
-    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; give one for each"):
+    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"):
         find_rewards([f"{file}:length", f"{file}:exact"], [1.0])
     for text, message in (
-        ("import absent_module\n", "line 1 fails with ModuleNotFoundError"),
+        ("import absent_module\n", "failed with ModuleNotFoundError: .*line 1"),
         ("def f(:\n", "SyntaxError"),
-        ("import sys\nsys.exit(0)\n", "line 2 fails with SystemExit: 0"),
+        ("import sys\nsys.exit(0)\n", "failed with SystemExit: 0 .*line 2"),
     ):
         broken = tmp_path / "broken.py"
         broken.write_text(text)

@@ -89,7 +89,7 @@ def test_what_the_host_owns():
 @pytest.mark.slow
 def test_the_command_as_an_application(monkeypatch):
     """As docs/serving/ray_app.py makes it."""
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+    monkeypatch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
     config, params, tokenizer = llama_jax.load(dtype="float32")
     app = Serve(dtype="float32", rows=1, context=128, prefix_cache=0, allow_host=("*",)).application()
 

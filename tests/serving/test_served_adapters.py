@@ -236,7 +236,7 @@ class TestNames:
             Serve(adapter=given).named()
 
     def test_the_models_own(self):
-        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; give another, or --name"):
+        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
             Serve(adapter=("llama=x",), name="llama")._check()
 
 

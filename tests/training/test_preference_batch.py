@@ -14,7 +14,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.preference_batches import PairRows, Pairs, mismatched
+from llama_jax.data.preference_batches import PairRows, Pairs, mismatched_answers
 from llama_jax.model.forward_options import Sharding
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.preference_batch import (
@@ -56,7 +56,9 @@ def drawn(config, seed=0):
 
 def judged(config):
     pairs = drawn(config)
-    return Pairs(pairs.first, mismatched(pairs.first, LENGTH), np.array([True, False, True, True, False, False, True]))
+    return Pairs(
+        pairs.first, mismatched_answers(pairs.first, LENGTH), np.array([True, False, True, True, False, False, True])
+    )
 
 
 @pytest.fixture(scope="module")

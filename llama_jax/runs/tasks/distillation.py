@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import jax
-import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
-from llama_jax.evaluation.measure import WindowRows, choose_sizes, cut_windows, measure_windows, token_mean
-from llama_jax.evaluation.perplexity import Evaluation, compare_tokens, summary
+from llama_jax.evaluation.measure import choose_sizes, cut_windows, sum_windows, token_mean
+from llama_jax.evaluation.perplexity import compare_tokens, summary
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -24,27 +19,11 @@ from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import language_modeling
 from llama_jax.runs.tasks.interface import EvalResult, FrozenModels, Task, TaskContext, TaskInputs, TaskKind, compute_of
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.training.batch import Batch
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
 from llama_jax.training.flops import step_flops
 from llama_jax.training.step import Loss
 
 EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom encode alike
-
-
-@dataclass(frozen=True)
-class DistillationEvaluation:
-    """The evaluation of a student.
-
-    Attributes:
-      loss: weighted sum of the divergence and the negative log-likelihood, at temperature 1.
-      kl: mean divergence of its predictions from the teacher's, in nats.
-      text: the student's own loss on the text.
-    """
-
-    loss: float
-    kl: float
-    text: Evaluation
 
 
 def options_of(recipe: Recipe) -> DistillOptions:
@@ -62,12 +41,12 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
     """
     path = options_of(recipe).teacher
     if not path:
-        raise TrainingError("distillation needs a teacher; give a model's folder or file with --teacher (distill.teacher=)")
+        raise TrainingError("distillation needs a teacher; pass a model's folder or file with --teacher (distill.teacher=)")
     config = open_checkpoint(path).config
     if config.vocab_size != recipe.model.vocab_size:
         raise TrainingError(
             f"the teacher {path} has a vocabulary of {config.vocab_size}, the student one of {recipe.model.vocab_size}, and"
-            " predictions are compared token by token; give a teacher of the same vocabulary, or, where the student is made"
+            " predictions are compared token by token; use a teacher of the same vocabulary, or, where the student is made"
             f" anew, model.vocab_size={config.vocab_size}"
         )
     if config.max_seq_len < recipe.length:
@@ -79,11 +58,7 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """Raise an error for settings that distillation does not support; see `TaskKind.check`."""
-    if recipe.loss is not None:
-        raise TrainingError("loss and distill exclude each other: distillation has a loss; leave one of them out")
-    if recipe.z_loss:
-        raise TrainingError(f"z_loss={recipe.z_loss} is no part of the loss of distillation; leave it at 0")
+    """Raise TrainingError or MeshError for a teacher that does not fit the student or the mesh."""
     check_model(teacher_config(recipe), mesh)
 
 
@@ -98,17 +73,21 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     theirs = tokenizer_of(recipe)
     if theirs is not None and theirs.encode(EXAMPLE, bos=False) != inputs.tokenizer.encode(EXAMPLE, bos=False):
         raise TrainingError(
-            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; give a"
+            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; use a"
             " teacher of the same vocabulary"
         )
     corpora = language_modeling.read_data(recipe, inputs)
     task = language_modeling.task_of(recipe, inputs.mesh, corpora)
     recipe = task.recipe
     held = language_modeling.limit_tokens(corpora, recipe.evaluate_tokens)
-    teacher = partial(_laid_out, config, inputs.mesh)
+
+    def loss(frozen: FrozenModels) -> Loss:
+        fitted, sharding = training_sharding(config, make_mesh(inputs.mesh))
+        return distillation_loss(options, Teacher(fitted, frozen.other, sharding))
+
     task = replace(
         task,
-        objective=replace(task.objective, loss=lambda frozen: _loss(options, teacher, frozen)),
+        objective=replace(task.objective, loss=loss),
         facts=(*task.facts, f"teacher: {options.teacher}"),
         flops=task.flops + step_flops(config, recipe.batch, recipe.length) / 3,
         shown=("kl",),
@@ -129,32 +108,16 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
 KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of, mixes=True)
 
 
-def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:
-    fitted, sharding = training_sharding(config, make_mesh(mesh))
-    return Teacher(fitted, params, sharding)
-
-
-def _loss(options: DistillOptions, teacher: Callable[[Llama], Teacher], frozen: FrozenModels) -> Loss:
-    return distillation_loss(options, teacher(frozen.other))
-
-
-class DistillationBatchSource:
+class DistillationBatchSource(language_modeling.TextBatchSource):
     """The batches of a text, and how far the student is from the teacher; see `interface.BatchSource`."""
 
     def __init__(
         self, recipe: Recipe, corpora: language_modeling.Corpora, teacher: tuple[LlamaConfig, Llama], context: TaskContext
     ) -> None:
-        self._recipe, self._held = recipe, corpora.held
-        self._feed = language_modeling.TextBatchSource(recipe, corpora, context)
-        config, self._params = teacher
-        self._compare = context.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self._feed.state
-
-    def next(self, model: Callable[[], Llama]) -> Batch:
-        return self._feed.next(model)
+        super().__init__(recipe, corpora, context)
+        config, params = teacher
+        compared = context.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
+        self._compare = lambda model, rows: compared(model, params, rows)
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         tokens = max(metrics["tokens"], 1.0)
@@ -168,25 +131,10 @@ class DistillationBatchSource:
         rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
         windows = cut_windows(held, length, length)
 
-        def compare(rows: WindowRows) -> tuple[jax.Array, ...]:
-            return self._compare(model, self._params, rows)
-
-        losses, kls = np.zeros(len(windows.read)), np.zeros(len(windows.read))
-        for (nats, _, kl, _), owner in measure_windows(held, windows, rows, compare, None):
-            np.add.at(losses, owner, nats)
-            np.add.at(kls, owner, kl)
+        losses, _, kls, _ = sum_windows(held, windows, rows, partial(self._compare, model))
         found, kl = summary(held, windows, losses), token_mean(windows, kls)[0]
         weight = options_of(self._recipe).weight
-        loss = weight * kl + (1 - weight) * found.loss
-        numbers = {
-            "loss": loss,
-            "kl": kl,
-            "cross_entropy": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
-        }
-        words = f"loss {loss:.4f}, KL {kl:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return EvalResult(loss, numbers, words, DistillationEvaluation(loss, kl, found))
-
-    def close(self) -> None:
-        self._feed.close()
+        loss = weight * kl + (1 - weight) * found.loss  # at temperature 1
+        text, per_byte = found.perplexity, found.bits_per_byte
+        numbers = {"loss": loss, "kl": kl, "cross_entropy": found.loss, "perplexity": text, "bits_per_byte": per_byte}
+        return EvalResult(numbers, f"loss {loss:.4f}, KL {kl:.4f}, perplexity {text:.2f}, {per_byte:.4f} bits per byte")

@@ -7,7 +7,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,16 @@ from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.rl_prompts import (
-    Asking,
+    PromptBatch,
     PromptReading,
     PromptSet,
-    asking,
-    asking_held,
-    hold_apart,
+    held_prompt_batch,
     open_prompts,
-    without,
+    prompt_batch,
+    split_prompts,
+    without_prompts,
 )
-from llama_jax.errors import GenerationError, TrainingError, shown
+from llama_jax.errors import TrainingError, shown
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
@@ -47,10 +47,11 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
+    check_vocabulary,
     compute_of,
+    name_format_setting,
 )
-from llama_jax.runs.tasks.language_modeling import check_vocabulary
-from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
@@ -64,17 +65,13 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     r = settings_of(recipe)
     if recipe.chats is not None:
         raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
-    if recipe.loss is not None or recipe.z_loss:
-        raise TrainingError("rewards have a loss of their own, rewards.loss; leave loss and z_loss out")
-    if mesh.context > 1:
-        raise TrainingError("answers are sampled by whole rows, which context divides; use data, fsdp and tensor")
     if recipe.batch % r.group:
         raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
     prompts = recipe.batch // r.group
     if prompts % mesh.rows:
         raise TrainingError(
             f"batch={recipe.batch} / rewards.group={r.group} = {prompts} prompts, which cannot be divided over"
-            f" data*fsdp={mesh.rows}; give a multiple"
+            f" data*fsdp={mesh.rows}; use a multiple"
         )
     if r.answer > recipe.length:
         raise TrainingError(f"rewards.answer={r.answer} leaves no room for a prompt in length={recipe.length}")
@@ -82,7 +79,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
         raise TrainingError(
             f"with rope scaling {scaling.kind!r} generation caches other keys than a pass over a row of"
-            f" over {scaling.original_max_seq_len} tokens at once; give a length below that"
+            f" over {scaling.original_max_seq_len} tokens at once; set a length below that"
         )
 
 
@@ -98,27 +95,25 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     reading, longest = PromptReading(r.format, r.special), recipe.length + 1 - r.answer
 
     def read(paths: Any) -> PromptSet:
-        try:
+        with name_format_setting("rewards.format"):
             return open_prompts(paths, inputs.tokenizer, longest, reading)
-        except GenerationError as error:  # no format
-            raise TrainingError(f"{error}; in training as rewards.format=plain") from None
 
     if inputs.validation_data:
         whole, held = read(inputs.data), read(inputs.validation_data)
-        train = without(whole, held)
+        train = without_prompts(whole, held)
         if len(train) < len(whole):
             twice = len(whole) - len(train)
             warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
     else:
-        train, held = hold_apart(read(inputs.data), recipe.validation, recipe.seed)
+        train, held = split_prompts(read(inputs.data), recipe.validation, recipe.seed)
     for prompts in (train, held):
         check_columns(rewards, tuple(prompts.columns))
     check_vocabulary(recipe, inputs.tokenizer.vocab_size)
-    digests = {"train": train.digest, "validation": held.digest, "rewards": digest_of(rewards)}
+    digests = {"train": train.digest, "validation": held.digest, "rewards": rewards_digest(rewards)}
     reference = None
     if r.beta and recipe.lora is None:
         if inputs.weights is None:
-            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
+            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; pass --weights")
         reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
     if not recipe.steps:  # a prompt has `group` answers, and each answer is learned from in `updates` steps
@@ -139,7 +134,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
 
 
-KIND = TaskKind("rewards", open_task, check)
+KIND = TaskKind("rewards", open_task, check, divides_rows=False)
 
 
 def settings_of(recipe: Recipe) -> RewardSettings:
@@ -200,27 +195,6 @@ def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
     )
 
 
-@dataclass(frozen=True)
-class RewardEvaluation:
-    """How good answers to held-out prompts are.
-
-    Attributes:
-      loss: -`reward`, by which the best checkpoint is chosen.
-      reward: the mean of all answers.
-      standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
-      length: mean tokens of an answer.
-      stopped: share of the answers that a stop token ended.
-      answers: their number.
-    """
-
-    loss: float
-    reward: float
-    standard_error: float
-    length: float
-    stopped: float
-    answers: int
-
-
 class RewardBatchSource:
     """Answers sampled from the current model and judged; see `interface.BatchSource`."""
 
@@ -258,9 +232,9 @@ class RewardBatchSource:
         r = self._settings
         options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
         sample = make_sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
-        asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
+        chosen = self._prompt_arrays(self._train, prompt_batch(len(self._train), self._prompts, r.group, seed=0, number=0))
         jitted: Any = self._program.jit(sample)
-        return jitted.lower(model, asked).compile()
+        return jitted.lower(model, chosen).compile()
 
     def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """The trainer's log-probabilities of the rows, computed part by part as in the step."""
@@ -302,13 +276,17 @@ class RewardBatchSource:
         return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
 
     def evaluate(self, model: Llama) -> EvalResult:
-        """Evaluate answers to held-out prompts, sampled as in training."""
+        """Evaluate answers to held-out prompts, sampled as in training.
+
+        The numbers are the mean reward of all answers and its standard error from the spread between prompts, nan for a
+        single one; the mean tokens of an answer; the share of the answers that a stop token ended; and -reward as the loss.
+        """
         r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
         totals, lengths, stopped = [], [], []
         for begin in range(0, count, self._prompts):
             numbers = np.arange(begin, begin + self._prompts)
-            answers, texts, values, _ = self._answered(
-                model, self._held, asking_held(numbers % count, r.group, self._recipe.seed)
+            answers, texts, values, _ = self._answer(
+                model, self._held, held_prompt_batch(numbers % count, r.group, self._recipe.seed)
             )
             real = np.repeat(numbers < count, r.group)
             totals.append(weighted(self._rewards, values)[real])
@@ -321,11 +299,10 @@ class RewardBatchSource:
         error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
         mean = float(reward.mean())
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
-        found = RewardEvaluation(-mean, mean, error, length, ended, len(reward))
-        facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
+        means = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
         spread = "" if np.isnan(error) else f" ± {error:.4f}"
         text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
-        return EvalResult(-mean, facts, text, found)
+        return EvalResult(means, text)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -338,12 +315,12 @@ class RewardBatchSource:
     def _judged(self, model: Llama) -> ScoredAnswers:
         """Rows to learn from."""
         r = self._settings
-        asked = asking(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
-        answers, texts, values, seconds = self._answered(model, self._train, asked)
+        chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
+        answers, texts, values, seconds = self._answer(model, self._train, chosen)
         rewards = weighted(self._rewards, values)
         advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
-        rows = answer_rows([self._train.ids[i] for i in asked.numbers], answers, learned, self._length)
+        rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
         judged = rows._replace(advantages=np.asarray(advantages.values))
         if self._score is not None:
             judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
@@ -363,20 +340,20 @@ class RewardBatchSource:
         self._found.append({name: float(value) for name, value in found.items()})
         return judged
 
-    def _answered(self, model: Llama, prompts: PromptSet, asked: Asking) -> tuple[Answers, list[str], np.ndarray, float]:
+    def _answer(self, model: Llama, prompts: PromptSet, chosen: PromptBatch) -> tuple[Answers, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
         began = time.perf_counter()
-        found = self._sample(model, self._asked(prompts, asked))
+        found = self._sample(model, self._prompt_arrays(prompts, chosen))
         answers = Answers(*(np.asarray(part) for part in found))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
             raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
         stops = set(prompts.stops)
         ids = [row[valid].tolist() for row, valid in zip(answers.tokens, answers.valid, strict=True)]
-        texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
+        texts = [answer_text(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
         group = self._settings.group
         columns = {
-            name: [values[i] for i in asked.numbers for _ in range(group)] for name, values in prompts.columns.items()
+            name: [values[i] for i in chosen.numbers for _ in range(group)] for name, values in prompts.columns.items()
         }
         columns[STOPPED] = answers.stopped.tolist()
         return answers, texts, self._agreed(texts, columns), seconds
@@ -400,12 +377,12 @@ class RewardBatchSource:
             raise TrainingError("the rewards of process 0 failed; it says why")
         return values
 
-    def _asked(self, prompts: PromptSet, asked: Asking) -> Prompts:
-        tokens = np.zeros((len(asked.numbers), self._width), np.int32)
-        lengths = np.array([len(prompts.ids[i]) for i in asked.numbers], np.int32)
-        for row, i in zip(tokens, asked.numbers, strict=True):
+    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> Prompts:
+        tokens = np.zeros((len(chosen.numbers), self._width), np.int32)
+        lengths = np.array([len(prompts.ids[i]) for i in chosen.numbers], np.int32)
+        for row, i in zip(tokens, chosen.numbers, strict=True):
             row[: len(prompts.ids[i])] = prompts.ids[i]
-        return Prompts(tokens, lengths, asked.seeds)
+        return Prompts(tokens, lengths, chosen.seeds)
 
 
 def make_sampler(
@@ -422,7 +399,7 @@ def make_sampler(
     return sample
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text that an answer adds to its prompt, with a leading space if it begins with one."""
     stream = TextStream(tokenizer)
     return "".join([*map(stream.push, ids), stream.finish()])

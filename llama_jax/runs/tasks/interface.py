@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
+from llama_jax.errors import GenerationError, TrainingError
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
@@ -62,19 +64,19 @@ class Objective:
 
 
 class EvalResult(NamedTuple):
-    """The result of an evaluation.
+    """The result of an evaluation on held-out data.
 
     Attributes:
-      loss: by which the best checkpoints are chosen: lower is better.
-      numbers: for the line in metrics.jsonl, including `loss`.
+      numbers: for the line in metrics.jsonl; "loss" is what the best checkpoints are chosen by: lower is better.
       text: for the log: "loss 2.1, perplexity 8.2".
-      result: what `Result.validation` is; it has a `loss`.
     """
 
-    loss: float
     numbers: dict[str, float]
     text: str
-    result: Any
+
+    @property
+    def loss(self) -> float:
+        return self.numbers["loss"]
 
 
 class BatchSource(Protocol):
@@ -111,8 +113,8 @@ class TrainingProgram:
       step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
       place: puts the rows that this process reads onto its devices.
       share: which part of a batch these rows are, and of how many.
-      start: the state before the first step, from random parameters or from given ones: placed as `param_specs` says, and
-        not to be used again.
+      start: the state before the first step, from random parameters or from given ones: sharded by `param_specs`, and not
+        to be used again.
       shapes: of the state, with shardings, for `CheckpointManager.restore`.
       adopt: turns a restored state into one that `step` accepts.
       model: the model of trained parameters: they themselves, or adapters joined with their base.
@@ -175,7 +177,7 @@ class Task:
       facts: lines about the data, for the log.
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
-      begin: makes the feed, once everything is compiled.
+      begin: makes the batch source, once everything is compiled.
       mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
         if there is nothing. Called when the data of all processes are known to be the same.
@@ -230,6 +232,7 @@ class TaskKind:
       open: reads the data; raises DataError or TrainingError.
       backends: those that support it.
       mixes: whether it supports mixtures of sources.
+      divides_rows: whether a mesh may divide rows over its context axis.
       tokenizer: for a new model if neither --tokenizer nor --weights gives one.
     """
 
@@ -238,7 +241,26 @@ class TaskKind:
     check: Callable[[Recipe, MeshSizes], None] = field(default=lambda recipe, mesh: None)
     backends: tuple[Backend, ...] = ("jit",)
     mixes: bool = False
+    divides_rows: bool = True
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
+
+
+def check_vocabulary(recipe: Recipe, size: int) -> None:
+    """Raise TrainingError for a vocabulary larger than the model's."""
+    if size > recipe.model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
+        )
+
+
+@contextmanager
+def name_format_setting(setting: str) -> Iterator[None]:
+    """Raise TrainingError that names a recipe's setting for messages without a chat format."""
+    try:
+        yield
+    except GenerationError as error:
+        raise TrainingError(f"{error}; in training as {setting}=plain") from None
 
 
 def compute_of(recipe: Recipe) -> Compute:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,24 @@ from llama_jax.data.batches import Rows, row_count, whole_rows
 from llama_jax.data.corpus import without
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.mixture import Mixture
-from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
 from llama_jax.runs.recipe import Recipe, fit_to_data
-from llama_jax.runs.tasks.interface import EvalResult, Objective, Task, TaskContext, TaskInputs, TaskKind, compute_of
+from llama_jax.runs.tasks.interface import (
+    EvalResult,
+    Objective,
+    Task,
+    TaskContext,
+    TaskInputs,
+    TaskKind,
+    check_vocabulary,
+    compute_of,
+    name_format_setting,
+)
 from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import total_loss
 
@@ -170,25 +180,12 @@ class TextBatchSource:
             batch=program.sharding.shares * default_batch(),
             measure=self._measure,
         )
-        numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}
+        numbers = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte")}
         text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-        return EvalResult(found.loss, numbers, text, found)
+        return EvalResult(numbers, text)
 
     def close(self) -> None:
         self._batches.close()
-
-
-@dataclass(frozen=True)
-class MixtureEvaluation:
-    """The evaluation of the sources of a mixture.
-
-    Attributes:
-      loss: the mean of their losses, weighted by their shares, in nats per token.
-      sources: the evaluation of each.
-    """
-
-    loss: float
-    sources: dict[str, Any]
 
 
 def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], EvalResult]) -> EvalResult:
@@ -202,8 +199,7 @@ def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], 
     loss = sum(float(source.share) * found[source.name].loss for source in held)
     numbers = {f"{key}/{name}": value for name, one in found.items() for key, value in one.numbers.items()}
     text = ", ".join(f"{name} {one.loss:.4f}" for name, one in found.items())
-    result = MixtureEvaluation(loss, {name: one.result for name, one in found.items()})
-    return EvalResult(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
+    return EvalResult({"loss": loss, **numbers}, f"loss {loss:.4f} ({text})")
 
 
 def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
@@ -277,10 +273,8 @@ def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
 
 def _read(recipe: Recipe, inputs: TaskInputs, paths: Sequence[Path]) -> Corpus:
     if recipe.chats is not None:
-        try:
+        with name_format_setting("chats.format"):
             found = open_chats(paths, inputs.tokenizer, recipe.length, recipe.chats)
-        except GenerationError as error:  # no format
-            raise TrainingError(f"{error}; in training as chats.format=plain") from None
         inputs.log.line(f"chats: {found.counts}")
         return found.corpus
 
@@ -292,23 +286,14 @@ def _split_source(recipe: Recipe, inputs: TaskInputs, source: FoundData) -> Spli
     """A source's documents, some of them held out for validation."""
     corpus, what = _read(recipe, inputs, source.files), source.name or "the data"
     if corpus.document_count < 2 and recipe.chats is not None:
-        raise TrainingError(f"{what} is a single conversation; give more, or others with --validation-data")
+        raise TrainingError(f"{what} is a single conversation; add more, or pass others with --validation-data")
     if corpus.document_count < 2:
         raise TrainingError(
-            f"{what} is a single document, of which nothing can be kept for validation; give other files with"
+            f"{what} is a single document, of which nothing can be kept for validation; pass other files with"
             " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
         )
     divisible = None if recipe.chats is not None else inputs.tokenizer  # a conversation is read whole
     return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
-
-
-def check_vocabulary(recipe: Recipe, size: int) -> None:
-    """Raise TrainingError for a vocabulary larger than the model's."""
-    if size > recipe.model.vocab_size:
-        raise TrainingError(
-            f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
-            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
-        )
 
 
 def limit_tokens(corpora: Corpora, limit: int) -> Corpora:

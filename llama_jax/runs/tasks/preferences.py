@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,14 +14,13 @@ import jax
 import numpy as np
 
 from llama_jax.data.batches import Batches
-from llama_jax.data.chat_tokens import open_judged, open_preferences
+from llama_jax.data.chat_tokens import open_labeled, open_preferences
 from llama_jax.data.documents import jsonl_objects
 from llama_jax.data.load_corpus import Progress
-from llama_jax.data.preference_batches import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
-from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mismatched_answers, split_pairs, without_pairs
+from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import run_ahead
 from llama_jax.model.params import Llama
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
 from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.recipe import Recipe, fit_to_data
@@ -35,8 +33,9 @@ from llama_jax.runs.tasks.interface import (
     TaskInputs,
     TaskKind,
     TrainingProgram,
+    check_vocabulary,
+    name_format_setting,
 )
-from llama_jax.runs.tasks.language_modeling import check_vocabulary
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
@@ -54,39 +53,6 @@ from llama_jax.training.preference_batch import (
 from llama_jax.training.preference_loss import FREE, PreferenceOptions
 
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
-
-
-@dataclass(frozen=True)
-class PreferenceEvaluation:
-    """The evaluation of preferences; nan where a number does not exist.
-
-    Attributes:
-      loss: mean over pairs.
-      accuracy: the share of pairs whose chosen answer has the larger reward; none for KTO.
-      margin: mean reward of the chosen answers minus that of the rejected ones.
-      chosen_reward, rejected_reward: means; see `Preferred`. For KTO the chosen answers are the good ones.
-      chosen_logprob, rejected_logprob: means of the sums over an answer's tokens.
-      pairs: number of pairs, or of answers for KTO.
-    """
-
-    loss: float
-    accuracy: float
-    margin: float
-    chosen_reward: float
-    rejected_reward: float
-    chosen_logprob: float
-    rejected_logprob: float
-    pairs: int
-
-
-def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """Raise an error for settings that preferences do not support; see `TaskKind.check`."""
-    if recipe.loss is not None:
-        raise TrainingError("loss and preference exclude each other: a preference is a loss; leave one of them out")
-    if recipe.z_loss:
-        raise TrainingError(f"z_loss={recipe.z_loss} is no part of a preference loss; leave it at 0")
-    if mesh.context > 1:
-        raise TrainingError(f"mesh {mesh} divides rows over context, and answers are read whole; use data, fsdp and tensor")
 
 
 def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
@@ -137,7 +103,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
 
 
-KIND = TaskKind("preferences", open_task, check)
+KIND = TaskKind("preferences", open_task, divides_rows=False)
 
 
 def options_of(recipe: Recipe) -> PreferenceOptions:
@@ -172,7 +138,7 @@ def objective(recipe: Recipe, most: int) -> Objective:
     )
 
 
-def is_judged(paths: Sequence[Path]) -> bool:
+def is_labeled(paths: Sequence[Path]) -> bool:
     """Whether the first line is a single answer with a label."""
     lines = (found for path in paths if path.suffix.lower() == ".jsonl" for found, _, _ in islice(jsonl_objects(path), 1))
     first = next(lines, {})
@@ -183,24 +149,22 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
     """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
-    judged = is_judged(paths)
-    if judged and not kto:
+    labeled = is_labeled(paths)
+    if labeled and not kto:
         raise TrainingError(
-            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; give that, or chosen and"
+            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; use that, or chosen and"
             " rejected answers"
         )
-    try:
-        if judged:
-            answers, desirable, counts = open_judged(paths, tokenizer, length, reading)
+    with name_format_setting("chats.format"):
+        if labeled:
+            answers, desirable, counts = open_labeled(paths, tokenizer, length, reading)
         else:
             chosen, rejected, counts = open_preferences(paths, tokenizer, length, reading)
             if not kto:
                 return Pairs(chosen, rejected), counts
-            answers = joined((chosen, rejected))
+            answers = concatenate((chosen, rejected))
             desirable = np.arange(answers.document_count) < chosen.document_count
-    except GenerationError as error:  # no format
-        raise TrainingError(f"{error}; in training as chats.format=plain") from None
-    return Pairs(answers, mismatched(answers, length), desirable), counts
+    return Pairs(answers, mismatched_answers(answers, length), desirable), counts
 
 
 class PreferenceBatchSource:
@@ -215,7 +179,7 @@ class PreferenceBatchSource:
         self._reference: dict[str, str] = {}
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
-            if context.base is not None:  # the adapters switched off; of the training data each step asks anew
+            if context.base is not None:  # the adapters switched off; each step computes those of its own rows
                 self._of_held = np.asarray(self._measure(context.base, self._held).logprobs)
             else:
                 found, digest = self._cached(context, {"train": train, "validation": held})
@@ -234,7 +198,7 @@ class PreferenceBatchSource:
             if context.processes.index == 0:
                 with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
-            return made, digest_of(made)
+            return made, arrays_digest(made)
         try:
             with path.open("rb") as file, np.load(file) as arrays:
                 found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
@@ -243,7 +207,7 @@ class PreferenceBatchSource:
                 f"{path}, the log-probabilities of the model that the run began with, cannot be read ({error}); copy it from"
                 " where the run was, or begin anew in another --workdir"
             ) from None
-        digest = digest_of(found)
+        digest = arrays_digest(found)
         if context.data_state.get("reference") != digest:
             raise TrainingError(f"{path} is not of this run: its numbers are others; copy it from where the run was")
         return found, digest
@@ -259,11 +223,14 @@ class PreferenceBatchSource:
         return means(metrics)
 
     def evaluate(self, model: Llama) -> EvalResult:
-        found = compare(self._measure(model, self._held), self._of_held, self._held, self._options)
-        numbers = {name: value for name, value in asdict(found).items() if name != "pairs"}
-        if self._options.kind == "kto":
-            del numbers["accuracy"]
-        return EvalResult(found.loss, numbers, in_words(found), found)
+        """The numbers of `means`, and the mean loss over pairs, or answers for KTO."""
+        numbers, count = (
+            compare(self._measure(model, self._held), self._of_held, self._held, self._options),
+            self._held.count,
+        )
+        accuracy = f", accuracy {numbers['accuracy']:.3f}" if "accuracy" in numbers else ""
+        text = f"loss {numbers['loss']:.4f}{accuracy}, margin {numbers['margin']:.4f} ({count:,} held out)"
+        return EvalResult(numbers, text)
 
     def close(self) -> None:
         self._batches.close()
@@ -291,7 +258,7 @@ class PairMeasure:
         self._recipe, self._program, self._read = recipe, program, program.jit(read)
 
     def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerSums:
-        """Of N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
+        """For N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
         batch, length = self._recipe.batch, self._recipe.length
         share, shares = self._program.share
         rows = PairRows(pairs, batch, length, seed=None, host=share, hosts=shares)
@@ -310,7 +277,7 @@ class PairMeasure:
         return AnswerSums(*found)
 
 
-def digest_of(found: dict[str, np.ndarray]) -> str:
+def arrays_digest(found: dict[str, np.ndarray]) -> str:
     """SHA-256 of arrays by name."""
     digest = hashlib.sha256()
     for name, array in sorted(found.items()):
@@ -318,9 +285,7 @@ def digest_of(found: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def compare(
-    answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
-) -> PreferenceEvaluation:
+def compare(answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions) -> dict[str, float]:
     """The numbers of an evaluation, from the log-probabilities of N pairs by model and reference: float32[N, 2] each."""
     rows = PairBatch(
         *(None,) * 4,
@@ -335,12 +300,16 @@ def compare(
     given = AnswerSums(answers.logprobs[..., None], answers.lengths[..., None])
     found = preferred(given, rows, options)
     sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
-    numbers = {"accuracy": float("nan"), **means(sums)}
-    return PreferenceEvaluation(loss=float(found.losses.sum()) / pairs.count, pairs=pairs.count, **numbers)
+    return {"loss": float(found.losses.sum()) / pairs.count, **means(sums)}
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """The numbers of an evaluation, from the sums that `pair_loss` gives."""
+    """Numbers from the sums that `pair_loss` returns.
+
+    The margin is the mean reward of the chosen answers minus that of the rejected ones; rewards are described in
+    `Preferred`. The accuracy is the share of pairs whose chosen answer has the larger reward. KTO has none: its chosen
+    answers are the good ones. Log-probabilities are means of the sums over an answer's tokens.
+    """
     chosen, rejected = max(sums["chosen"], 1.0), max(sums["rejected"], 1.0)
     reward = sums["chosen_reward"] / chosen, sums["rejected_reward"] / rejected
     return {
@@ -351,9 +320,3 @@ def means(sums: dict[str, float]) -> dict[str, float]:
         "chosen_logprob": sums["chosen_logprob"] / chosen,
         "rejected_logprob": sums["rejected_logprob"] / rejected,
     }
-
-
-def in_words(found: PreferenceEvaluation) -> str:
-    """For the log."""
-    accuracy = "" if np.isnan(found.accuracy) else f", accuracy {found.accuracy:.3f}"
-    return f"loss {found.loss:.4f}{accuracy}, margin {found.margin:.4f} ({found.pairs:,} held out)"
