@@ -20,8 +20,8 @@ from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.lora import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
-from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.format_spec import INT4, unpacked
+from llama_jax.ops.weights.quantized_matmul import quantized
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
