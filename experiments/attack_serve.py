@@ -46,7 +46,7 @@ from soak_serve import Clients, Kind, Report, kinds, resident, streamed
 
 from llama_jax.cli import main as command_line
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.asyncio_bridge import Exchange, Switchboard
+from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
 from llama_jax.serving.requests import GenerationRequest, Ticket, Update
 
 MEGABYTE = 1 << 20
@@ -303,24 +303,24 @@ class Stamps:
 
     def install(self) -> None:
         """Stamp what the engine and the event loop of this process deliver from now on."""
-        engine_submit, submit, put = Engine.submit, Switchboard.submit, Exchange.put
-        takes = WeakKeyDictionary[Exchange, Callable[[], None]]()
+        engine_submit, submit, put = Engine.submit, EngineBridge.submit, UpdateStream.put
+        takes = WeakKeyDictionary[UpdateStream, Callable[[], None]]()
 
         def stamped_engine_submit(engine: Engine, request: GenerationRequest, deliver: Callable[[Update], None]) -> Ticket:
             stamp = self.stamping("engine") if is_normal(request) else lambda: None
             return engine_submit(engine, request, lambda update: (stamp(), deliver(update))[1])
 
-        def stamped_submit(switchboard: Switchboard, requests: Sequence[GenerationRequest]) -> Exchange:
-            exchange = submit(switchboard, requests)
+        def stamped_submit(bridge: EngineBridge, requests: Sequence[GenerationRequest]) -> UpdateStream:
+            stream = submit(bridge, requests)
             if is_normal(requests[0]):
-                takes[exchange] = self.stamping("loop")
-            return exchange
+                takes[stream] = self.stamping("loop")
+            return stream
 
-        def stamped_put(exchange: Exchange, index: int, update: Update) -> None:
-            takes.get(exchange, lambda: None)()
-            put(exchange, index, update)
+        def stamped_put(stream: UpdateStream, index: int, update: Update) -> None:
+            takes.get(stream, lambda: None)()
+            put(stream, index, update)
 
-        Engine.submit, Switchboard.submit, Exchange.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
+        Engine.submit, EngineBridge.submit, UpdateStream.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
 
     def stamping(self, where: str) -> Callable[[], None]:
         """What is called whenever a stream gets tokens."""

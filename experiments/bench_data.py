@@ -91,10 +91,10 @@ def learn(path: Path, out: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    from llama_jax.tokenizers.tiktoken import SPLIT
+    from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT
 
     library = tokenizers.Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
+    cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_])
     library.decoder = decoders.ByteLevel()

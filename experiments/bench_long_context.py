@@ -50,7 +50,7 @@ from llama_jax import (
     train_step,
 )
 from llama_jax.inference import decode as states
-from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView

@@ -270,10 +270,10 @@ A Llama of {parameter_count(model) / 1e6:.2f} million parameters that tells shor
 llama_jax so that its commands have something to run; it knows nothing else, follows no instructions, and what it tells may
 contradict itself.
 
-## Data and licence
+## Data and license
 Slices of TinyStories (Ronen Eldan and Yuanzhi Li, 2023, https://huggingface.co/datasets/roneneldan/TinyStories), written by
 GPT-3.5 and GPT-4, under CDLA-Sharing-1.0: 2.4 MB of the training sets of both versions to train on, 0.8 MB of the validation
-set to validate on. No validation story occurs in the training text. That licence has conditions for whoever passes the data
+set to validate on. No validation story occurs in the training text. That license has conditions for whoever passes the data
 on, which this package does not do, and none for what is computed from them ("Results" in its words), as the weights and the
 vocabulary are.
 

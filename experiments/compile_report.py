@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -142,7 +143,7 @@ class Arguments:
     skip: str = ""
     """Names of programs to leave out."""
     flags: Literal["on", "off"] = "on"
-    """With the flags that the commands set (`llama_jax/flags.py`), or XLA's defaults in rows of their own, to compare."""
+    """With the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in rows of their own, to compare."""
     output: Path | None = None
 
 
@@ -187,7 +188,7 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
 def program_of(case: Case, mesh: Mesh) -> Program:
     """The program, not compiled yet."""
     from llama_jax import preset
-    from llama_jax.analysis.memory import decode_programs, pmap_programs, train_programs
+    from llama_jax.analysis.memory import decode_programs, train_programs
     from llama_jax.model.lora import Lora
 
     config = preset(case.model)
@@ -199,7 +200,7 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         rank = options.pop("rank", None)
         programs = train_programs(*shape, **options, lora=None if rank is None else Lora(rank=rank))
     elif case.kind == "pmap":
-        programs = pmap_programs(*shape, dtype="bfloat16")
+        programs = [pmap_program(*shape)]
     elif case.kind == "rollout":
         programs = [rollout(config, case, mesh, **case.options)]
     elif case.kind in ("step", "burst", "drafted", "read-draft"):
@@ -208,6 +209,37 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
     (program,) = programs
     return program
+
+
+def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Program:
+    """The step that `train --backend pmap` runs: packed rows, and the whole state on every device."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    from llama_jax.analysis.memory import Memory, Program, bytes_per_device
+    from llama_jax.model.forward_options import Compute
+    from llama_jax.model.trees import param_shapes
+    from llama_jax.parallel.pmap import pmap_over
+    from llama_jax.parallel.sharding import shardings
+    from llama_jax.training.batch import Batch
+    from llama_jax.training.loss import LossOptions
+    from llama_jax.training.optimizer import adamw
+    from llama_jax.training.step import StepOptions, init_state, train_step
+
+    class PmapProgram(Program):
+        def lower(self) -> jax.stages.Lowered:
+            return self.function.lower(*self.arguments)  # pmap has its own devices
+
+    optimizer, devices = adamw(1e-4), list(mesh.devices.flat)
+    everywhere, shares = shardings(mesh, (P(), P("data")))
+    shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
+    row = jax.ShapeDtypeStruct((len(devices), batch // len(devices), length + 1), "int32", sharding=shares)
+    options = StepOptions(LossOptions(Compute("bfloat16", "full")), clip_norm=1.0)
+    mapped = pmap_over(partial(train_step, config, optimizer, options=options), devices)
+    share = bytes_per_device(state.params)
+    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
+    return PmapProgram("train step", mapped, (state, Batch(row, row, row)), known, layers=config.n_layers)
 
 
 def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
@@ -219,19 +251,18 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     import jax
 
     from llama_jax import preset
-    from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.sharding import sharding_of
     from llama_jax.model.cache import PAGE
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
-    from llama_jax.serving.served_model import BURST
+    from llama_jax.xla_flags import decode_options_on_tpu
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
-    sharding, compute = sharding_of(params), Compute()
+    model = programs.StaticModel(config, Compute(), sharding_of(params))
     if options:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
@@ -242,19 +273,19 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     run: Any
     if case.kind == "burst":
         arguments += (everywhere(mesh, "int32"),)
-        run = lambda *args: programs.burst(config, *args, BURST, compute, sharding)
+        run = lambda *args: programs.burst(model, *args)
     elif case.kind == "drafted" and draft is None:
         arguments += (everywhere(mesh, "int32", rows, number),)
-        run = lambda *args: programs.verify_drafts(config, *args, compute, sharding)
+        run = lambda *args: programs.verify_drafts(model, *args)
     elif case.kind == "drafted":
         small = preset(draft)
         beside = in_pages(small, case, mesh)
         small_params, small_state, *_ = beside.arguments
         arguments = params, state.replace(draft_pages=small_state.pages), batch, settings, small_params
         arguments += (everywhere(mesh, "int32", rows, 2),)
-        run = lambda params, state, batch, settings, small_params, two: programs.verify_own_drafts(
-            *(config, params, small, small_params, state, batch, settings, two, number),
-            *(compute, sharding, sharding_of(beside.arguments[0])),
+        small_model = programs.StaticModel(small, Compute(), sharding_of(beside.arguments[0]))
+        run = lambda params, state, batch, settings, small_params, last_two: programs.verify_own_drafts(
+            model, params, small_model, small_params, state, batch, settings, last_two, number
         )
         known = replace(
             decode.known,
@@ -264,11 +295,11 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode = replace(decode, known=known, per_token=decode.per_token + number * beside.per_token)
     elif case.kind == "read-draft":
         arguments = params, state.pages, batch
-        run = lambda *args: programs.read_draft(config, *args, sharding)
+        run = lambda *args: programs.read_draft(model, *args)
         decode = replace(decode, per_token=0)
     else:
-        run = lambda *args: programs.step(config, *args, compute, sharding)
-    told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
+        run = lambda *args: programs.step(model, *args)
+    told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" and case.kind != "read-draft" else None
     return replace(
         decode,
         name=case.kind,

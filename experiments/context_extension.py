@@ -570,18 +570,18 @@ def draw(size: Size, found: list[Found]) -> Figure:
     lowest = min(value for one in found for value in one.by_position)
     for axes_of_stage, (stage, title) in zip(grid, STAGES.items(), strict=True):
         for axes, factor in zip(axes_of_stage, size.factors, strict=False):
-            for way, colour in zip(WAYS, COLORS, strict=False):
+            for way, color in zip(WAYS, COLORS, strict=False):
                 losses = np.array(table[way, factor, stage].by_position).reshape(8, -1).mean(axis=1)
                 positions = factor * size.length / 8 * (np.arange(8) + 0.5)
-                axes.plot(positions, losses, ".-", color=colour, lw=1.4, ms=5, label=way)
+                axes.plot(positions, losses, ".-", color=color, lw=1.4, ms=5, label=way)
             axes.axvline(size.length, color=GRAY, lw=1, ls=(0, (1, 2)))
             axes.axhline(table["none", factor, "zero-shot"].loss_within, color=GRAY, lw=0.8)
             # What is worse than this lies outside: it would hide how the others differ.
             axes.set(title=f"{factor}L, {title}", xlabel="position", ylim=(lowest - 0.1, base.loss + 1.0))
         keys = axes_of_stage[-1]
-        for way, colour in zip(WAYS, COLORS, strict=False):
+        for way, color in zip(WAYS, COLORS, strict=False):
             shares = [base.passkey, *(table[way, factor, stage].passkey for factor in size.factors)]
-            keys.plot([1, *size.factors], shares, "o-", color=colour, lw=1.4, ms=4, label=way)
+            keys.plot([1, *size.factors], shares, "o-", color=color, lw=1.4, ms=4, label=way)
         keys.set_xscale("log", base=2)
         keys.set_xticks([1, *size.factors], ["L", *(f"{factor}L" for factor in size.factors)])
         keys.set(title=f"Pass keys found, {title}", ylim=(-0.03, 1.03))

@@ -386,7 +386,7 @@ def table(results: dict[str, dict[tuple[str, str], Outcome]]) -> str:
     """The results as a page."""
     pairs = [(source, target) for source in SOURCES for target in TARGETS]
     lines = [
-        "| from | to | models | settings kept | lost silently | named as lost, and of how many models |",
+        "| from | to | models | settings kept | lost silently | lost and named in the log (number of models) |",
         "|---|---|---|---|---|---|",
     ]
     for pair in pairs:

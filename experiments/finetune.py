@@ -450,12 +450,12 @@ def draw(report: dict[str, Any]) -> Figure:
     for number, run in enumerate(runs):
         curve = run["dpo"]["curve"]
         middle.plot(curve["step"], curve["accuracy"], "o-", ms=4, lw=1.2, color=COLORS[number], label=f"seed {run['seed']}")
-        for name, colour in (("grpo", COLORS[2]), ("shuffled", "#888888")):
+        for name, color in (("grpo", COLORS[2]), ("shuffled", "#888888")):
             step, reward = run[name]["curve"]["step"], np.array(run[name]["curve"]["reward"])
-            right.plot(step, smooth(reward, 5), lw=1.2, color=colour, label=None if number else f"{name}, in training")
+            right.plot(step, smooth(reward, 5), lw=1.2, color=color, label=None if number else f"{name}, in training")
             ends = [run["sft"]["reward"], run[name]["reward"]]  # of the same requests, all that were held out
             label = None if number else f"{name}, held out"
-            right.plot([0, step[-1]], ends, "o", ms=6, mfc="white", color=colour, label=label)
+            right.plot([0, step[-1]], ends, "o", ms=6, mfc="white", color=color, label=label)
     middle.axhline(0.5, color="black", lw=0.6, ls="--")
     middle.set(xlabel="step of DPO", ylim=(0.45, 1), title="Share of held-out pairs preferred rightly")
     right.set(xlabel="step of GRPO", ylim=(0, 1), title="Mean reward")

@@ -26,7 +26,7 @@ from llama_jax.analysis.collectives import (
     tuple_elements,
 )
 from llama_jax.analysis.memory import Memory, Program
-from llama_jax.inference.generate import STEPS_PER_CHUNK
+from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.ops.attention import record_backends
 
 CONTROL = {"while", "conditional", "call"}
@@ -472,7 +472,7 @@ class Findings:
 
 
 def examine(program: Program, *, accelerator: bool = False, flags: bool = True) -> Findings:
-    """Compile a program for its mesh and analyse it.
+    """Compile a program for its mesh and analyze it.
 
     Args:
       accelerator, flags: see `Program.compile`.

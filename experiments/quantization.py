@@ -376,12 +376,12 @@ def draw(report: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.4, 1))
-    for (name, found), colour, mark in zip(report["quality"].items(), COLORS, "os^v", strict=False):
+    for (name, found), color, mark in zip(report["quality"].items(), COLORS, "os^v", strict=False):
         rows = {kind: row for kind, row in found["kinds"].items() if row.get("kl", 0) > 0}
         points = [(row["bits"], row["kl"]) for row in rows.values()]
-        left.plot(*zip(*points, strict=True), mark, color=colour, ms=7, label=name)
+        left.plot(*zip(*points, strict=True), mark, color=color, ms=7, label=name)
         for kind, point in zip(rows, points, strict=True):
-            left.annotate(kind, point, xytext=(6, 4), textcoords="offset points", fontsize=9, color=colour)
+            left.annotate(kind, point, xytext=(6, 4), textcoords="offset points", fontsize=9, color=color)
     left.set(xscale="log", yscale="log", xlabel="bits for each weight", title="KL divergence from float32, nats a token")
     ticks = (4, 6, 8, 16)
     left.set_xticks(ticks, map(str, ticks))
@@ -389,11 +389,11 @@ def draw(report: dict[str, Any]) -> Figure:
     left.margins(x=0.12)
     left.legend(frameon=False)
     first = next(iter(report["quality"].values()))["kinds"]
-    looks = itertools.cycle((colour, dashes) for dashes in DASHES for colour in COLORS)
+    looks = itertools.cycle((color, dashes) for dashes in DASHES for color in COLORS)
     for kind, row in first.items():
         if "refused" not in row and row["by_layer"][-1] > 0:
-            colour, dashes = next(looks)
-            right.plot(row["by_layer"], color=colour, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
+            color, dashes = next(looks)
+            right.plot(row["by_layer"], color=color, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
     count = len(next(row for row in first.values() if "by_layer" in row)["by_layer"])
     names = ["embedding", *(f"layer {i}" for i in range(count - 1))]
     step = -(-count // 6)

@@ -192,10 +192,10 @@ def draw(limit: int, found: list[Found]) -> Figure:
     stages = [stage for stage in STAGES if stage == "zero-shot" or any(one.stage == stage for one in found)]
     grid = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
     for axes, stage in zip(grid, stages, strict=True):
-        for way, colour in zip((*WAYS, WITHIN), (*COLORS[: len(WAYS)], GRAY), strict=True):
+        for way, color in zip((*WAYS, WITHIN), (*COLORS[: len(WAYS)], GRAY), strict=True):
             for one in found:
                 if (one.way, one.stage) == (way, stage):
-                    axes.plot(places, np.exp(one.by_part), ".-", color=colour, lw=1.4, ms=5, label=way)
+                    axes.plot(places, np.exp(one.by_part), ".-", color=color, lw=1.4, ms=5, label=way)
         axes.axvline(limit, color=GRAY, lw=1, ls=(0, (1, 2)))
         axes.set(title=STAGES[stage], xlabel="position", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)

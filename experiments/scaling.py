@@ -295,12 +295,12 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
     sizes = sorted({(p.parameters, p.dim, p.layers) for p in points})
-    for (parameters, dim, layers), colour in zip(sizes, COLORS, strict=False):
+    for (parameters, dim, layers), color in zip(sizes, COLORS, strict=False):
         own = sorted((p for p in points if p.parameters == parameters), key=lambda p: p.flops)
         label = f"{parameters / 1000:,.0f}k: {layers} layers of {dim}"
-        left.plot([p.flops for p in own], [p.loss for p in own], "o-", color=colour, lw=1.2, ms=4, label=label)
+        left.plot([p.flops for p in own], [p.loss for p in own], "o-", color=color, lw=1.2, ms=4, label=label)
         predicted = of_sizes(np.array([[p.parameters, p.tokens] for p in own]))
-        right.plot(predicted, [p.loss for p in own], "o", color=colour, ms=5)
+        right.plot(predicted, [p.loss for p in own], "o", color=color, ms=5)
     best = frontier(points)
     left.plot([p.flops for p in best], [p.loss for p in best], "o", ms=9, mfc="none", mec="black", label="frontier")
     compute = np.geomspace(best[0].flops, best[-1].flops * 4, 60)[:, None]

@@ -36,8 +36,8 @@ from measuring import machine, settings, versions, write_report
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
+from llama_jax.inference.compiled_decode import Run
 from llama_jax.inference.drafter import DraftedChunk
-from llama_jax.inference.generate import Run
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.speculation import Drafter
 from llama_jax.inference.speculation.draft_length import Pace

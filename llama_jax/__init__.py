@@ -62,7 +62,7 @@ _HOME = {
     "MeshError": "errors",
     "TokenizerError": "errors",
     "UserError": "errors",
-    "register_for_export": "exporting",
+    "register_for_export": "export",
     "DraftModel": "inference.speculation",
     "Generation": "inference.generate",
     "TokenChunk": "inference.decode",
@@ -217,7 +217,7 @@ if TYPE_CHECKING:
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
-    from llama_jax.exporting import register_for_export
+    from llama_jax.export import register_for_export
     from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.inference.decode import TokenChunk
     from llama_jax.inference.generate import Generation, generate, stream

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-START = 60  # seconds that a process may take to start, from a slow disk
+START_SECONDS = 60  # seconds that a process may take to start, from a slow disk
 
 
 def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -24,15 +24,15 @@ def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[li
 
 
 class ChildProcess:
-    """A process that answers one request after the other; started when it is first needed, and again after it was killed.
-    It ends with this object, or with this process.
+    """A process that answers requests one by one; started when it is first needed, and again after it was killed. It ends
+    with this object, or with this process.
 
-    It writes one byte once it can be asked. Requests and answers are preceded by their lengths, as 8 bytes. From any thread.
+    It writes one byte when it is ready. Requests and answers are preceded by their lengths, as 8 bytes. Thread-safe.
 
     Args:
       command, environment: as `isolated` returns them.
       seconds: limit for a request, if no timer of its own ends the process before.
-      first: what each new process reads before it can be asked.
+      first: what each new process reads before it is ready.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], seconds: float, first: bytes = b"") -> None:
@@ -44,11 +44,11 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
-        """The answer; None if the process has not given one, and was killed. One that ended before, or whose pipe is broken
+        """The answer; None if the process did not answer, and was killed. A process that has ended, or whose pipe breaks
         before it has the whole request, is first replaced, once.
 
         Args:
-          again: whether one that was asked before is replaced, once, also where it gives no answer.
+          again: replace, once, also a process that has answered requests before and does not answer this one.
         """
         with self._lock:
             if self.process is not None and self.process.poll() is not None:
@@ -96,7 +96,7 @@ class ChildProcess:
         self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(START, process.kill)
+        timer = threading.Timer(START_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:

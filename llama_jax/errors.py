@@ -10,11 +10,11 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something given to llama_jax cannot be used: the message names the thing, its value, the need and the remedy."""
+    """An input that llama_jax cannot use: the message names the thing, its value, the need and the remedy."""
 
 
 class ConfigError(UserError):
-    """Sizes or constants that cannot be a Llama."""
+    """Invalid sizes or constants of a model."""
 
 
 class CheckpointError(UserError):
@@ -22,7 +22,7 @@ class CheckpointError(UserError):
 
 
 class StuckSaveError(CheckpointError):
-    """A checkpoint that is still being written when its time is up: nothing may wait for its threads any more."""
+    """A checkpoint that is still being written when its time is up: the process must not wait for its threads."""
 
 
 class DataError(UserError):
@@ -34,20 +34,20 @@ class TokenizerError(UserError):
 
 
 class GenerationError(UserError):
-    """A prompt, a sampling value or a length that cannot be generated from."""
+    """An invalid prompt, sampling value or length."""
 
 
 class MeshError(UserError):
-    """A mesh that cannot be: of nonsense sizes, of more devices than there are, or not fitting the model or the batch."""
+    """An invalid mesh: bad sizes, more devices than there are, or a mismatch with the model or the batch."""
 
 
 class TrainingError(UserError):
-    """A recipe that cannot be trained, a work directory of another run, or a run that has failed."""
+    """An invalid recipe, a work directory of another run, or a run that has failed."""
 
 
 @contextmanager
 def reading(path: object, kind: type[UserError]) -> Iterator[None]:
-    """Turn what the system says of a file into an error of this kind: no permission, a name too long, a failing disk."""
+    """Turn an OSError of a file (no permission, a name too long, a failing disk) into an error of this kind."""
     try:
         yield
     except OSError as error:
@@ -56,15 +56,15 @@ def reading(path: object, kind: type[UserError]) -> Iterator[None]:
 
 
 def reason_of(error: BaseException | str, length: int = 100) -> str:
-    """What an error of a library says, for a message: on one line, and no more than `length` characters of it."""
+    """The text of a library's error for a message: one line of at most `length` characters."""
     return " ".join(str(error).split())[:length]
 
 
 def shown(value: Any, length: int = 60) -> str:
     """The first `length` characters of `repr(value)`, for a message, in time and memory that `length` bounds.
 
-    `repr` itself would not do for what a file holds: lists that hold one list forty times over take it for ever, deep ones
-    overflow its stack, and a number of 4,301 digits makes it raise.
+    `repr` itself is not safe for the content of a file: nested lists that share their elements take exponential time, deep
+    ones overflow its stack, and a number of 4,301 digits makes it raise.
     """
     found = ""
     for part in _parts(value, length):
@@ -75,7 +75,7 @@ def shown(value: Any, length: int = 60) -> str:
 
 
 def _parts(value: Any, length: int) -> Iterator[str]:
-    """`repr(value)` in pieces. Each level gives a character before it goes deeper, so whoever stops bounds the depth."""
+    """`repr(value)` in parts. Each level yields a character before it goes deeper, so the caller bounds the depth."""
     kind = type(value)
     if kind in (str, bytes):
         yield repr(value[:length])

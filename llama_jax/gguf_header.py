@@ -20,16 +20,27 @@ from llama_jax.storage import Location, StoredPath
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 # A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
-MOST_TEXTS = 1 << 20
-MOST_ENTRIES = 1 << 16
-WINDOW = 1 << 20  # bytes of texts that are looked at together
-READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
+MAX_TEXTS = 1 << 20
+MAX_ENTRIES = 1 << 16
+MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
+TEXT_WINDOW = 1 << 20  # bytes of texts that are looked at together
+HEADER_READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
 
 
 def is_gguf(path: Location) -> bool:
     """Whether the file begins as GGUF does."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
+
+
+def short_decimal(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
+
+    A float64 beyond the range of float32, and what is no float, is returned unchanged.
+    """
+    import numpy as np  # tokenizers alone need none
+
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 
 
 @contextmanager
@@ -39,7 +50,7 @@ def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
     Raises:
       UserError: of this kind, for a damaged file, or what the caller finds damaged in it.
     """
-    with path.open("rb", buffering=READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
+    with path.open("rb", buffering=HEADER_READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
             yield Header(path, kind, file)
         except UserError:
@@ -54,7 +65,7 @@ class Header:
     def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
         self.file = file
         self.size = file.seek(0, os.SEEK_END)
-        self.texts_left = MOST_TEXTS
+        self.texts_left = MAX_TEXTS
         self.at = file.seek(4)  # after the magic
         self.version = self.scalar("I")
         self.length = "I" if self.version == 1 else "Q"
@@ -63,7 +74,7 @@ class Header:
             what = "is in big-endian byte order" if big else f"has version {self.version}"
             raise kind(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
         self.tensor_count, self.field_count = self.scalar(self.length), self.scalar(self.length)
-        if max(self.tensor_count, self.field_count) > MOST_ENTRIES:
+        if max(self.tensor_count, self.field_count) > MAX_ENTRIES:
             raise ValueError(f"{self.field_count} settings and {self.tensor_count} tensors are announced")
 
     def fields(self, *, texts: bool = True) -> dict[str, Any]:
@@ -137,7 +148,7 @@ class Header:
         import numpy as np  # tokenizers alone need none
 
         zeros = 3 if self.length == "I" else 7
-        window = np.frombuffer(self.file.read(min(WINDOW, self.size - self.at)), np.uint8)
+        window = np.frombuffer(self.file.read(min(TEXT_WINDOW, self.size - self.at)), np.uint8)
         following = np.zeros(max(0, len(window) - zeros), np.uint8)
         for i in range(1, zeros + 1):
             following |= window[i : i + len(following)]

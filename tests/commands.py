@@ -19,6 +19,20 @@ DEVICES = 8
 """CPU devices that the tests' process has; see conftest."""
 
 
+def outcome(*arguments: object) -> tuple[int, str, str]:
+    """`llama-jax ARGUMENTS`: exit code, stdout and stderr."""
+    done = run_here(*arguments)
+    return done.returncode, done.stdout, done.stderr
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error that the user can fix, which comes with exit code 2 and before any output."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("llama-jax: error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
 def run_here(*arguments: object, lines: bytes = b"") -> subprocess.CompletedProcess[str]:
     """`llama-jax ARGUMENTS` with `lines` as its input: exit code, stdout and stderr, as `subprocess.run` gives them.
 
@@ -42,7 +56,7 @@ def run_here(*arguments: object, lines: bytes = b"") -> subprocess.CompletedProc
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         patch.setattr(jax.config, "update", update_once)
-        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+        patch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
         # A command's clock would go on listening in the tests that follow.
         patch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda listener: None)
         patch.setenv("COLUMNS", "200")

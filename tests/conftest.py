@@ -28,12 +28,11 @@ import jax
 import make_goldens
 import numpy as np
 import pytest
-import tyro
 from hypothesis import settings
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.cli.arguments import arranged
+from llama_jax.cli.argv import arranged, parsed
 from llama_jax.formats.build_params import build_params
 from llama_jax.formats.huggingface import NAMES, config_to_dict
 from llama_jax.formats.lazy_tensors import ArrayTensor, Opened
@@ -73,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Each of these takes most of a minute: at the end of a run one would leave the other processes without work.
 FIRST = (
     *("test_aot_compile.py", "test_notebooks.py", "test_nightly.py", "test_experiments.py", "test_gpu_report.py"),
-    *("test_clusters.py", "test_bench_generate.py"),
+    *("test_clusters.py", "test_benchmarks.py"),
 )
 
 
@@ -180,10 +179,11 @@ def goldens() -> dict[str, np.ndarray]:
 def calling(monkeypatch, capsys, tmp_path):
     """Calls a command in this process, with a cache of its own: what it prints on stdout and stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+    monkeypatch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
 
     def call(command, *arguments):
-        tyro.cli(command, args=arranged([command.__name__.lower(), *map(str, arguments)])[1:]).run()
+        name, *rest = arranged([command.__name__.lower(), *map(str, arguments)])
+        parsed(command, name, rest).run()
         return capsys.readouterr()
 
     return call
@@ -221,3 +221,11 @@ def write_hf_folder(folder: Path, config, tensors: dict[str, np.ndarray] | None 
 def as_float64(params):
     """The same parameters in float64; use under `jax.enable_x64`."""
     return jax.tree.map(lambda a: jax.device_put(np.asarray(a, np.float64)), params)
+
+
+def same(a, b):
+    """Assert that two trees of arrays are equal: in structure, numbers and types."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.dtype == y.dtype

@@ -100,7 +100,7 @@ def serving(monkeypatch, cache):
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    monkeypatch.setattr(consistent_reader, "WAITS", (0.0,))
+    monkeypatch.setattr(consistent_reader, "RETRY_WAITS", (0.0,))
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

@@ -284,7 +284,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     """An empty store, which s3:// leads to from this process; nothing waits before it is asked again."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ALLOW_HTTP", "AWS_SKIP_SIGNATURE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(consistent_reader, "WAITS", (0.0,) * 3)
+    monkeypatch.setattr(consistent_reader, "RETRY_WAITS", (0.0,) * 3)
     with serving() as server:
         for name, value in environment(server).items():
             monkeypatch.setenv(name, value)

@@ -219,7 +219,7 @@ def test_head_dim_follows_another_dim_where_it_followed_the_old_one():
         assert replace(config, n_heads=SMALL.n_heads * 2).head_dim == 4
         assert replace(config, dim=half).hidden_dim == SMALL.hidden_dim
     assert replace(SMALL, head_dim=10, dim=half).head_dim == replace(replace(SMALL, head_dim=10), dim=half).head_dim == 10
-    with pytest.raises(ConfigError, match="dim=33 must be a multiple of n_heads=8, or give head_dim"):
+    with pytest.raises(ConfigError, match="dim=33 must be a multiple of n_heads=8, or set head_dim"):
         replace(SMALL, dim=33)
     assert (repr(SMALL.head_dim), json.dumps(SMALL.head_dim), SMALL) == ("8", "8", pickle.loads(pickle.dumps(SMALL)))
     assert isinstance(SMALL, LlamaConfig)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from argparse import Namespace
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import quantization
 import real_context_extension
-import real_finetuning
 import scaling
 import shakespeare
 import soak_serve
@@ -27,10 +25,6 @@ import llama_jax
 from llama_jax import ops
 from llama_jax.formats.loading import bundled
 from llama_jax.ops.attention import AttentionMask, KVView
-from llama_jax.ops.weights import QUANT_FORMATS
-from llama_jax.ops.weights.formats import ENCODABLE
-from llama_jax.runs import recipes
-from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
 
@@ -45,18 +39,6 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("module", [shakespeare, stories])
-def test_recipes_are_found_by_file_and_function(module):
-    for made in module.RECIPES.values():
-        assert recipes.find(f"{module.__file__}:{made.__name__}") == made()
-
-
-def test_stories_read_as_many_tokens_a_step_as_llama2c():
-    for size in stories.LLAMA2C:
-        recipe = stories.RECIPES[size]()
-        assert recipe.batch * recipe.length == 131_072
-
-
 def test_a_law_is_found_again():
     n, d = (x.ravel() for x in np.meshgrid(np.geomspace(3e4, 1e6, 5), np.geomspace(6e4, 1e6, 4)))
     law = scaling.Law(0.9, (30.0, 200.0), (0.4, 0.5))
@@ -65,32 +47,6 @@ def test_a_law_is_found_again():
     np.testing.assert_allclose(found.exponents, law.exponents, rtol=1e-3)
     np.testing.assert_allclose(found.floor, law.floor, rtol=1e-3)
     np.testing.assert_allclose(found(scales * 10), law(scales * 10), rtol=1e-3)
-
-
-def test_a_law_has_no_floor_below_zero():
-    scales = np.geomspace(1e3, 1e6, 8)[:, None]
-    found = scaling.fit(scales, 5 * scales[:, 0] ** -0.1 - 0.5)
-    assert found.floor == 0
-
-
-def test_a_loss_that_does_not_fall_is_its_floor():
-    scales = np.geomspace(1e3, 1e6, 8)[:, None]
-    found = scaling.fit(scales, 2 + 0.1 * np.log(scales[:, 0]))
-    assert found.factors == (0,)
-    assert 2.6 < found.floor < 3.4
-
-
-def test_the_frontier_is_what_no_other_run_and_no_other_size_betters():
-    runs = {1: [(1, 3), (2, 3.5), (3, 2.5), (9, 2)], 2: [(2, 3.2), (8, 1.5)], 3: [(5, 2.3), (9, 2)]}
-    points = [scaling.Point(32, 2, n, 1, flops, loss, 0, 0) for n, found in runs.items() for flops, loss in found]
-    found = [(p.parameters, p.flops, p.loss) for p in scaling.frontier(points)]
-    # The third size begins below the first, but above the second between its runs.
-    assert found == [(1, 1, 3), (1, 3, 2.5), (2, 8, 1.5)]
-
-
-def test_text_is_not_read_twice(text, tmp_path):
-    with pytest.raises(SystemExit, match="none twice"):
-        scaling.run_all(scaling.Arguments(data=(text,), validation_data=(text,), workdir=tmp_path))
 
 
 @pytest.mark.slow
@@ -116,43 +72,6 @@ def test_scaling(text, tmp_path, capsys):
     before = arguments.output.read_text()
     scaling.main(arguments)  # of what is finished nothing runs again
     assert arguments.output.read_text() == before
-
-
-def test_rows_of_the_context_extension(text):
-    """A key comes twice and all is to be predicted; rows that repeat themselves are, from the second time on."""
-    tokenizer = byte_tokenizer()
-    book, held = context_extension.read_book(text, context_extension.SIZES["test"], tokenizer)
-    assert bytes(np.concatenate([book.tokens, held.tokens]).astype(np.uint8) - 3) == text.read_bytes()
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        tokens, mask = context_extension.page(random, book, tokenizer, 64, "passkey")
-        assert tokens.shape == mask.shape == (65,)
-        keys = re.findall(rb" #(\d{4})#", bytes(tokens.astype(np.uint8) - 3))
-        assert len(keys) == 2
-        assert keys[0] == keys[1]
-        assert mask.all()
-        tokens, mask = context_extension.repetition(random, 64)
-        period = int(mask.argmax())
-        np.testing.assert_array_equal(tokens[period:], tokens[:-period])
-    first, again, other = (
-        next(context_extension.batches(book, tokenizer, 4, 64, range(7, 9), 0, seed)).tokens for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-
-
-def test_rows_whose_positions_skip(text):
-    """Consecutive tokens, with one jump of the positions, which end within the longer context."""
-    book, _ = context_extension.read_book(text, context_extension.SIZES["test"], byte_tokenizer())
-    made = list(real_context_extension.skipping_rows(book, 3, 64, 1000, 4, 0))
-    jumps = [np.diff(row)[np.diff(row) > 1] for batch in made for row in batch.positions]
-    assert len(made) == 4
-    assert all(len(jump) <= 1 for jump in jumps)
-    assert max(jump.max(initial=1) for jump in jumps) > 500
-    assert 800 < max(batch.positions.max() for batch in made) < 1000
-    assert all(batch.positions[:, 0].max() == 0 for batch in made)
-    flat = "".join(map(chr, book.tokens))
-    assert all("".join(map(chr, row)) in flat for batch in made for row in batch.tokens)
 
 
 @pytest.mark.slow
@@ -289,14 +208,6 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
-    found = soft_cap.main(soft_cap.Arguments(steps=25, new_tokens=6))
-    assert found["after"] < found["before"] - 1
-    assert "nats per token" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
 def test_an_attention_of_ones_own_is_the_one_that_is_used():
     config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
     params = llama_jax.init(config, jax.random.key(1))
@@ -347,24 +258,6 @@ def test_reports_are_json_of_a_row_a_line_and_say_where_they_were_made(tmp_path)
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
     with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
         measuring.text_of(tmp_path / "plays.txt")
-
-
-def test_kinds_that_are_compared():
-    every = quantization.kinds_of(quantization.Arguments())
-    assert every[:2] == ("float32", "bfloat16")
-    assert (
-        set(ENCODABLE)
-        <= set(every[2:])
-        == {kind for kind, form in QUANT_FORMATS.items() if form.of_gguf or kind in ENCODABLE}
-    )
-    assert quantization.kinds_of(quantization.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
-    with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
-        quantization.kinds_of(quantization.Arguments(kinds=("q3",)))
-
-
-def test_answers_to_problems_are_judged_by_the_number_at_their_end():
-    texts = ["6 + 1 = 7\n#### 7", "#### 1,007", "#### $7.0 ", "#### 8", "#### 7 apples", "7", "#### 7\nor #### 9"]
-    assert real_finetuning.judged(texts, ["7", "1007", "7", "7", "7", "7", "7"]) == [1, 1, 1, 0.2, 0, 0, 0.2]
 
 
 @pytest.mark.slow
@@ -419,22 +312,6 @@ def test_a_server_stands_what_comes(tmp_path, monkeypatch):
     assert not any(part["failed"] for part in report.values() if isinstance(part, dict) and "failed" in part)
 
 
-def test_what_is_asked_is_in_the_story_and_neither_common_nor_rare():
-    names = [f"name{chr(97 + i)}" for i in range(10)]
-    rare = [chr(97 + i) * size for i in range(26) for size in (5, 6, 7)]
-    written = [f"There was a {names[i % 10]} once, and {rare[i % 78]} and {rare[(i + 1) % 78]}." for i in range(234)]
-    written.append(f"There was {rare[0]}.")  # nothing is asked of one word
-    lines = finetune.requests(written, 2, seed=0)
-    assert lines == finetune.requests(written, 2, seed=0)
-    asked = {word for line in lines for word in line["words"]}
-    assert asked == set(rare)  # the others are in a fifth of the stories, or in all
-    for line in lines:
-        assert line["prompt"] == finetune.request(line["words"])
-        assert set(line["words"]) <= finetune.words_in(line["completion"])
-    assert len(lines) == 2 * 234
-    assert {len(line["words"]) for line in lines} == {2}
-
-
 def test_answers_are_judged_by_whole_words_and_a_whole_end():
     answers = ["A bird in the Garden.", "A bird in the gardens.", "A bird in the garden", 'In the garden: "Bird!"']
     words = [["bird", "garden"]] * 4
@@ -444,35 +321,6 @@ def test_answers_are_judged_by_whole_words_and_a_whole_end():
     assert all(sorted(rewards) == [0, 0, 0.5, 1, 1] for rewards in shuffled)
     assert shuffled[0] == finetune.shuffled([*answers, "0"], [*words, ["lion"]])
     assert len(set(map(tuple, shuffled))) > 1
-
-
-def test_of_a_pair_each_is_preferred_after_its_own_request():
-    said = {"bird": ("A bird.", "No.", "A bird and a lion."), "lion": ("One lion.", "A lion", "The lion."), "tree": ("No.",)}
-    lines = [{"prompt": finetune.request([word]), "words": [word]} for word in said]
-    given = [[finetune.Answer(text, ended=text.endswith(".")) for text in texts] for texts in said.values()]
-    assert finetune.pairs(lines, given) == [
-        {"prompt": lines[0]["prompt"], "chosen": " A bird.", "rejected": " One lion."},
-        {"prompt": lines[1]["prompt"], "chosen": " One lion.", "rejected": " A bird."},
-    ]  # the second bird is with a lion
-    found = finetune.rates(lines, given)
-    assert (found["words"], found["ended"], found["success"]) == (5 / 7, 6 / 7, 4 / 7)
-
-
-def test_a_seed_of_fine_tuning_is_held_against_the_bars():
-    reward = {"grpo": [0.4] * 10 + [0.9] * 20 + [0.71] * 10, "shuffled": [0.45] * 10 + [0.36] * 10}
-    run = {name: {"curve": {"reward": each}, "reward": each[-1]} for name, each in reward.items()}
-    run |= {"base": {"words": 0.1}, "sft": {"words": 0.29, "reward": 0.42}, "dpo": {"curve": {"accuracy": [0.5, 0.9]}}}
-    found = {what: (value, met) for what, value, _, met in finetune.verdicts(run)}
-    assert found == {
-        "sft: words included, over the base": ("2.9", False),
-        "dpo: accuracy on held-out pairs": ("0.900", True),
-        "grpo: change of the reward, in training": ("+0.310", True),
-        "grpo: change of the reward, held out": ("+0.290", False),
-        "shuffled: change of the reward, in training": ("-0.090", True),
-        "shuffled: change of the reward, held out": ("-0.060", True),
-    }
-    run["shuffled"]["reward"] = 0.53
-    assert not finetune.verdicts(run)[-1][-1]  # flat is neither up nor down
 
 
 @pytest.mark.slow

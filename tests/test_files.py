@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llama_jax.errors import CheckpointError
-from llama_jax.storage.paths import LARGEST_JSON, read_object, read_whole
+from llama_jax.storage.paths import MAX_JSON_BYTES, read_object, read_whole
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from llama_jax.storage.paths import LARGEST_JSON, read_object, read_whole
         (b"[" * 100_000, "is not valid JSON"),
         (b"[]", "holds a list, not an object"),
         (b'{"a": "\xff"}', "is not UTF-8 text"),
-        (b" " * (LARGEST_JSON + 1), f"is over {LARGEST_JSON} bytes, too large to be a model's settings"),
+        (b" " * (MAX_JSON_BYTES + 1), f"is over {MAX_JSON_BYTES} bytes, too large to be a model's settings"),
     ],
 )
 def test_what_is_no_object(content, message, tmp_path):

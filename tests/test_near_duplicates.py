@@ -8,8 +8,6 @@ import pytest
 pytest.importorskip("rensa", reason="the recipe needs rensa")
 import near_duplicates as near
 
-from llama_jax.errors import UserError
-
 WORDS = [
     "the",
     "llama",
@@ -71,17 +69,6 @@ def test_signatures_estimate_the_similarity_of_shingles():
     np.testing.assert_array_equal((one == other).mean(1)[-3:], [1, similarity(*pairs[-2]), 1])
 
 
-def test_signatures_do_not_depend_on_what_is_signed_with_them(monkeypatch):
-    rng = np.random.default_rng(0)
-    texts = [story(rng, int(words)) for words in rng.integers(1, 300, 30)]
-    together = near.signatures(texts)
-    for block in (1, 3000):
-        monkeypatch.setattr(near, "BLOCK", block)
-        np.testing.assert_array_equal(near.signatures(texts), together)
-    np.testing.assert_array_equal(np.concatenate([near.signatures([text]) for text in texts]), together)
-    assert near.signatures([]).shape == (0, near.MINIMA)
-
-
 @pytest.mark.parametrize("least", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_pairs_that_are_near_enough_are_compared(least):
     count, rows = near.bands(least)
@@ -131,10 +118,3 @@ def test_planted_copies_are_left_out_and_listed(processes, tmp_path, monkeypatch
     heading, *lines = (tmp_path / "kept.tsv").read_text().splitlines()
     assert heading.split("\t") == ["file", "document", "near_file", "near_document", "similarity"]
     assert lines[59].split("\t")[:4] == [repr(str(files[1])), "30", repr(str(files[0])), "60"]
-
-
-def test_what_it_refuses(tmp_path):
-    (tmp_path / "a.txt").write_text("Once.")
-    for out, least in (("kept.txt", 0.8), ("kept.jsonl", 0.0), ("kept.jsonl", 1.1)):
-        with pytest.raises(UserError, match=r"must be a \.jsonl, and similarity=.* above 0"):
-            near.main(near.Arguments(files=(tmp_path / "a.txt",), out=tmp_path / out, similarity=least))

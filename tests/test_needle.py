@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from needle import FARTHEST, QUESTION, STATEMENT, Trial, as_page, draw_keys, encode_keys, lay_prompt, needle
 
 import llama_jax
-from llama_jax.errors import TokenizerError, UserError
+from llama_jax.errors import UserError
 from llama_jax.model.logits import logits
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer
 
@@ -60,27 +60,6 @@ def test_a_prompt_is_exactly_as_long_as_asked(key, start, more, depth, begins):
         assert hay[at : at + 1] == b" "
     if depth in (0, 1):
         assert at == depth * room_left
-
-
-def test_lengths_and_depths_have_the_same_haystack():
-    keys = encode_keys(BYTES, ["12", "34"], "{key}", "{key}")
-    trial = Trial(0, 0.2)
-    prompts = [
-        text_of(lay_prompt([], HAYSTACK, WORDS, keys, trial, length, depth)).replace(b" 12", b"", 1)
-        for length, depth in ((25, 0), (25, 1), (35, 0), (35, 0.4))
-    ]
-    assert prompts[0] == prompts[1]
-    assert prompts[2] == prompts[3]
-    assert prompts[2].startswith(prompts[0].rstrip())
-
-
-@given(st.integers(1, 8), st.integers(0, 100))
-def test_keys_are_different_numbers(digits, seed):
-    keys = draw_keys(9, digits, seed)
-    assert len(set(keys)) == 9
-    assert all(len(key) == digits and key.isdecimal() and key[0] != "0" for key in keys)
-    assert keys == draw_keys(9, digits, seed)
-    assert keys[:5] == draw_keys(5, digits, seed)
 
 
 @pytest.mark.parametrize("name", ["bytes", "stories260K", "llama2", "llama3"])
@@ -163,21 +142,3 @@ def test_a_model_without_attention_is_at_chance(params):
 def test_mistakes(lengths, message):
     with pytest.raises(UserError, match=message):
         needle(CONFIG, None, BYTES, HAYSTACK, **SHORT, lengths=lengths, depths=[0.5])
-
-
-class NoDigits:
-    """What it has not becomes one token, as in a SentencePiece vocabulary without bytes."""
-
-    space_prefix = True
-
-    def __init__(self, known=""):
-        self.known = known
-
-    def encode(self, text, bos, eos):
-        return [ord(letter) if letter.isalpha() or letter in self.known else 0 for letter in text]
-
-
-@pytest.mark.parametrize("known", ["", "1234"])
-def test_a_vocabulary_without_digits(known):
-    with pytest.raises(TokenizerError, match=r"the vocabulary does not tell 17 and 28 apart: it has no digits"):
-        encode_keys(NoDigits(known), ["17", "28", "29"], STATEMENT, QUESTION)

@@ -21,7 +21,6 @@ from llama_jax.formats.huggingface import config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
 from llama_jax.inference.sampling import penalize, threshold
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Positions
 from llama_jax.model.logits import logits
 
 pytestmark = [
@@ -174,22 +173,6 @@ def test_the_goldens_are_what_transformers_gives(kind, goldens):
     config = make_goldens.KINDS[kind]
     got = theirs(config, make_goldens.random_tensors(config), make_goldens.tokens(config))
     np.testing.assert_allclose(got, goldens[kind], atol=1e-5, rtol=0)
-
-
-def test_ragged_batch_equals_each_row_alone_in_transformers():
-    config = make_goldens.KINDS["gqa"]
-    tensors = make_goldens.random_tensors(config)
-    params = params_of(config, tensors)
-    lengths = np.array([4, 13, 9])
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
-    cache = llama_jax.init_cache(config, 3, 16)
-    hidden, cache = jit_forward(config, params, tokens, cache, positions=Positions(jnp.asarray(lengths)))
-    following = np.array([[5], [6], [7]], np.int32)
-    step, _ = jit_forward(config, params, following, cache)
-    for i, n in enumerate(lengths):
-        want = theirs(config, tensors, np.concatenate([tokens[i, :n], following[i]])[None])[0]
-        got = unembed(config, params, jnp.concatenate([hidden[i, :n], step[i]]))
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
 def test_greedy_generation_equals_transformers():

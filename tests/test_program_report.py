@@ -9,8 +9,6 @@ import pytest
 from jax.sharding import AbstractMesh
 from program_report import (
     DeviceProgram,
-    Token,
-    believed,
     bytes_read,
     bytes_written,
     custom_calls,
@@ -208,24 +206,6 @@ def test_types():
     assert text.memory_bytes("(bf16[4]{0:T(128)S(1)}, bf16[8]{0:T(128)})") == 16  # the first is on the chip
 
 
-def test_a_kernel_that_speaks_of_itself_over_lines_hides_nothing_after_it():
-    """As a TPU's text has splash: what follows is of the same computation, and the kernel keeps its metadata."""
-    text = DeviceProgram(
-        """HloModule m
-
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %a = f32[8]{0:T(128)} parameter(0)
-  %splash = f32[8]{0:T(128)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"config":{
-"xprof_metadata":"{\\"block_q\\": 512}"
-}}, metadata={op_name="jit(step)/splash"}
-  ROOT %sum = f32[8]{0:T(128)} all-reduce(%splash), replica_groups={}
-}
-"""
-    )
-    assert [one.name for one in text.computations["main"]] == ["a", "splash", "sum"]
-    assert 'op_name="jit(step)/splash"' in text.computations["main"][1].rest
-
-
 TILED = """HloModule tiled, is_scheduled=true
 
 %tiling (t0: s8[64,32,128]) -> s8[64,32,128] {
@@ -252,9 +232,3 @@ def test_a_part_of_a_table_that_is_seen_in_another_tiling_is_a_part():
     """As a TPU's compiler takes rows of 8-bit numbers."""
     text = DeviceProgram(TILED)
     assert bytes_read(text, text.entry, text.named(text.entry)["found"]) == 32 * 128 + 4
-
-
-@pytest.mark.parametrize(("least", "trusted"), [(100, True), (200, True), (201, False)])
-def test_a_token_that_reads_less_than_it_must_is_another_loop(least, trusted):
-    token = Token(read=100, written=1, kernels=2, kernels_of_layers=2, collectives=0)
-    assert believed(token, least) == (token if trusted else None)

@@ -23,27 +23,31 @@ pytestmark = [
 ]
 
 jit_forward, jit_logits = jax.jit(forward, static_argnums=0), jax.jit(llama_jax.logits, static_argnums=0)
-MODELS = SIBLINGS | {
-    "mistral, wide": replace(SIBLINGS["mistral"], window=40, n_kv_heads=1, head_dim=16),
-    "mistral, deep": replace(SIBLINGS["mistral"], window=1, n_layers=3),
-    "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
-    "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
-    "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
-    "gemma3_text, scaled": replace(SIBLINGS["gemma3_text"], attention_multiplier=24.0**-0.5, n_layers=6),
-    "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
-    "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
-    "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
-    "llama4_text, one expert": replace(
-        SIBLINGS["llama4_text"],
-        n_layers=2,
-        layers=(LayerConfig(chunk=7), LayerConfig()),
-        rope_scaling=RopeScaling("llama3", 4.0, high_freq_factor=1.0, original_max_seq_len=32),
-        qk_norm=None,
-        query_scaling=None,
-        experts_per_token=1,
-    ),
-    "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
-}
+MODELS = (
+    {"llama": PLAIN}
+    | SIBLINGS
+    | {
+        "mistral, wide": replace(SIBLINGS["mistral"], window=40, n_kv_heads=1, head_dim=16),
+        "mistral, deep": replace(SIBLINGS["mistral"], window=1, n_layers=3),
+        "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
+        "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
+        "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
+        "gemma3_text, scaled": replace(SIBLINGS["gemma3_text"], attention_multiplier=24.0**-0.5, n_layers=6),
+        "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
+        "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
+        "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+        "llama4_text, one expert": replace(
+            SIBLINGS["llama4_text"],
+            n_layers=2,
+            layers=(LayerConfig(chunk=7), LayerConfig()),
+            rope_scaling=RopeScaling("llama3", 4.0, high_freq_factor=1.0, original_max_seq_len=32),
+            qk_norm=None,
+            query_scaling=None,
+            experts_per_token=1,
+        ),
+        "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
+    }
+)
 LLAMA4_PICTURES = (
     "llama4_text",
     "Llama4",

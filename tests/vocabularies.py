@@ -17,7 +17,7 @@ from conftest import shared_data
 
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.huggingface import spell
-from llama_jax.tokenizers.tiktoken import SPECIAL_TOKENS, SPLIT, merges
+from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, SPECIAL_TOKENS, merges
 
 WORDS = [
     "once",
@@ -78,7 +78,7 @@ def bytes_json() -> bytes:
     )
     library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated"),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -33,7 +33,7 @@ from conftest import louder
 
 import llama_jax
 from llama_jax import CacheOptions, Sampling
-from llama_jax.inference import generate as module
+from llama_jax.inference import compiled_decode as module
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.model.forward_options import Compute, Sharding
 

@@ -16,7 +16,7 @@ from gpu_parts.plan import Plan
 from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
 from gpu_parts.weights import for_every_shape
-from llama_jax.inference import generate as library
+from llama_jax.inference import compiled_decode as library
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, Request
 
 

@@ -14,7 +14,7 @@ import llama_jax
 from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
 from gpu_parts.weights import for_every_shape
-from llama_jax.inference import generate as library
+from llama_jax.inference import compiled_decode as library
 
 
 def prefill(run: Run) -> Iterator[Row]:

@@ -83,9 +83,9 @@ class Collective:
 
     @property
     def phase(self) -> Phase:
-        """Of a training step: the forward pass, what the backward pass computes again, that itself, and the update.
+        """The part of a training step: the forward pass, its recomputation, the backward pass, or the update.
 
-        All of a program that computes no gradients is "rest".
+        Everything in a program without gradients is "rest".
         """
         if "rematted_computation" in self.op_name:
             return "again"

@@ -41,88 +41,49 @@ class Hardware:
         return size <= 0.95 * self.memory
 
 
-# NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways, between two PCIe cards by a bridge;
-# A100 40 GB whitepaper: 1,555 GB/s. DGX A100 datasheet (2020): 8 GPUs, for each a ConnectX-6 of 200 Gb/s.
-A100_40GB = Hardware("A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9, 8, 25e9)
-A100_80GB_PCIE = Hardware("A100 80 GB PCIe", 312e12, 80 * GIB, 1935e9, 300e9, 2)
-A100_80GB_SXM = Hardware("A100 80 GB SXM", 312e12, 80 * GIB, 2039e9, 300e9, 8, 25e9)
-# NVIDIA H100 Tensor Core GPU datasheet (2022, with NVL 2024), half of the figures with sparsity: 1,979, 1,513 and 1,671; the
-# cards bridged in pairs. DGX H100 datasheet (2023): 8 GPUs, 18 NVLinks of 50 GB/s both ways, a ConnectX-7 of 400 Gb/s each.
-H100_SXM = Hardware("H100 SXM", 989.5e12, 80 * GIB, 3350e9, 450e9, 8, 50e9)
-H100_PCIE = Hardware("H100 PCIe", 756.5e12, 80 * GIB, 2000e9, 300e9, 2)
-H100_NVL = Hardware("H100 NVL", 835.5e12, 94 * GIB, 3900e9, 300e9, 2)
-# NVIDIA H200 Tensor Core GPU datasheet (2024), half of 1,979 and 1,671; two or four cards bridged. DGX H200 as DGX H100.
-H200_SXM = Hardware("H200 SXM", 989.5e12, 141 * GIB, 4800e9, 450e9, 8, 50e9)
-H200_NVL = Hardware("H200 NVL", 835.5e12, 141 * GIB, 4800e9, 450e9, 4)
-# NVIDIA DGX B200 datasheet (2024), an eighth of 1,440 GB, 64 TB/s and 14.4 TB/s; Blackwell architecture brief: 2,250 dense;
-# a ConnectX-7 of 400 Gb/s for each GPU.
-B200 = Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9, 8, 50e9)
-# NVIDIA L4 datasheet (2023), half of 242; NVIDIA A10 datasheet (2021): 125 dense. Both PCIe 4.0 x16, 64 GB/s both ways.
-L4 = Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9, 1)
-A10 = Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9, 1)
-# NVIDIA Ampere GA102 GPU architecture whitepaper (2021): bfloat16 with float32 sums, dense; between two cards a
-# bridge of four NVLinks, 56.25 GB/s in each direction.
-RTX_3090 = Hardware("GeForce RTX 3090", 71e12, 24 * GIB, 936e9, 56.25e9, 2)
-# NVIDIA Ada GPU architecture whitepaper (2023), appendix A: bfloat16 with float32 sums, dense; PCIe 4.0 x16.
-RTX_4090 = Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9, 1)
-# Google Cloud, "TPU v4": 275 teraflops, 1200 GBps, pods of 4096; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
-TPU_V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1200e9, 300e9, 4096)
-# Google Cloud, "TPU v5e", "TPU v5p", "TPU v6e": half of 400, 1200 and 800 GBps, which are bidirectional, over 4, 6 and 4
-# links; data center network 6.4 Tbps per pod, 50 Gbps per chip and 25.6 Tbps per pod.
-TPU_V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 819e9, 200e9, 256, 6.4e12 / 8 / 256)
-TPU_V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2765e9, 600e9, 8960, 50e9 / 8)
-TPU_V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1638e9, 400e9, 256, 25.6e12 / 8 / 256)
-# Google Cloud, "TPU7x (Ironwood)": 2307 TFLOPs, 192 GiB, 7380 GBps, 1200 GBps bidirectional per chip, pods of 9,216. JAX
-# counts each of the chip's two TensorCores as a device, hence half of everything.
-TPU_7X = Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9, 2 * 9216)
-
-# By `jax.Device.device_kind`: for a GPU the name that its driver gives, for a TPU the names that JAX's own tables know.
-BY_DEVICE_KIND = {
-    "NVIDIA A100-SXM4-40GB": A100_40GB,
-    "NVIDIA A100-PCIE-40GB": A100_40GB,
-    "NVIDIA A100-SXM4-80GB": A100_80GB_SXM,
-    "NVIDIA A100 80GB PCIe": A100_80GB_PCIE,
-    "NVIDIA H100 80GB HBM3": H100_SXM,
-    "NVIDIA H100 PCIe": H100_PCIE,
-    "NVIDIA H100 NVL": H100_NVL,
-    "NVIDIA H200": H200_SXM,
-    "NVIDIA H200 NVL": H200_NVL,
-    "NVIDIA B200": B200,
-    "NVIDIA L4": L4,
-    "NVIDIA A10": A10,
-    "NVIDIA GeForce RTX 3090": RTX_3090,
-    "NVIDIA GeForce RTX 4090": RTX_4090,
-    "TPU v4": TPU_V4,
-    "TPU v5 lite": TPU_V5E,
-    "TPU v5e": TPU_V5E,
-    "TPU v5": TPU_V5P,
-    "TPU v5p": TPU_V5P,
-    "TPU v6 lite": TPU_V6E,
-    "TPU v6e": TPU_V6E,
-    "TPU7x": TPU_7X,
+# By a name for the command line: the figures, and `jax.Device.device_kind`, a GPU's name in its driver or a TPU's in JAX's
+# own tables.
+PUBLISHED = {
+    # NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways, two PCIe cards by a bridge;
+    # A100 40 GB whitepaper: 1,555 GB/s. DGX A100 datasheet (2020): 8 GPUs, for each a ConnectX-6 of 200 Gb/s.
+    "a100-40gb": (
+        Hardware("A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9, 8, 25e9),
+        ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"],
+    ),
+    "a100-pcie": (Hardware("A100 80 GB PCIe", 312e12, 80 * GIB, 1935e9, 300e9, 2), ["NVIDIA A100 80GB PCIe"]),
+    "a100": (Hardware("A100 80 GB SXM", 312e12, 80 * GIB, 2039e9, 300e9, 8, 25e9), ["NVIDIA A100-SXM4-80GB"]),
+    # NVIDIA H100 Tensor Core GPU datasheet (2022, with NVL 2024), half of the figures with sparsity: 1,979, 1,513 and 1,671;
+    # cards bridged in pairs. DGX H100 datasheet (2023): 8 GPUs, 18 NVLinks of 50 GB/s both ways, a ConnectX-7 of 400 Gb/s.
+    "h100": (Hardware("H100 SXM", 989.5e12, 80 * GIB, 3350e9, 450e9, 8, 50e9), ["NVIDIA H100 80GB HBM3"]),
+    "h100-pcie": (Hardware("H100 PCIe", 756.5e12, 80 * GIB, 2000e9, 300e9, 2), ["NVIDIA H100 PCIe"]),
+    "h100-nvl": (Hardware("H100 NVL", 835.5e12, 94 * GIB, 3900e9, 300e9, 2), ["NVIDIA H100 NVL"]),
+    # NVIDIA H200 Tensor Core GPU datasheet (2024), half of 1,979 and 1,671; two or four cards bridged. DGX H200 as DGX H100.
+    "h200": (Hardware("H200 SXM", 989.5e12, 141 * GIB, 4800e9, 450e9, 8, 50e9), ["NVIDIA H200"]),
+    "h200-nvl": (Hardware("H200 NVL", 835.5e12, 141 * GIB, 4800e9, 450e9, 4), ["NVIDIA H200 NVL"]),
+    # NVIDIA DGX B200 datasheet (2024), an eighth of 1,440 GB, 64 TB/s and 14.4 TB/s; Blackwell architecture brief: 2,250
+    # dense; a ConnectX-7 of 400 Gb/s for each GPU.
+    "b200": (Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9, 8, 50e9), ["NVIDIA B200"]),
+    # NVIDIA L4 datasheet (2023), half of 242; NVIDIA A10 datasheet (2021): 125 dense. Both PCIe 4.0 x16, 64 GB/s both ways.
+    "l4": (Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9, 1), ["NVIDIA L4"]),
+    "a10": (Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9, 1), ["NVIDIA A10"]),
+    # NVIDIA Ampere GA102 GPU architecture whitepaper (2021): bfloat16 with float32 sums, dense; between two cards a
+    # bridge of four NVLinks, 56.25 GB/s in each direction.
+    "rtx-3090": (Hardware("GeForce RTX 3090", 71e12, 24 * GIB, 936e9, 56.25e9, 2), ["NVIDIA GeForce RTX 3090"]),
+    # NVIDIA Ada GPU architecture whitepaper (2023), appendix A: bfloat16 with float32 sums, dense; PCIe 4.0 x16.
+    "rtx-4090": (Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9, 1), ["NVIDIA GeForce RTX 4090"]),
+    # Google Cloud, "TPU v4": 275 teraflops, 1200 GBps, pods of 4096; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
+    "tpu-v4": (Hardware("TPU v4", 275e12, 32 * GIB, 1200e9, 300e9, 4096), ["TPU v4"]),
+    # Google Cloud, "TPU v5e", "TPU v5p", "TPU v6e": half of 400, 1200 and 800 GBps, which are bidirectional, over 4, 6 and 4
+    # links; data center network 6.4 Tbps per pod, 50 Gbps per chip and 25.6 Tbps per pod.
+    "tpu-v5e": (Hardware("TPU v5e", 197e12, 16 * GIB, 819e9, 200e9, 256, 6.4e12 / 8 / 256), ["TPU v5 lite", "TPU v5e"]),
+    "tpu-v5p": (Hardware("TPU v5p", 459e12, 95 * GIB, 2765e9, 600e9, 8960, 50e9 / 8), ["TPU v5", "TPU v5p"]),
+    "tpu-v6e": (Hardware("TPU v6e", 918e12, 32 * GIB, 1638e9, 400e9, 256, 25.6e12 / 8 / 256), ["TPU v6 lite", "TPU v6e"]),
+    # Google Cloud, "TPU7x (Ironwood)": 2307 TFLOPs, 192 GiB, 7380 GBps, 1200 GBps bidirectional per chip, pods of 9,216. JAX
+    # counts each of the chip's two TensorCores as a device, hence half of everything.
+    "tpu-7x": (Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9, 2 * 9216), ["TPU7x"]),
 }
-
-# By a name for the command line.
-BY_NAME = {
-    "a100-40gb": A100_40GB,
-    "a100": A100_80GB_SXM,
-    "a100-pcie": A100_80GB_PCIE,
-    "h100": H100_SXM,
-    "h100-pcie": H100_PCIE,
-    "h100-nvl": H100_NVL,
-    "h200": H200_SXM,
-    "h200-nvl": H200_NVL,
-    "b200": B200,
-    "l4": L4,
-    "a10": A10,
-    "rtx-3090": RTX_3090,
-    "rtx-4090": RTX_4090,
-    "tpu-v4": TPU_V4,
-    "tpu-v5e": TPU_V5E,
-    "tpu-v5p": TPU_V5P,
-    "tpu-v6e": TPU_V6E,
-    "tpu-7x": TPU_7X,
-}
+BY_NAME = {name: hardware for name, (hardware, _) in PUBLISHED.items()}
+BY_DEVICE_KIND = {kind: hardware for hardware, kinds in PUBLISHED.values() for kind in kinds}
 
 
 def named_hardware(name: str) -> Hardware:

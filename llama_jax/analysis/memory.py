@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, array_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.flags import compiler_options, decoding_on_tpu
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk, decode, prefill
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import KVCache, init_cache
@@ -50,6 +49,7 @@ from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
+from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Program:
         """Compile the program for the devices of its arguments.
 
         Args:
-          flags: with those of the platform, as the commands run it, see `llama_jax.flags`.
+          flags: with those of the platform, as the commands run it, see `llama_jax.xla_flags`.
           accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis
             only: without the library's variants for CPUs, and with 16-bit numbers that stay so, in communication too. It is
             for machines without the accelerator's own compiler.
@@ -338,7 +338,7 @@ def decode_programs(
         done=per_row(bool, sharding=whole),
     )
     out = jax.tree.map(lambda a: a.sharding, state), whole, TokenChunk(whole, whole, whole)
-    told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
+    told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
     turn = partial(decode, config, most=1, compute=compute, sharding=sharding)
     run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)

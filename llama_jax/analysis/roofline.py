@@ -21,7 +21,7 @@ from llama_jax.analysis.collectives import Collective, CollectiveKind, ring_byte
 from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import STEPS_PER_CHUNK
+from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.model.forward_options import Remat
 from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import matrix_parameters, step_flops

@@ -1,4 +1,4 @@
-"""The command line: one file per command. Heavy imports wait until a command runs, so that ``--help`` is quick."""
+"""The command line: a dataclass per command. Heavy imports wait until a command runs, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import llama_jax
-from llama_jax.cli.arguments import arranged, check_settings, recipe_asked_about
-from llama_jax.cli.stopping import end_at_once
+from llama_jax.cli.interrupts import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
-# By group: a command, its class in the file of the command's name, and what it does, in one line of at most 80 columns.
+# By group: a command, its file and class, and what it does, in one line of at most 80 columns.
 COMMANDS = {
     "Generate and serve": {
-        "generate": ("Generate", "Continue a prompt, or every prompt of a .jsonl."),
-        "chat": ("Chat", "Talk with a chat model in the terminal."),
-        "serve": ("Serve", "Serve a model over HTTP with OpenAI's API and a page."),
-        "batch": ("BatchPrompts", "Continue the prompts of a large file; it can be resumed."),
+        "generate": ("generate.Generate", "Continue a prompt, or every prompt of a .jsonl."),
+        "chat": ("chat.Chat", "Talk with a chat model in the terminal."),
+        "serve": ("serve.Serve", "Serve a model over HTTP with OpenAI's API and a page."),
+        "batch": ("batch.BatchPrompts", "Continue the prompts of a large file; it can be resumed."),
     },
     "Get, look at and convert models": {
-        "fetch": ("Fetch", "Download a model from the Hugging Face hub."),
-        "inspect": ("Inspect", "Show what is in a model's files."),
-        "verify": ("Verify", "Compare a model's logits and layers with a reference."),
-        "convert": ("Convert", "Write a model in another format: safetensors, GGUF, ..."),
-        "merge": ("Merge", "Add a LoRA adapter to a model's weights."),
+        "fetch": ("convert.Fetch", "Download a model from the Hugging Face hub."),
+        "inspect": ("inspect.Inspect", "Show what is in a model's files."),
+        "verify": ("verify.Verify", "Compare a model's logits and layers with a reference."),
+        "convert": ("convert.Convert", "Write a model in another format: safetensors, GGUF, ..."),
+        "merge": ("convert.Merge", "Add a LoRA adapter to a model's weights."),
     },
     "Train and evaluate": {
-        "train": ("Train", "Train, fine-tune or distill a model by a recipe."),
-        "data": ("Data", "Show training data as tokens, or tokenize it ahead."),
-        "eval": ("Eval", "Measure loss and perplexity on texts, chats, preferences."),
-        "lm-eval": ("LmEval", "Run tasks of the lm-evaluation-harness."),
-        "plot": ("Plot", "Draw the curves of training runs."),
+        "train": ("train.Train", "Train, fine-tune or distill a model by a recipe."),
+        "data": ("data.Data", "Show training data as tokens, or tokenize it ahead."),
+        "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats, preferences."),
+        "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
+        "plot": ("plot.Plot", "Draw the curves of training runs."),
     },
     "Plan and set up": {
-        "estimate": ("Estimate", "Compute memory, communication and time before a run."),
-        "compile": ("Compile", "Compile a model's programs ahead, for a quick start."),
-        "quickstart": ("Quickstart", "Check the installation with a small random model."),
-        "completion": ("Completion", "Print a completion script for your shell."),
+        "estimate": ("estimate.Estimate", "Compute memory, communication and time before a run."),
+        "compile": ("setup.Compile", "Compile a model's programs ahead, for a quick start."),
+        "quickstart": ("setup.Quickstart", "Check the installation with a small random model."),
+        "completion": ("setup.Completion", "Print a completion script for your shell."),
     },
 }
 ABOUT = """\
@@ -78,23 +77,42 @@ def main() -> None:
         sys.exit(1)
     except StuckSaveError as error:
         end_at_once(error)
-    except (UserError, OSError) as error:
-        _end(_of_stdout(error) or _of_here(error) or " ".join(str(error).split("\n")))
-    except ValueError as error:
-        if "for JAX flag" not in str(error):  # which JAX reads from the environment when it is imported
+    except Exception as error:
+        message = _message(error)
+        if message is None:
             raise
-        _end(f"{reason_of(error, 200)}; give the variable of this name another value, or none")
-    except MemoryError as error:
-        _end(f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); {_smaller()}")
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        _end(f"the device's memory is too small ({reason_of(error, 200)}); {_smaller()}")
+        with suppress(OSError):  # where stderr cannot be written either
+            print("llama-jax: error:", message, file=sys.stderr)
+        sys.exit(2)
 
 
-def _smaller() -> str:
-    """What to try where memory is too small; a training run is told its settings as KEY=VALUE."""
-    return "try dtype=bfloat16 or a smaller batch" if sys.argv[1:2] == ["train"] else "try --dtype bfloat16"
+def _message(error: Exception) -> str | None:
+    """What to print about an error that the user can fix; None for a defect of this program, whose traceback is shown."""
+    # Training takes its settings as KEY=VALUE.
+    smaller = "try dtype=bfloat16 or a smaller batch" if sys.argv[1:2] == ["train"] else "try --dtype bfloat16"
+    match error:
+        case OSError(filename=None) if remedy_for(error):  # code that writes files names them
+            discard_output(sys.stdout.fileno())  # so that nothing is tried again at exit
+            return cannot_write(Path("stdout"), error)
+        case FileNotFoundError(filename=None) if not _current_folder_exists():
+            return "the current folder has been removed; change to one that exists"
+        case UserError() | OSError():
+            return " ".join(str(error).split("\n"))
+        case ValueError() if "for JAX flag" in str(error):  # JAX reads it from the environment when it is imported
+            return f"{reason_of(error, 200)}; correct or unset the environment variable of this name"
+        case MemoryError():
+            return f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); {smaller}"
+        case RuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
+            return f"the device's memory is too small ({reason_of(error, 200)}); {smaller}"
+    return None
+
+
+def _current_folder_exists() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def overview() -> str:
@@ -108,12 +126,13 @@ def overview() -> str:
 
 def command_type(name: str) -> Any:
     """The class of a command, from its file; UserError if there is no such command."""
-    classes = {command: kind for commands in COMMANDS.values() for command, (kind, _) in commands.items()}
-    if name not in classes:
-        near = difflib.get_close_matches(name, classes, 1)
-        meant = f"did you mean {near[0]}?" if near else "llama-jax --help lists the commands"
-        raise UserError(f"there is no command {shown(name)}; {meant}")
-    return getattr(importlib.import_module(f"llama_jax.cli.{name.replace('-', '_')}"), classes[name])
+    places = {command: place for commands in COMMANDS.values() for command, (place, _) in commands.items()}
+    if name not in places:
+        near = difflib.get_close_matches(name, places, 1)
+        hint = f"did you mean {near[0]}?" if near else "llama-jax --help lists the commands"
+        raise UserError(f"there is no command {shown(name)}; {hint}")
+    file, _, kind = places[name].partition(".")
+    return getattr(importlib.import_module(f"llama_jax.cli.{file}"), kind)
 
 
 def _run(arguments: list[str]) -> None:
@@ -128,7 +147,9 @@ def _run(arguments: list[str]) -> None:
         print(f"llama-jax {llama_jax.__version__}")
         return
     command = command_type(name)
-    recipe = recipe_asked_about(arguments)
+    from llama_jax.cli.argv import arranged, check_settings, parsed, requested_recipe
+
+    recipe = requested_recipe(arguments)
     if recipe is not None:
         from llama_jax.cli.train import settings_page
 
@@ -136,15 +157,7 @@ def _run(arguments: list[str]) -> None:
         return
     if name == "train":
         check_settings(command.__dataclass_fields__, arguments)
-    from llama_jax.cli.parsing import parsed
-
     parsed(command, name, arranged(arguments)[1:]).run()
-
-
-def _end(said: str) -> NoReturn:
-    with suppress(OSError):  # where stderr cannot be written either
-        print("llama-jax: error:", said, file=sys.stderr)
-    sys.exit(2)
 
 
 def _collect_seldom() -> None:
@@ -163,30 +176,11 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # Takes the lowest number that is free. Writing to stdout then fails, as everywhere: what is lost was asked for.
+            # Takes the lowest number that is free. Writing to stdout then fails, as for any closed stream.
             os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _of_stdout(error: Exception) -> str | None:
-    """The message of a write error without a file name; those with a name are reported by the code that writes the file."""
-    if not isinstance(error, OSError) or error.filename is not None or not remedy_for(error):
-        return None
-    discard_output(sys.stdout.fileno())  # so that nothing is tried again at exit
-    return cannot_write(Path("stdout"), error)
-
-
-def _of_here(error: Exception) -> str | None:
-    """The message of an error that no file is named in, where the current folder has been removed."""
-    if not isinstance(error, FileNotFoundError) or error.filename is not None:
-        return None
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "the current folder has been removed; change to one that exists"
-    return None
 
 
 def _interrupted(*_: object) -> None:

@@ -9,15 +9,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llama_jax.cli.draft import parse_draft
-from llama_jax.cli.options import AdapterOptions, DraftOptions, SamplingOptions
-from llama_jax.cli.prompts import PromptLine, check_stops, read_lines
-from llama_jax.config.validation import require_positive_int
-from llama_jax.errors import GenerationError, UserError, shown
+from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
+from llama_jax.cli.output_format import note
+from llama_jax.cli.prompts import PromptLine, read_lines
+from llama_jax.errors import GenerationError, UserError, reading, shown
+from llama_jax.progress import progress_bar
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     from llama_jax.serving.engine import Engine
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
+class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions):
     """Continue every prompt of a .jsonl, and write one JSON object per line into another as they finish. Prompts that OUT
     already has are skipped: after a stop the same command continues."""
 
@@ -37,41 +38,30 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     line before plus one. With "adapter": NAME a line is continued by the model with that --adapter."""
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
     """The .jsonl to write: for each prompt its number, text, tokens, why it ended, and the settings."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, at_least(1)] = 256
     """Most tokens to generate for each prompt; fewer where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
-    """Stop at this text, which is not written. May be repeated."""
-    ignore_eos: bool = False
-    """Do not stop at the end-of-text tokens, only at --stop or --max-new-tokens."""
     rows: int = 16
     """Prompts in a batch."""
-    cache: Literal["auto", "int8"] = "auto"
-    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
-    prefix_cache: int = 256
+    prefix_cache: Annotated[int, at_least(0)] = 256
     """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
 
     def run(self) -> None:
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.forward_options import Compute
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.serving.options import EngineOptions
 
         use_compilation_cache(self.no_cache)
-        require_positive_int("max_new_tokens", self.max_new_tokens)
         options = EngineOptions(
             rows=self.rows,
             prefix_bytes=self.prefix_cache * 2**20,
-            cache=CacheOptions(dtype=None if self.cache == "auto" else self.cache),
-            compute=Compute(attention=self.attention),
+            cache=self.cache_options(),
+            compute=self.compute(),
         )
-        if self.draft:
-            parse_draft(self.draft)
-        check_stops(self.stop)
+        self.check_stops()
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
-        for asked in {line.adapter for line in prompts} - {None, *numbers}:
+        for adapter in {line.adapter for line in prompts} - {None, *numbers}:
             there = ", ".join(numbers) or "none"
-            raise GenerationError(f"{self.prompts} asks for the adapter {shown(asked, 40)}, and --adapter names {there}")
+            raise GenerationError(f"{self.prompts} asks for the adapter {shown(adapter, 40)}, and --adapter names {there}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.sampling(seed)
@@ -79,7 +69,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
         done.check(settings)
         left = [line for line in range(1, len(prompts) + 1) if line not in done.lines]
         if done.lines:
-            print(f"llama-jax: {self.out} has {len(done.lines)} of {len(prompts)} prompts", file=sys.stderr)
+            note(f"{self.out} has {len(done.lines)} of {len(prompts)} prompts")
         if not left:
             return
 
@@ -157,18 +147,16 @@ class _Output:
         self._settings: dict[str, Any] | None = None
         self._whole = 0  # bytes up to the end of the last whole line
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device can be read without end
-            raise UserError(f"{path} is no file; give one to write")
-        try:
+            raise UserError(f"{path} is not a file; choose a file to write")
+        with reading(path, UserError):
             content = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         self._read = len(content)  # bytes
         for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a line that a kill cut off has no line end
             self._whole += len(line) + 1
             self._add(line, number)
 
     def _add(self, line: bytes, number: int) -> None:
-        foreign = UserError(f"{self.path}, line {number} does not belong to these prompts; give another file to write")
+        foreign = UserError(f"{self.path}, line {number} does not belong to these prompts; choose another file to write")
         try:
             value = json.loads(line)
             which, settings = value["line"], value["settings"]
@@ -189,29 +177,26 @@ class _Output:
             if before.get(name) != settings.get(name):
                 raise UserError(
                     f"{self.path} was begun with {name}={shown(before.get(name), 40)}, and this is"
-                    f" {shown(settings.get(name), 40)};"
-                    " give the same, or another file to write"
+                    f" {shown(settings.get(name), 40)}; use the same, or choose another file to write"
                 )
 
     def write(self, jobs: Iterator[Job], settings: dict[str, Any], count: int) -> int:
         """Write each job as it ends, and return their number."""
-        from tqdm import tqdm
-
         made = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file, tqdm(total=count, unit=" prompts", disable=None) as bar:
+            with open(self.path, "ab") as file:
                 self._lock(file.fileno())
                 if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
                     raise UserError(f"{self.path} was written to since it was read; the same command again continues it")
                 file.truncate(self._whole)
-                for job in jobs:
+                for job in progress_bar("continuing", "prompts")(jobs, total=count):
                     assert job.text is not None
-                    given = self._prompts[job.number - 1]
+                    prompt = self._prompts[job.number - 1]
                     line = {
                         "line": job.number,
-                        "prompt": given.prompt,
-                        **({} if given.adapter is None else {"adapter": given.adapter}),
+                        "prompt": prompt.prompt,
+                        **({} if prompt.adapter is None else {"adapter": prompt.adapter}),
                         "text": job.text.shown,
                         "tokens": len(job.tokens),
                         "finish_reason": "stop" if job.finish == "stop" else "length",
@@ -220,7 +205,6 @@ class _Output:
                     file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                     file.flush()
                     made += 1
-                    bar.update()
                 os.fsync(file.fileno())
         except OSError as error:
             from llama_jax.storage.atomic_write import cannot_write
@@ -233,4 +217,4 @@ class _Output:
         from llama_jax.storage.atomic_write import lock_descriptor
 
         if not lock_descriptor(descriptor):
-            raise UserError(f"{self.path} is being written by another batch; give another file to write")
+            raise UserError(f"{self.path} is being written by another batch; choose another file to write")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
+from llama_jax.cli.draft import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
-from llama_jax.config.validation import require_positive_int
+from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, UserError
+from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
 if TYPE_CHECKING:
@@ -46,16 +47,15 @@ class Chat(ModelOptions):
     format: Format = "auto"
     """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
     In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int, at_least(1)] | None = None
     """Most tokens of a reply; by default 512, or half of the context where that is less."""
-    context: int | None = None
+    context: Annotated[int, at_least(1)] | None = None
     """Tokens of history and reply together; by default the model's whole context."""
 
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.model.forward_options import Compute
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         use_compilation_cache(self.no_cache)
@@ -63,20 +63,13 @@ class Chat(ModelOptions):
 
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        parse_draft(self.draft)
-        for name in ("max_new_tokens", "context"):
-            value = getattr(self, name)
-            if value is not None:
-                require_positive_int(name, value)
 
         start_backend()
         config, params, tokenizer = self.load()
         draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
         if context > config.max_seq_len:
-            raise GenerationError(
-                f"context={context} exceeds the model's context of {config.max_seq_len}; choose at most that"
-            )
+            raise GenerationError(f"context={context} exceeds the model's context of {config.max_seq_len}; lower it")
         reply_room = min(USUAL_REPLY, max(1, context // 2)) if self.max_new_tokens is None else self.max_new_tokens
         if reply_room >= context:
             raise GenerationError(
@@ -87,14 +80,14 @@ class Chat(ModelOptions):
         format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
         ends = reply_ends(tokenizer, format)
         system = _system(self.system)
-        if system:  # refused now rather than at the first message
+        if system:  # an error now rather than at the first message
             encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format)
 
         import jax
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
-        _note(
+        note(
             f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {held} · format {format}"
             f" · context {context} tokens · seed {seed} · /help lists the commands"
         )
@@ -111,17 +104,17 @@ class Chat(ModelOptions):
             elif command == "/help":
                 print(COMMANDS, file=sys.stderr)
             elif line.startswith("/"):
-                _note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
+                note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
             elif line.strip():
-                asked: list[Message] = [*history, {"role": "user", "content": line}]
+                messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
-                    prompt, kept = fit(tokenizer, system, asked, format, context - reply_room)
+                    prompt, kept = fit(tokenizer, system, messages, format, context - reply_room)
                 except UserError as error:
-                    _note(f"error: {error}")
+                    note(f"error: {error}")
                     continue
-                if len(kept) < len(asked):
-                    _note(_dropped(asked[: len(asked) - len(kept)], context))
-                pieces = llama_jax.stream(
+                if len(kept) < len(messages):
+                    note(_dropped(messages[: len(messages) - len(kept)], context))
+                chunks = llama_jax.stream(
                     config,
                     params,
                     [prompt],
@@ -129,10 +122,10 @@ class Chat(ModelOptions):
                     sampling=replace(sampling, seed=(seed + turn) % 2**32),
                     stop_tokens=ends,
                     cache=options,
-                    compute=Compute(attention=self.attention),
+                    compute=self.compute(),
                     draft=draft,
                 )
-                answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
+                answer = reply(tokenizer, chunks, ends, at_start=format != "plain")
                 history = [*kept, {"role": "assistant", "content": answer}]
                 turn += 1
 
@@ -157,7 +150,7 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, pieces: Iterator[TokenChunk], ends: Sequence[int], *, at_start: bool = True) -> str:
+def reply(tokenizer: Tokenizer, chunks: Iterator[TokenChunk], ends: Sequence[int], *, at_start: bool = True) -> str:
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
@@ -171,9 +164,9 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[TokenChunk], ends: Sequence[int
     drafted: list[DraftedChunk] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
-        for piece in pieces:
-            drafted += [piece] if isinstance(piece, DraftedChunk) else []
-            for token in piece.tokens[0][piece.valid[0]].tolist():
+        for chunk in chunks:
+            drafted += [chunk] if isinstance(chunk, DraftedChunk) else []
+            for token in chunk.tokens[0][chunk.valid[0]].tolist():
                 ended = token in ends
                 if not ended:
                     text.push(token)
@@ -183,12 +176,12 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[TokenChunk], ends: Sequence[int
         text.finish()
         print(flush=True)
         if interrupted():
-            _note("the reply was stopped")
+            note("the reply was stopped")
         elif not ended:
-            _note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
+            note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
         if drafted:
-            made = sum(int(piece.valid.sum()) for piece in drafted)
-            _note(draft_summary(draft_statistics("", made, [piece.counts for piece in drafted])))
+            made = sum(int(chunk.valid.sum()) for chunk in drafted)
+            note(draft_summary(draft_statistics("", made, [chunk.counts for chunk in drafted])))
     return text.shown
 
 
@@ -201,11 +194,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     pressed: list[bool] = []
     before = signal.getsignal(signal.SIGINT)
 
-    def note(*_: object) -> None:
+    def press(*_: object) -> None:
         pressed.append(True)
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, press)
     try:
         yield lambda: bool(pressed)
     finally:
@@ -245,7 +238,3 @@ def _dropped(messages: Sequence[Message], context: int) -> str:
         f"the context of {context} tokens is full: dropped the {len(messages)} oldest messages, from"
         f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
     )
-
-
-def _note(text: str) -> None:
-    print(f"llama-jax: {text}", file=sys.stderr, flush=True)

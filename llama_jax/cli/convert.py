@@ -1,23 +1,57 @@
-"""``llama-jax convert``: write a model in another format."""
+"""``llama-jax fetch``, ``convert`` and ``merge``: get models, and write them in other formats."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.options import BLOCKS, QUANTIZE
-from llama_jax.cli.paths import ModelPath, bytes_at
-from llama_jax.cli.stopping import ending_in_order
+from llama_jax.cli.interrupts import ending_in_order
+from llama_jax.cli.options import BLOCKS, QUANTIZE, CompileOptions, ModelPath, unless_auto
+from llama_jax.cli.output_format import size
+from llama_jax.progress import progress_bar
+from llama_jax.storage import Location, resolved
 
 if TYPE_CHECKING:
     from llama_jax.formats.saving import WrittenDtype
 
 FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Download a model from the Hugging Face hub: only the files that llama-jax reads. It prints the path for --model.
+
+    A model behind a license: open its page in a browser, accept the license there, then log in with hf auth login or set
+    HF_TOKEN. Files that were downloaded before are not downloaded again.
+
+    Afterwards --model hf://ORG/NAME finds the files in the cache; without a network pass the printed path to --model.
+    """
+
+    repository: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ORG/NAME")]]
+    """The repository. ORG/NAME/FILE.gguf or ORG/NAME/FOLDER is one model of a repository with several."""
+    revision: Annotated[str | None, tyro.conf.arg(metavar="REVISION")] = None
+    """A branch, tag or commit; by default the newest commit."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Where to put the files; by default the cache of huggingface_hub (HF_HOME moves it)."""
+
+    def run(self) -> None:
+        if not sys.stderr.isatty():  # progress is for people, and the hub's library shows it in logs as well
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        from llama_jax.formats.hub_download import fetch
+
+        found = fetch(self.repository, self.revision, self.out)
+        print(
+            f"{found.files} file{'s' * (found.files > 1)}, {size(found.size)}; pass this path to --model:", file=sys.stderr
+        )
+        print(found.path)
 
 
 @dataclass(frozen=True)
@@ -51,29 +85,89 @@ class Convert:
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 
     def run(self) -> None:
-        from tqdm import tqdm
-
         from llama_jax.formats.saving import about_blocks, convert
 
-        started = time.perf_counter()
-        dtype: WrittenDtype | None = None if self.dtype == "auto" else self.dtype
-        format = None if self.format == "auto" else self.format
-        quantize = None if self.quantize in ("auto", "keep") else self.quantize
-        for line in about_blocks(self.source, self.destination, format, dtype or quantize):
+        dtype, format, quantize = unless_auto(self.dtype), unless_auto(self.format), unless_auto(self.quantize)
+        kept = None if quantize == "keep" else quantize
+        for line in about_blocks(self.source, self.destination, format, dtype or kept):
             print(line, file=sys.stderr)
-        bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
-        with ending_in_order("stopped; nothing was written"):
+        with _writing(self.destination) as progress:
             convert(
                 self.source,
                 self.destination,
                 format=format,
                 dtype=dtype,
-                quantize=None if self.quantize == "auto" else self.quantize,
+                quantize=quantize,
                 calibrate=self.calibrate,
                 tokenizer=self.tokenizer,
                 base=self.base,
                 overwrite=self.overwrite,
-                progress=bar,
+                progress=progress,
             )
-        size = bytes_at(self.destination)
-        print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Merge(CompileOptions):
+    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
+
+    base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
+    """The model that the adapter was trained on, of any format that is read."""
+    adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
+    """A folder of PEFT's, or of a run that trains one."""
+    destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
+    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    format: FORMATS = "auto"
+    """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
+    """Type of what is written; auto is that of BASE, or float32 if that is quantized. The sum is computed in float32 and
+    rounded once. q8_0 and q4_0 are for gguf alone."""
+    overwrite: bool = False
+    """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
+
+    def run(self) -> None:
+        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.formats import load, load_adapter, open_checkpoint, save
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.formats.saving import FOLDERS, format_of
+        from llama_jax.formats.tensor_export import check_room
+        from llama_jax.model.lora import merge
+
+        use_compilation_cache(self.no_cache)
+        start_backend()
+        dtype: WrittenDtype | None = unless_auto(self.dtype)
+        format = unless_auto(self.format)
+        folder = (format or format_of(self.destination)) in FOLDERS
+        sources = [self.base, self.adapter]
+        check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
+        base = open_checkpoint(self.base)
+        adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
+        kinds = quantized_kinds(base.tensors)
+        if kinds:
+            print(f"{self.base}: {kinds} dequantized to float32, to which the adapter is added", file=sys.stderr)
+        with _writing(self.destination) as progress:
+            # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
+            exact = dtype is None and not kinds
+            config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
+            save(
+                self.destination,
+                with_attend(config, [self.adapter]),
+                merge(params, adapter.params, adapter.lora),
+                tokenizer,
+                format=format,
+                dtype=dtype,
+                overwrite=self.overwrite,
+                progress=progress,
+            )
+
+
+@contextmanager
+def _writing(destination: Location) -> Iterator[Any]:
+    """A progress bar for writing a model, which a signal interrupts in order; prints the size and the time at the end."""
+    started = time.perf_counter()
+    with ending_in_order("stopped; nothing was written"):
+        yield progress_bar("writing", "tensors")
+    place: Any = resolved(destination)
+    inside = place.rglob("*") if isinstance(place, Path) else place.iterdir()
+    total = sum(path.stat().st_size for path in (inside if place.is_dir() else [place]) if path.is_file())
+    print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.page import columns, printable
-from llama_jax.cli.paths import ModelPath
-from llama_jax.config.validation import require_positive_int
+from llama_jax.cli.options import DocumentOptions, ModelPath
+from llama_jax.cli.output_format import columns, note, printable
 from llama_jax.errors import UserError
+from llama_jax.progress import progress_counter
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
@@ -37,18 +39,18 @@ class ShowData:
     """A .jsonl whose lines are chats (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
     and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
     model: ModelPath | None = None
-    """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
+    """A model's folder or file, for its vocabulary and chat template; by default the bundled stories model."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the model's."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
     """The format of chats; auto is the model's own template, or Llama 3's for its vocabulary."""
     kind: Literal["auto", "chats", "preferences"] = "auto"
     """What the lines are; auto takes preferences where the first line has chosen and rejected."""
-    examples: int = 1
+    examples: Annotated[int, at_least(1)] = 1
     """How many to show."""
-    line: int = 1
+    line: Annotated[int, at_least(1)] = 1
     """Line of the first example to show; if there is none in it, the next line with one."""
-    length: int | None = None
+    length: Annotated[int, at_least(1)] | None = None
     """Predicted tokens of a row: what is longer is cut or dropped, as in training with this length."""
     too_long: Literal["cut", "drop"] = "cut"
     """With --length: what is done with a longer example."""
@@ -64,12 +66,8 @@ class ShowData:
     def run(self) -> None:
         from llama_jax.data.chat_tokens import ChatReading
 
-        for name, value in (("examples", self.examples), ("line", self.line)):
-            require_positive_int(name, value)
-        if self.length is not None:
-            require_positive_int("length", self.length)
-        elif self.too_long == "drop":
-            raise UserError("--too-long drop goes with --length: give the predicted tokens of a row")
+        if self.length is None and self.too_long == "drop":
+            raise UserError("--too-long drop needs --length, the predicted tokens of a row")
         tokenizer = self._tokenizer()
         shown = 0
         for example, encoded in self._encoded_examples(tokenizer):
@@ -85,7 +83,7 @@ class ShowData:
                 warnings.simplefilter("always")
                 print(self._counts(tokenizer, reading), file=sys.stderr)
             for warning in warned:
-                print(f"llama-jax: {warning.message}", file=sys.stderr)
+                note(str(warning.message))
 
     def _tokenizer(self) -> Tokenizer:
         from llama_jax.cli.eval_options import stored_tokenizer
@@ -98,7 +96,7 @@ class ShowData:
         return stored_tokenizer(path, open_checkpoint(path))
 
     def _is_preferences(self) -> bool:
-        """Whether lines are read as preferences: as asked, or where the first line has two answers."""
+        """Whether lines are read as preferences: as --kind says, or where the first line has two answers."""
         from llama_jax.data.documents import jsonl_objects
 
         if self.kind != "auto":
@@ -111,11 +109,11 @@ class ShowData:
 
         files = find_files(self.file)
         if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
-            raise UserError(f"{self.file} is not a .jsonl file of one object a line; give one")
+            raise UserError(f"{self.file} is not a .jsonl file of one object a line")
         return files[0]
 
     def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
-        """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
+        """The selected examples, and the tokens of their answers; None for one that is dropped."""
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
         from llama_jax.data.chat_tokens import encode_example, shortened
         from llama_jax.tokenizers import ReplyEncoder
@@ -158,7 +156,7 @@ class ShowData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildData:
+class BuildData(DocumentOptions):
     """Tokenize files into a corpus of token ids."""
 
     files: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="FILE ...")]]
@@ -170,42 +168,23 @@ class BuildData:
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder with one; by default that of
     the bundled stories model."""
-    processes: int | None = None
+    processes: Annotated[int, at_least(1)] | None = None
     """How many work at a time; by default one for each core."""
-    unit: int | None = None
+    unit: Annotated[int, at_least(1)] | None = None
     """Approximate megabytes of a file that a process takes at a time; by default a 128th of all files, between 8 and 64. A
     compressed file is taken whole."""
     drop_duplicates: bool = False
     """Keep only the first of documents with the same tokens."""
-    separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
-    """What stands between the documents of a text file."""
-    longest: int = 1 << 17
-    """Characters of the longest document of a text file; a longer one is cut into several."""
-    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """The field or column that holds the text in JSONL, Parquet and Arrow."""
 
     def run(self) -> None:
-        import time
-
-        from tqdm import tqdm
-
         from llama_jax.data.build_corpus import BuildOptions, build
-        from llama_jax.data.documents import DocumentFormat
         from llama_jax.formats.loading import bundled
 
-        for name, value in (("unit", self.unit), ("processes", self.processes)):
-            if value is not None:
-                require_positive_int(name, value)
-        reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
+        reading = self.document_format()
         unit = None if self.unit is None else self.unit << 20
         options = BuildOptions(reading, unit, self.drop_duplicates)
         began = time.perf_counter()
-        with tqdm(desc="building", unit=" parts", leave=False, delay=1.0, disable=None) as bar:
-
-            def progress(done: int, of: int) -> None:
-                bar.total = of
-                bar.update(done - bar.n)
-
+        with progress_counter("building", "parts") as progress:
             found = build(
                 self.files,
                 self.out,

@@ -19,7 +19,7 @@ PROMPT = "prompt"
 
 
 def parse_draft(text: str) -> tuple[str, int | None]:
-    """What is before the colon and the number after it, or None; GenerationError for one that cannot be."""
+    """The text before the colon, and the number after it or None; GenerationError for an invalid number."""
     from llama_jax.inference.drafter import MOST_DRAFTED, check_number
 
     found = re.fullmatch(r"(.+):(-?\d{1,18})", text)
@@ -40,15 +40,15 @@ def check_draft(text: str, config: LlamaConfig) -> None:
     size = open_checkpoint(name).config.vocab_size
     if size != config.vocab_size:
         raise GenerationError(
-            f"--draft {shown(name, 80)} has a vocabulary of {size}, the model one of {config.vocab_size}; give a draft with"
+            f"--draft {shown(name, 80)} has a vocabulary of {size}, the model one of {config.vocab_size}; use a draft with"
             " the model's own tokenizer"
         )
 
 
 def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSizes | None) -> PromptLookup | DraftModel:
-    """The drafter that was asked for; GenerationError for a model whose vocabulary has other pieces."""
+    """The drafter of --draft; GenerationError for a model whose vocabulary has other pieces."""
     import llama_jax
-    from llama_jax.cli.runtime import loading_bar
+    from llama_jax.cli.jax_setup import loading_bar
 
     name, tokens = parse_draft(text)
     if name == PROMPT:
@@ -60,14 +60,14 @@ def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSiz
         if different is not None:
             what = "is of another size" if different < 0 else f"differs at token {different}"
             raise GenerationError(
-                f"the vocabulary of --draft {shown(name, 80)} {what}; give a draft with the model's own tokenizer"
+                f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's own tokenizer"
             )
     found = llama_jax.DraftModel(config, params)
     return found if tokens is None else found.replace(tokens=tokens)
 
 
 def draft_statistics(text: str, tokens: int, counts: Sequence[Counts]) -> dict[str, Any]:
-    """Of `tokens` that came after the prompts and their first token, from what each piece took."""
+    """The statistics of drafting for `tokens` generated after the first of each row, from the counts of each chunk."""
     passes, drafted, accepted = (sum(int(each.sum()) for each in part) for part in zip(*counts, strict=True))
     return {
         "draft": text,

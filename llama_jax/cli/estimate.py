@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from llama_jax.cli.options import ATTENTION, QUANTIZE, CompileOptions
-from llama_jax.config.validation import require_positive_int
+from llama_jax.cli.options import QUANTIZE, AttentionOption, CompileOptions, unless_auto
+from llama_jax.cli.output_format import columns
 from llama_jax.errors import ConfigError, MeshError
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -68,18 +70,18 @@ def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
 
 
 @dataclass(frozen=True)
-class Estimate(CompileOptions):
+class Estimate(AttentionOption, CompileOptions):
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
-    Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analysed. For
+    Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analyzed. For
     --hardware its own compiler is used if it is installed (the extras compile-tpu and compile-gpu).
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET|PATH")]]
     """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
-    batch: int
+    batch: Annotated[int, at_least(1)]
     """Rows over the whole mesh."""
-    length: int
+    length: Annotated[int, at_least(1)]
     """Tokens per row: to predict when training, to keep in the cache when decoding."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """Ways to split, as data=2,fsdp=4,context=2,tensor=8: the batch; the batch and the parameters; each row's tokens, where
@@ -93,7 +95,7 @@ class Estimate(CompileOptions):
     """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
     quantize: QUANTIZE = "auto"
     """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
-    lora: int = 0
+    lora: Annotated[int, at_least(0)] = 0
     """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No lower
     bounds are computed with LoRA."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
@@ -101,10 +103,8 @@ class Estimate(CompileOptions):
     (full, auto)."""
     packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
     """When training, put a single document into each row. By default several are packed into a row, as `train` does."""
-    accumulate: int = 1
+    accumulate: Annotated[int, at_least(1)] = 1
     """When training, parts of the batch whose gradients are accumulated one after the other."""
-    attention: ATTENTION = "auto"
-    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Plan for this hardware, such as h200 or tpu-v5p, instead of CPUs: does it fit, and how fast could it be?"""
     json: bool = False
@@ -113,8 +113,8 @@ class Estimate(CompileOptions):
     def run(self) -> None:
         from llama_jax.analysis.hardware import named_hardware
         from llama_jax.analysis.memory import DoesNotFitError
-        from llama_jax.analysis.roofline import exchange_seconds
-        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.analysis.roofline import exchange_seconds, least_traffic
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
         from llama_jax.model.trees import parameter_count
         from llama_jax.parallel.mesh import parse_mesh
@@ -127,7 +127,9 @@ class Estimate(CompileOptions):
         self._check(config)
         kinds, weights = self._weights()
         use_compilation_cache(self.no_cache)
-        least = self._least(config, sizes)
+        least: list[DeviceExchange] = []
+        if self._remat is not None and not self.lora:
+            least = least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
@@ -141,22 +143,18 @@ class Estimate(CompileOptions):
                 found[program.name] = compiled(program, accelerator=hardware is not None)
             except DoesNotFitError as error:
                 refused[program.name] = str(error)
+        training = ("packed", "accumulate")
         about = {
-            "model": self.model,
-            "mode": self.mode,
-            "batch": self.batch,
-            "length": self.length,
+            **{name: getattr(self, name) for name in ("model", "mode", "batch", "length", "attention")},
+            **{name: getattr(self, name) if self.mode == "train" else None for name in training},
             "dtype": self._dtype,
             "quantize": kinds,
             "lora": self.lora or None,
             "remat": self._remat,
-            "packed": self.packed if self.mode == "train" else None,
-            "accumulate": self.accumulate if self.mode == "train" else None,
-            "attention": self.attention,
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
-            "cache_bytes_per_token": cache_bytes(config, 1, 1, self._dtype if self.cache == "auto" else self.cache),
+            "cache_bytes_per_token": cache_bytes(config, 1, 1, unless_auto(self.cache) or self._dtype),
             "compiler": compiler or "XLA for CPU",
             "note": note,
             "refused": refused,
@@ -175,17 +173,17 @@ class Estimate(CompileOptions):
 
     @property
     def _remat(self) -> Literal["none", "dots", "full"] | None:
-        """The work of the program; None if there is no backward pass."""
+        """What the backward pass recomputes; None without a backward pass."""
         if self.mode == "decode":
             return None
-        return "full" if self.remat == "auto" else self.remat
+        return unless_auto(self.remat) or "full"
 
     @property
     def _dtype(self) -> Literal["float32", "bfloat16"]:
-        return "float32" if self.dtype == "auto" else self.dtype
+        return unless_auto(self.dtype) or "float32"
 
     def _weights(self) -> tuple[str, FormatName | PureFormatName | Llama | None]:
-        """In what the matrices are planned, in words and as `decode_programs` takes it."""
+        """The kinds of the matrices, in words and as an argument of `decode_programs`."""
         if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
         trained = self.mode == "train" and not self.lora
@@ -193,16 +191,8 @@ class Estimate(CompileOptions):
             return "none", None
         words, kinds = kinds_in_files(self.model)
         if self.quantize == "keep" and kinds is None:
-            raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or give a kind")
+            raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or choose a kind")
         return words, kinds
-
-    def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[DeviceExchange]:
-        """The least that the strategy exchanges; of training whole models only."""
-        from llama_jax.analysis.roofline import least_traffic
-
-        if self._remat is None or self.lora:
-            return []
-        return least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
 
     def _bounds(
         self,
@@ -229,68 +219,47 @@ class Estimate(CompileOptions):
     def _check(self, config: LlamaConfig) -> None:
         from llama_jax.parallel.mesh import parse_mesh
 
-        for name in ("batch", "length", "accumulate"):
-            require_positive_int(name, getattr(self, name))
         # Tokens are counted in 32 bits, bytes in 64: XLA aborts where the scores of all layers overflow.
         scores = config.n_layers * self.batch * config.n_heads * self.length**2
         if self.batch * self.length >= 2**31 or scores > 2**60:
-            raise ConfigError(f"batch={self.batch} rows of length={self.length} are more than XLA can plan for; take fewer")
-        if self.mode == "decode" and self.remat != "auto":
-            raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
-        if self.mode == "train" and self.cache != "auto":
-            raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
-        if self.mode == "train" and self.quantize != "auto" and not self.lora:
-            raise ConfigError(
-                f"--quantize {self.quantize} is for --mode decode or --lora: training changes its weights; leave it out"
-            )
-        if self.lora:
-            require_positive_int("lora", self.lora)
-            if self.mode == "decode":
-                raise ConfigError(f"--lora {self.lora} is for --mode train: merged adapters cost nothing; leave it out")
-        if self.mode == "decode" and (self.accumulate > 1 or not self.packed):
-            raise ConfigError("--accumulate and --no-packed are for --mode train; leave them out")
+            raise ConfigError(f"batch={self.batch} rows of length={self.length} are more than XLA can plan for; lower them")
+        decode = self.mode == "decode"
+        for name, mode, applies, why in (
+            ("remat", "--mode train", not decode, "decoding has no backward pass"),
+            ("cache", "--mode decode", decode, "training keeps no cache"),
+            ("quantize", "--mode decode or --lora", decode or self.lora, "training changes its weights"),
+            ("lora", "--mode train", not decode, "merged adapters cost nothing"),
+            ("accumulate", "--mode train", not decode, "decoding has no gradients"),
+            ("packed", "--mode train", not decode, "decoding has a text in each row"),
+        ):
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and not applies:
+                option = f"--{name} {value}" if name != "packed" else "--no-packed"
+                raise ConfigError(f"{option} is for {mode}: {why}; leave it out")
         if self.attention != "auto" and parse_mesh(self.mesh).context > 1:
             raise ConfigError(
-                f"--attention {self.attention} is of one device: over context it is ring attention; leave it out"
+                f"--attention {self.attention} is for one device: over context it is ring attention; leave it out"
             )
         if self.batch % self.accumulate:
             raise ConfigError(f"batch={self.batch} rows cannot be divided into accumulate={self.accumulate} equal parts")
         if self.mode == "decode" and self.length > config.max_seq_len:
-            raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
+            raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; lower it")
 
     def _programs(
         self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
     ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
-        from llama_jax.inference.generate import SMALLEST_CACHE
+        from llama_jax.inference.compiled_decode import SMALLEST_CACHE
         from llama_jax.model.cache import bucket
         from llama_jax.model.lora import Lora
 
-        if self._remat is not None:
-            return train_programs(
-                config,
-                mesh,
-                self.batch,
-                self.length,
-                dtype=self._dtype,
-                remat=self._remat,
-                packed=self.packed,
-                accumulate=self.accumulate,
-                attention=self.attention,
-                lora=Lora(rank=self.lora) if self.lora else None,
-                weights=weights,
-            )
-        capacity = bucket(self.length, SMALLEST_CACHE)
-        return decode_programs(
-            config,
-            mesh,
-            self.batch,
-            capacity,
-            dtype=self._dtype,
-            quantized=self.cache == "int8",
-            weights=weights,
-            attention=self.attention,
-        )
+        options: dict[str, Any] = {"dtype": self._dtype, "attention": self.attention, "weights": weights}
+        if self._remat is None:
+            capacity = bucket(self.length, SMALLEST_CACHE)
+            return decode_programs(config, mesh, self.batch, capacity, quantized=self.cache == "int8", **options)
+        options |= {"remat": self._remat, "packed": self.packed, "accumulate": self.accumulate}
+        lora = Lora(rank=self.lora) if self.lora else None
+        return train_programs(config, mesh, self.batch, self.length, lora=lora, **options)
 
 
 def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, str | None, str | None]:
@@ -386,62 +355,74 @@ def as_json(
     """One object: the request, for each program the bytes per device and the communication, and the bounds."""
     from llama_jax.analysis.collectives import add_up
 
-    programs = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
     peak = max((one.memory.total for one in found.values()), default=0)
-    sums = {"bytes_per_device": programs, "peak_per_device": peak, "peak_of_mesh": peak * about["devices"]}
-    traffic = {name: [asdict(row) for row in add_up(one.collectives)] for name, one in found.items()}
-    needed = [asdict(row) | {"sent": row.sent} for row in least]
-    rooflines = {
-        name: asdict(bound)
-        | {"limit": bound.limit, "overlapped": bound.overlapped, "apart": bound.apart}
-        | {"mfu_overlapped": bound.utilization(bound.overlapped), "mfu_apart": bound.utilization(bound.apart)}
-        for name, bound in bounds.items()
+    result = about | {
+        "bytes_per_device": {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()},
+        "peak_per_device": peak,
+        "peak_of_mesh": peak * about["devices"],
+        "exchanged": {name: [asdict(row) for row in add_up(one.collectives)] for name, one in found.items()},
+        "least_exchanged": [asdict(row) | {"sent": row.sent} for row in least],
+        "programs": {name: {"compile_seconds": one.seconds, "attention": one.attention} for name, one in found.items()},
     }
-    fits = hardware is not None and not about["refused"] and hardware.holds(peak)
-    plan = {"hardware": asdict(hardware), "fits": fits, "rooflines": rooflines} if hardware else {}
-    seen = {"programs": {name: {"compile_seconds": one.seconds, "attention": one.attention} for name, one in found.items()}}
-    return json.dumps(about | sums | {"exchanged": traffic, "least_exchanged": needed} | plan | seen)
+    if hardware is not None:
+        result |= {
+            "hardware": asdict(hardware),
+            "fits": not about["refused"] and hardware.holds(peak),
+            "rooflines": {
+                name: asdict(bound)
+                | {"limit": bound.limit, "overlapped": bound.overlapped, "apart": bound.apart}
+                | {"mfu_overlapped": bound.utilization(bound.overlapped), "mfu_apart": bound.utilization(bound.apart)}
+                for name, bound in bounds.items()
+            },
+        }
+    return json.dumps(result)
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Rows whose first cells are names and whose other cells are numbers."""
+    return columns(rows, right=range(1, len(rows[0])))
 
 
 def as_table(about: dict[str, Any], found: dict[str, CompiledProgram], *, for_cpu: bool, own: bool) -> str:
     """A column for each program, and one for all devices together while the program that needs the most memory runs."""
     from llama_jax.parallel.mesh import MeshSizes
 
-    columns = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
-    devices = about["devices"]
+    memory = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
+    devices, mesh = about["devices"], MeshSizes(**about["mesh"])
     if devices > 1 and found:
         worst = max(found, key=lambda name: found[name].memory.total)
-        columns[f"{worst}, all {devices}"] = {part: size * devices for part, size in columns[worst].items()}
-    rows = [("GB per device", [*columns])]
+        memory[f"{worst}, all {devices}"] = {part: size * devices for part, size in memory[worst].items()}
+    rows = [["GB per device", *memory]]
     for part, label in (LABELS | {"total": "total"}).items():
-        if any(column[part] for column in columns.values()):
-            rows.append((label, [f"{column[part] / 1e9:,.3f}" for column in columns.values()]))
-    width = 3 + max(len(cell) for _, cells in rows for cell in cells)
+        if any(column[part] for column in memory.values()):
+            rows.append([label, *(f"{column[part] / 1e9:,.3f}" for column in memory.values())])
 
-    mesh = MeshSizes(**about["mesh"])
-    scores = "Attention of long rows is planned by blocks, whose scores are never in memory at once; so are GPU kernels'."
-    if mesh.context > 1:
-        scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
-    asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
-    asked += [f"weights {about['quantize']}"] if about["quantize"] != "none" else []
-    asked += [f"adapters of rank {about['lora']}"] if about["lora"] else []
-    asked += [f"remat {about['remat']}"] if about["remat"] else []
-    asked += ["packed"] if about["packed"] else []
-    asked += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
+    words = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
+    words += [f"weights {about['quantize']}"] if about["quantize"] != "none" else []
+    words += [f"adapters of rank {about['lora']}"] if about["lora"] else []
+    words += [f"remat {about['remat']}"] if about["remat"] else []
+    words += ["packed"] if about["packed"] else []
+    words += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
     lines = [
-        " · ".join([*asked, str(mesh)]),
+        " · ".join([*words, str(mesh)]),
         f"{about['parameter_count']:,} parameters · cache {about['cache_bytes_per_token']:,} bytes per token",
         "",
+        *([_table(rows), ""] if found else []),
+        *(f"The compiler reports that it does not fit: {message}" for message in about["refused"].values()),
     ]
-    if found:
-        lines += [*(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows), ""]
-    lines += [f"The compiler says that it does not fit: {message}" for message in about["refused"].values()]
     if own:
-        lines.append(f"Compiled by {about['compiler']}: this is its plan.")
-        return "\n".join(lines)
-    lines += [scores, "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently."]
+        return "\n".join([*lines, f"Compiled by {about['compiler']}: this is its plan."])
+    if mesh.context > 1:
+        lines.append(
+            "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
+        )
+    else:
+        lines.append(
+            "Attention of long rows is planned by blocks, whose scores are never in memory at once; so are GPU kernels'."
+        )
+    lines.append("Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently.")
     if about["note"]:
-        lines.append(f"Their own compiler was not asked: {about['note']}")
+        lines.append(f"The hardware's own compiler was not used: {about['note']}")
     if about["dtype"] == "bfloat16" and for_cpu:
         lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: --hardware NAME plans without that.")
     return "\n".join(lines)
@@ -455,86 +436,68 @@ def programs_table(found: dict[str, CompiledProgram]) -> str:
 
 def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
     """The communication of a device while each program runs once, and the least for comparison."""
-    from llama_jax.inference.generate import STEPS_PER_CHUNK
+    from llama_jax.inference.decode import STEPS_PER_CHUNK
 
-    lines, exchanged = [], [one for program in found.values() for one in program.collectives]
-    for name, program in found.items():
-        if program.collectives:
-            lines += ["", *_kinds(name, program.collectives, n_layers)]
-    lines += ["", *_least_of_each(least)] if least else []
-    lines += ["", *_sums(exchanged, least)] if least else []
-    lines += ["", "Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a"]
-    lines += [
+    exchanged = [one for program in found.values() for one in program.collectives]
+    tables = [_kinds(name, program.collectives, n_layers) for name, program in found.items() if program.collectives]
+    if least:
+        rows = [["the least that this strategy exchanges", "count", "GB sent"]]
+        for one in least:
+            name = f"  {','.join(one.axes)} {one.kind}: {one.what}"
+            rows.append([name, f"{one.count:,}", _gigabytes([one])])
+        sums = [["GB sent by a device along", "compiled", "scattered", "least"]]
+        for axes in sorted({one.axes for one in exchanged} | {one.axes for one in least}):
+            along = [one for one in exchanged if one.axes == axes]
+            needed = [one for one in least if one.axes == axes]
+            sums.append(
+                [f"  {','.join(axes)}", _gigabytes(along), _gigabytes(along, "sent_if_scattered"), _gigabytes(needed)]
+            )
+        tables += [_table(rows), _table(sums)]
+    backend = (
         "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
-    ]
+    )
+    note = f"""\
+Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a
+{backend}"""
     if any(not one.is_counted for one in exchanged):
-        lines.append(
-            f"One turn is counted of loops whose number of turns is not fixed: {STEPS_PER_CHUNK} tokens of each row."
-        )
-    return "\n".join(lines)
+        note += f"\nA loop without a fixed number of iterations is counted once: {STEPS_PER_CHUNK} tokens of each row."
+    return "".join(f"\n{table}\n" for table in tables) + f"\n{note}"
 
 
-def _kinds(program: str, members: list[Collective], n_layers: int) -> list[str]:
+def _gigabytes(exchanges: Iterable[Any], size: str = "sent") -> str:
+    return f"{sum(one.count * getattr(one, size) for one in exchanges) / 1e9:,.3f}"
+
+
+def _kinds(program: str, members: list[Collective], n_layers: int) -> str:
     """A line for each kind, axes and type of elements."""
-    columns = ("forward", "again", "backward", "others", "GB result", "GB sent", "scattered")
-    rows: dict[tuple[str, str, str], list[Collective]] = {}
+    phases = ("forward", "again", "backward")
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
     for one in members:
-        rows.setdefault((",".join(one.axes), one.kind, "+".join(one.dtypes)), []).append(one)
-    lines = [f"{program + ': exchanges in each layer, and others':<48}" + "".join(f"{c:>11}" for c in columns)]
-    for (axes, kind, dtypes), row in sorted(rows.items()):
-        layered = [one for one in row if n_layers in one.loops]
-        counts = [sum(one.count for one in layered if one.phase == phase) for phase in columns[:3]]
-        cells = [*(f"{count / n_layers:g}" for count in counts), f"{sum(one.count for one in row) - sum(counts):,}"]
-        sizes = (
-            sum(one.count * one.bytes for one in row),
-            sum(one.count * one.sent for one in row),
-            sum(one.count * one.sent_if_scattered for one in row),
-        )
-        cells += [f"{size / 1e9:,.3f}" for size in sizes]
-        lines.append(f"  {axes + ' ' + kind + ' ' + dtypes:<46}" + "".join(f"{cell:>11}" for cell in cells))
-    return lines
-
-
-def _least_of_each(least: list[DeviceExchange]) -> list[str]:
-    lines = [f"{'the least that this strategy exchanges':<81}{'count':>11}{'GB sent':>11}"]
-    for one in least:
-        name = f"{','.join(one.axes)} {one.kind}: {one.what}"
-        lines.append(f"  {name:<79}{one.count:>11,}{one.count * one.sent / 1e9:>11,.3f}")
-    return lines
-
-
-def _sums(members: list[Collective], least: list[DeviceExchange]) -> list[str]:
-    """A line for each axis, or group of axes, of the mesh."""
-    lines = [f"{'GB sent by a device along':<48}" + "".join(f"{c:>11}" for c in ("compiled", "scattered", "least"))]
-    for axes in sorted({one.axes for one in members} | {one.axes for one in least}):
-        along = [one for one in members if one.axes == axes]
-        sums = (
-            sum(one.count * one.sent for one in along),
-            sum(one.count * one.sent_if_scattered for one in along),
-            sum(one.count * one.sent for one in least if one.axes == axes),
-        )
-        lines.append(f"  {','.join(axes):<46}" + "".join(f"{size / 1e9:>11,.3f}" for size in sums))
-    return lines
+        groups.setdefault((",".join(one.axes), one.kind, "+".join(one.dtypes)), []).append(one)
+    rows = [[f"{program}: exchanges in each layer, and others", *phases, "others", "GB result", "GB sent", "scattered"]]
+    for names, group in sorted(groups.items()):
+        counts = [sum(one.count for one in group if n_layers in one.loops and one.phase == phase) for phase in phases]
+        others = sum(one.count for one in group) - sum(counts)
+        sizes = [_gigabytes(group, size) for size in ("bytes", "sent", "sent_if_scattered")]
+        rows.append([f"  {' '.join(names)}", *(f"{count / n_layers:g}" for count in counts), f"{others:,}", *sizes])
+    return _table(rows)
 
 
 def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> str:
     """Whether it fits, and the least seconds."""
-    share = peak / hardware.memory
-    beyond = hardware.network_bandwidth
-    network = "" if beyond is None else f" and {beyond / 1e9:,.4g} GB/s beyond"
+    network = hardware.network_bandwidth
     lines = [
         "",
         f"{hardware.name}: {hardware.flops / 1e12:,.4g} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:,.3g} TB/s, "
-        f"links {hardware.link_bandwidth / 1e9:,.4g} GB/s between {hardware.domain:,} devices{network}",
-        f"{peak / 1e9:,.1f} GB is {share:.0%} of its memory of {hardware.memory / 1e9:,.1f} GB: "
+        f"links {hardware.link_bandwidth / 1e9:,.4g} GB/s between {hardware.domain:,} devices"
+        + ("" if network is None else f" and {network / 1e9:,.4g} GB/s beyond"),
+        f"{peak / 1e9:,.1f} GB is {peak / hardware.memory:.0%} of its memory of {hardware.memory / 1e9:,.1f} GB: "
         + ("it fits" if hardware.holds(peak) else "it does not fit"),
     ]
-    if bounds:
-        names = "compute", "memory", "exchange", "overlapped", "apart"
-        lines += ["", f"{'least seconds':<30}" + "".join(f"{name:>13}" for name in names)]
+    names = ["compute", "memory", "exchange", "overlapped", "apart"]
+    rows = [["least seconds", *names]]
     for name, bound in bounds.items():
-        parts = (bound.compute, bound.memory, bound.exchange, bound.overlapped, bound.apart)
-        lines.append(f"{name:<30}" + "".join(f"{seconds:>13,.4g}" for seconds in parts))
-        mfu = (f"{bound.utilization(seconds):.0%}" for seconds in parts[3:])
-        lines.append(f"{'  MFU at most':<69}" + "".join(f"{share:>13}" for share in mfu))
-    return "\n".join(lines)
+        rows.append([name, *(f"{getattr(bound, part):,.4g}" for part in names)])
+        mfu = [f"{bound.utilization(seconds):.0%}" for seconds in (bound.overlapped, bound.apart)]
+        rows.append(["  MFU at most", "", "", "", *mfu])
+    return "\n".join([*lines, *(["", _table(rows)] if bounds else [])])

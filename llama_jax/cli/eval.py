@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 from llama_jax.cli.eval_options import Subject, TextOptions, numbers
-from llama_jax.cli.options import ATTENTION, RememberOptions
-from llama_jax.cli.page import columns, printable
-from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.rope import say_beyond
+from llama_jax.cli.options import AttentionOption, ModelPath, RememberOptions, say_beyond
+from llama_jax.cli.output_format import columns, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.data.chat_tokens import ExampleCounts
-    from llama_jax.data.preference_batches import Pairs
     from llama_jax.evaluation.loss_by_length import LengthLoss
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
     from llama_jax.model.params import Llama
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
+Measure = Callable[["Llama", "Llama | None"], "Measured"]
+
+
+class Measured(NamedTuple):
+    """A measurement: the numbers that must be finite, the facts for JSON, the tokens that were read, and the page."""
+
+    finite: dict[str, float]
+    facts: dict[str, Any]
+    tokens: int
+    page: Callable[[dict[str, Any]], str]
+
+
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 @dataclass(frozen=True)
-class Eval(TextOptions, RememberOptions):
+class Eval(AttentionOption, TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
@@ -55,9 +63,9 @@ class Eval(TextOptions, RememberOptions):
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
     """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
-    """Of chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
+    """For chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
     too_long: Literal["cut", "drop"] = "cut"
-    """Of chats and preferences: what is done with an example of more than --length tokens."""
+    """For chats and preferences: what is done with an example of more than --length tokens."""
     against: ModelPath | None = None
     """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
     --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
@@ -68,8 +76,6 @@ class Eval(TextOptions, RememberOptions):
     batch: int | None = None
     """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere, or with --lengths as
     many as make up 32,768 tokens."""
-    attention: ATTENTION = "auto"
-    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
     lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
     """Several windows without overlap, as in 256,512,1024: does context help, and how far?
     They may go beyond the model's context."""
@@ -78,91 +84,50 @@ class Eval(TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.evaluation.perplexity import Divergence
         from llama_jax.ops.attention import record_backends
 
         # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
-        config = subject.config
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
         self._check_kind(kind)
-        if kind == "preferences":
-            return self._preferences(subject)
-        counts = None
-        if kind == "chats":
-            corpus, counts = self._chats(subject)
-        else:
-            corpus = self.corpus(subject.tokenizer, lengths)
         reference = None if self.against is None else self._reference_config(self.against, subject)
-        shorter = min([config] if reference is None else [config, reference], key=lambda one: one.max_seq_len)
-        sizes = self._sizes(shorter, corpus, lengths)
+        shorter = min([subject.config, reference or subject.config], key=lambda one: one.max_seq_len)
+        if kind == "preferences":
+            settings, measure = self._preferences(subject, reference, shorter.max_seq_len)
+        else:
+            corpus, settings = self._corpus(subject, kind, lengths)
+            prepare = self._by_length if lengths else self._by_window
+            sizes, measure = prepare(subject, reference, shorter, corpus, lengths)
+            settings |= {**sizes, "unknown_tokens": _unknown(subject.tokenizer, corpus)}
         params = self.load(subject)
         other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
         with record_backends() as attention:
-            against = None if reference is None or other is None else (reference, other)
-            found = self._measure((config, params), against, corpus, lengths, sizes)
-        for name, value in _losses(found):
+            result = measure(params, other)
+        for name, value in result.finite.items():
             if not math.isfinite(value):
                 raise self.not_finite(name, value)
-        if isinstance(found, tuple):
-            results, tokens = _of_lengths(found, config), sum(one.tokens for one in found)
-        else:
-            own = found.model if isinstance(found, Divergence) else found
-            results, tokens = asdict(own), own.tokens
-        if isinstance(found, Divergence):
-            results["against"] = self._of_comparison(found, other)
         facts = {
-            **self.facts(subject, params, tokens, seconds()),
-            **results,
-            **sizes,
-            "unknown_tokens": _unknown(subject.tokenizer, corpus),
+            **self.facts(subject, params, result.tokens, seconds()),
+            **result.facts,
+            **settings,
             "attention": " and ".join(attention),
             "kind": kind,
-            **({} if counts is None else {"examples": asdict(counts)}),
         }
-        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
+        self.show(facts, result.page(facts))
 
-    def _measure(
-        self,
-        model: tuple[LlamaConfig, Llama],
-        reference: tuple[LlamaConfig, Llama] | None,
-        corpus: Corpus,
-        lengths: Sequence[int],
-        sizes: dict[str, Any],
-    ) -> Evaluation | Divergence | tuple[LengthLoss, ...]:
-        """Measure by length, against a reference, or alone through a sliding window."""
-        from llama_jax.evaluation.loss_by_length import evaluate_lengths
-        from llama_jax.evaluation.perplexity import divergence, evaluate
-        from llama_jax.model.forward_options import Compute
+    def _corpus(self, subject: Subject, kind: str, lengths: tuple[int, ...]) -> tuple[Corpus, dict[str, Any]]:
+        """Texts; or conversations whose targets are the assistant's messages, with the counts of examples."""
+        import numpy as np
 
-        compute, bar = Compute(attention=self.attention), progress_bar("evaluating", "pieces" if lengths else "batches")
-        if lengths:
-            return evaluate_lengths(
-                *model,
-                corpus,
-                lengths,
-                max_tokens=self.max_tokens,
-                batch=self.batch,
-                cache=self.cache_options(),
-                compute=compute,
-                progress=bar,
-            )
-        if reference is None:
-            return evaluate(*model, corpus, **sizes, compute=compute, progress=bar)
-        config, params = reference
-        return divergence(*model, params, corpus, reference_config=config, **sizes, compute=compute, progress=bar)
+        from llama_jax.data.chat_tokens import ChatReading, open_chats
 
-    def _check_kind(self, kind: str) -> None:
-        """Raise UserError for options that do not apply to this kind of data."""
-        texts = ("lengths", "separator", "longest", "token_type")
-        answers = ("format", "too_long")
-        unread = answers if kind == "text" else (*texts, "stride")
-        for name in unread:
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
+        if kind == "text":
+            return self.corpus(subject.tokenizer, lengths), {}
+        reading = ChatReading(self.format, self.too_long)
+        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
+        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), {"examples": asdict(counts)}
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
@@ -170,99 +135,121 @@ class Eval(TextOptions, RememberOptions):
 
         return min(config.max_seq_len, LONGEST) if self.length is None else self.length
 
-    def _chats(self, subject: Subject) -> tuple[Corpus, ExampleCounts]:
-        """Conversations whose targets are the assistant's messages."""
-        import numpy as np
+    def _by_window(
+        self, subject: Subject, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
+    ) -> tuple[dict[str, Any], Measure]:
+        """Through a sliding window, alone or against a reference."""
+        from llama_jax.evaluation.measure import choose_sizes
+        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
-        from llama_jax.data.chat_tokens import ChatReading, open_chats
+        sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
+        options: dict[str, Any] = {
+            **sizes,
+            "compute": self.compute(),
+            "progress": progress_bar("evaluating", "batches"),
+        }
 
-        reading = ChatReading(self.format, self.too_long)
-        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
-        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), counts
+        def measure(params: Llama, other: Llama | None) -> Measured:
+            if reference is None or other is None:
+                alone = evaluate(subject.config, params, corpus, **options)
+                return Measured({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
+            found = divergence(subject.config, params, other, corpus, reference_config=reference, **options)
+            between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
+            held = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
+            against = {"model": str(self.against), **held, **asdict(found.reference), **between}
+            finite = {"loss": found.model.loss, "reference's loss": found.reference.loss, "divergence": found.kl}
+            return Measured(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
 
-    def _pairs(self, subject: Subject, length: int) -> tuple[Pairs, ExampleCounts]:
-        """Pairs of answers."""
+        return sizes, measure
+
+    def _by_length(
+        self, subject: Subject, _: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, lengths: Sequence[int]
+    ) -> tuple[dict[str, Any], Measure]:
+        """Windows of each length."""
+        from llama_jax.evaluation.loss_by_length import choose_lengths, evaluate_lengths
+
+        choose_lengths(shorter, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
+        if self.window is None:  # with a window no distance is longer than it
+            say_beyond(shorter, lengths)
+
+        def measure(params: Llama, other: Llama | None) -> Measured:
+            found = evaluate_lengths(
+                subject.config,
+                params,
+                corpus,
+                lengths,
+                max_tokens=self.max_tokens,
+                batch=self.batch,
+                cache=self.cache_options(),
+                compute=self.compute(),
+                progress=progress_bar("evaluating", "pieces"),
+            )
+            names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
+            rows = [
+                {name: getattr(one, name) for name in names}
+                | {"beyond_context": one.length > subject.config.max_seq_len}
+                | {"by_context": [bucket._asdict() for bucket in one.buckets]}
+                for one in found
+            ]
+            finite = {f"loss at length={one.length}": one.loss for one in found}
+            return Measured(finite, {"lengths": rows}, sum(one.tokens for one in found), partial(page_of_lengths, found))
+
+        names = ("batch", "max_tokens", "cache", "window", "sinks")
+        return {name: getattr(self, name) for name in names}, measure
+
+    def _preferences(self, subject: Subject, reference: LlamaConfig | None, context: int) -> tuple[dict[str, Any], Measure]:
+        """Accuracy and margin on pairs."""
         import numpy as np
 
         from llama_jax.data.chat_tokens import ChatReading, open_preferences
         from llama_jax.data.preference_batches import Pairs
+        from llama_jax.evaluation.measure import check_batch, default_batch
+        from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
+        from llama_jax.model.lora import base_of
 
+        length, batch = self._length(subject.config), self.batch or default_batch()
+        if not 1 <= length <= context:
+            raise UserError(f"length={length} must be at least 1 and within the context of {context}")
+        check_batch(batch, length)
         reading = ChatReading(self.format, self.too_long)
         chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
         pairs = Pairs(chosen, rejected)
-        return pairs.select(np.arange(pairs.count)[: self.max_documents]), counts
+        pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
+        bar = progress_bar("evaluating", "batches")
+        score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 
-    def _preferences(self, subject: Subject) -> None:
-        """Accuracy and margin on pairs."""
-        from llama_jax.evaluation.measure import check_batch, default_batch
-        from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
-        from llama_jax.model.forward_options import Compute
-        from llama_jax.model.lora import base_of
+        def measure(params: Llama, other: Llama | None) -> Measured:
+            own, theirs, name = score(subject.config, params), None, None
+            if reference is not None and other is not None:
+                name, theirs = str(self.against), score(reference, other)
+            elif self.adapter is not None:
+                name, theirs = f"{self.path} without the adapter", score(subject.config, base_of(params))
+            found = preference_accuracy(own, theirs)
+            page = partial(page_of_preferences, found, counts=counts)
+            return Measured({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
 
-        config, length, batch = subject.config, self._length(subject.config), self.batch or default_batch()
-        against = None if self.against is None else self._reference_config(self.against, subject)
-        shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
-        if not 1 <= length <= shortest:
-            raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
-        check_batch(batch, length)
-        pairs, counts = self._pairs(subject, length)
-        params = self.load(subject)
-        seconds = subject.stopwatch()
-        measure = partial(
-            pair_logprobs,
-            pairs=pairs,
-            length=length,
-            batch=batch,
-            compute=Compute(attention=self.attention),
-            progress=progress_bar("evaluating", "batches"),
-        )
-        own, reference, name = measure(config, params), None, None
-        if self.against is not None and against is not None:
-            name, reference = str(self.against), measure(against, self.load_dense(self.against))
-        elif self.adapter is not None:
-            name, reference = f"{self.path} without the adapter", measure(config, base_of(params))
-        found = preference_accuracy(own, reference)
-        if not math.isfinite(found.margin):
-            raise self.not_finite("margin", found.margin)
-        facts = {
-            **self.facts(subject, params, found.tokens, seconds()),
-            **asdict(found),
-            "kind": "preferences",
-            "against": name,
-            "examples": asdict(counts),
-            "length": length,
-            "batch": batch,
-        }
-        self.show(facts, page_of_preferences(found, facts, counts))
+        return {"examples": asdict(counts), "length": length, "batch": batch}, measure
+
+    def _check_kind(self, kind: str) -> None:
+        """Raise UserError for options that do not apply to this kind of data."""
+        unread = ("format", "too_long") if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
+        for name in unread:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
-        self.check()
         self.cache_options()
-        cache = None if self.cache == "auto" else self.cache
-        alone = {"max_tokens": self.max_tokens, "cache": cache, "window": self.window}
-        for name, value in alone.items():
-            if value is not None and not self.lengths:
-                raise UserError(f"{name}={value} goes with --lengths alone")
-        for name, given in (("length", self.length), ("stride", self.stride), ("against", self.against)):
-            if given is not None and self.lengths:
-                raise UserError(
-                    f"{name}={given} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
-                )
+        for name in ("max_tokens", "cache", "window", "length", "stride", "against"):
+            value, by_length = getattr(self, name), name in ("max_tokens", "cache", "window")
+            if value in (None, "auto") or by_length == bool(self.lengths):
+                continue
+            if by_length:
+                raise UserError(f"{name}={value} needs --lengths")
+            raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
         return numbers("lengths", self.lengths, int) if self.lengths else ()
-
-    def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
-        """How the corpus will be read, after all checks that need no parameters."""
-        from llama_jax.evaluation.loss_by_length import choose_lengths
-        from llama_jax.evaluation.measure import choose_sizes
-
-        if not lengths:
-            return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
-        choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        if self.window is None:  # with a window no distance is longer than it
-            say_beyond(config, lengths)
-        remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
-        return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
@@ -274,46 +261,15 @@ class Eval(TextOptions, RememberOptions):
         if sizes[0] != sizes[1]:
             raise UserError(
                 f"against={path} has a vocabulary of {sizes[0]}, the model one of {sizes[1]}: their predictions cannot be"
-                " compared; give a model of the same vocabulary"
+                " compared; choose a model with the same vocabulary"
             )
         theirs = opened.tokenizer()
         if theirs is not None and theirs.encode(TEXT, bos=False) != subject.tokenizer.encode(TEXT, bos=False):
             raise UserError(
-                f"against={path} has another vocabulary than the model: its tokens stand for other text; give a model of the"
-                " same vocabulary"
+                f"against={path} has another vocabulary than the model: its tokens stand for other text; choose a model with"
+                " the same vocabulary"
             )
         return opened.config
-
-    def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
-        """What was found of the reference, and between both, as JSON has it."""
-        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
-
-        between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
-        held = {"weights": kinds_in_memory(reference), "weight_bytes": bytes_in_memory(reference)}
-        return {"model": str(self.against), **held, **asdict(found.reference), **between}
-
-
-def _losses(found: Evaluation | Divergence | tuple[LengthLoss, ...]) -> list[tuple[str, float]]:
-    """The numbers that must be finite, by name."""
-    from llama_jax.evaluation.perplexity import Divergence
-
-    if isinstance(found, tuple):
-        return [(f"loss at length={one.length}", one.loss) for one in found]
-    if isinstance(found, Divergence):
-        return [("loss", found.model.loss), ("reference's loss", found.reference.loss), ("divergence", found.kl)]
-    return [("loss", found.loss)]
-
-
-def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
-    """What was found as JSON has it."""
-    names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
-    return {
-        "lengths": [
-            {name: getattr(one, name) for name in names}
-            | {"beyond_context": one.length > config.max_seq_len, "by_context": [bucket._asdict() for bucket in one.buckets]}
-            for one in found
-        ]
-    }
 
 
 def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
@@ -325,7 +281,7 @@ def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
 
 
 def _plus_minus(error: float) -> str:
-    """A standard error; nothing where there is none."""
+    """A standard error as text; empty for NaN."""
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 

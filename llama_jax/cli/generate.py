@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
-from llama_jax.cli.options import ModelOptions
-from llama_jax.cli.prompts import check_stops, read_prompts
-from llama_jax.config.validation import require_positive_int
+from llama_jax.cli.draft import draft_statistics, draft_summary
+from llama_jax.cli.options import ModelOptions, StopOptions
+from llama_jax.cli.prompts import read_prompts
 from llama_jax.errors import GenerationError, UserError
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import jax.numpy as jnp
 
-    from llama_jax.cli.runtime import Clock
+    from llama_jax.cli.jax_setup import Clock
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafter import Counts
     from llama_jax.model.cache import CacheOptions
@@ -34,7 +34,7 @@ BATCH = 8  # prompts that are continued at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelOptions):
+class Generate(ModelOptions, StopOptions):
     """Continue a prompt. The text is streamed to stdout, statistics go to stderr."""
 
     SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "json")
@@ -44,20 +44,16 @@ class Generate(ModelOptions):
     prompt_file: Path | None = None
     """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued
     --batch at a time, each with the seed of the line before plus one, and printed as one JSON object a line."""
-    batch: int | None = None
+    batch: Annotated[int, at_least(1)] | None = None
     """Prompts of a .jsonl in a batch; by default 8."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int, at_least(1)] | None = None
     """Most tokens to generate; by default 256, or fewer where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
-    """Stop at this text, which is not printed. May be repeated."""
-    ignore_eos: bool = False
-    """Do not stop at the end-of-text tokens, only at --stop or --max-new-tokens."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 
     def run(self) -> None:
         started = time.perf_counter()
-        from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.inference.prepare_inputs import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
@@ -66,17 +62,13 @@ class Generate(ModelOptions):
         use_compilation_cache(self.no_cache)
         compiling = CompileClock()
 
-        # Impossible values are refused before minutes go into loading.
+        # Invalid values end the command before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        parse_draft(self.draft)
         several = self._several()
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch", self.batch)):
-            if value is not None:
-                require_positive_int(name, value)
         if self.batch is not None and not several:
             raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")
-        check_stops(self.stop)
+        self.check_stops()
         prompts = read_prompts(self.prompt, self.prompt_file)
 
         start_backend()
@@ -86,7 +78,7 @@ class Generate(ModelOptions):
         encoded = [tokenizer.encode(prompt, eos=False) for prompt in prompts]
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
         ends = () if self.ignore_eos else tokenizer.stop_ids
-        # Which refuse what cannot be before anything is printed.
+        # Both raise errors before anything is printed.
         _, lengths, request = prepare(config, encoded, limits, sampling, ends, options)
         if draft is not None:
             draft.check(config, params, lengths, request, options)
@@ -162,27 +154,26 @@ class Generate(ModelOptions):
         settings: dict[str, Any],
         clock: Clock,
     ) -> list[Counts]:
-        """Generate for rows together until all have ended; what each piece took."""
+        """Generate for rows together until all have ended; the counts of each chunk."""
         import llama_jax
         from llama_jax.inference.drafter import counts_of
-        from llama_jax.model.forward_options import Compute
 
-        pieces = llama_jax.stream(
+        chunks = llama_jax.stream(
             config,
             params,
             [row.ids for row in rows],
             max_new_tokens=limits,
             stop_tokens=rows[0].ends,
-            compute=Compute(attention=self.attention),
+            compute=self.compute(),
             **settings,
         )
         counts = []
         clock.begin()
         try:
-            for piece in pieces:
-                clock.piece(int(piece.valid.sum()))
-                counts.append(counts_of(piece))
-                for row, tokens, logprobs, valid in zip(rows, *piece, strict=True):
+            for chunk in chunks:
+                clock.chunk(int(chunk.valid.sum()))
+                counts.append(counts_of(chunk))
+                for row, tokens, logprobs, valid in zip(rows, *chunk, strict=True):
                     row.push(tokens[valid].tolist(), logprobs[valid].tolist())
                 if all(row.stopped for row in rows):
                     break
@@ -239,7 +230,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.generate import prefill_chunk, whole_capacity
+    from llama_jax.inference.compiled_decode import prefill_chunk, whole_capacity
     from llama_jax.model.cache import cache_bytes
 
     capacity = whole_capacity(prompt, new)
@@ -247,7 +238,6 @@ def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: i
 
 
 def _summary(s: dict) -> str:
-    megabyte = 1e6
     mesh = f" · mesh {s['mesh']}" if s["mesh"] else ""
     draft = f" ({draft_summary(s['draft'])})" if s["draft"] else ""
     return (
@@ -255,7 +245,7 @@ def _summary(s: dict) -> str:
         f"load {s['load_seconds']:.2f} s · compile {s['compile_seconds']:.2f} s"
         f" · prefill {s['prompt_tokens']} tokens, {s['prefill_tokens_per_second']:.1f}/s"
         f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s{draft}"
-        f" · weights {s['weights']}, {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
+        f" · weights {s['weights']}, {s['weight_bytes'] / 1e6:.1f} MB · cache {s['cache_bytes'] / 1e6:.1f} MB"
     )
 
 

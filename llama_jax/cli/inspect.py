@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from llama_jax.cli.page import columns, printable, size
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import ModelPath
+from llama_jax.cli.output_format import columns, printable, size
 from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
@@ -142,7 +142,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
-    """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
+    """Raise CheckpointError for a step of a run with changed files, or in a store with missing files."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.step_dirs import DamagedError, verify
 
@@ -209,10 +209,10 @@ def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _attention_of(layer: Mapping[str, Any]) -> str:
-    seen = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
-    seen = seen if layer["chunk"] is None else f"within chunks of {layer['chunk']:,} tokens"
+    span = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
+    span = span if layer["chunk"] is None else f"within chunks of {layer['chunk']:,} tokens"
     theta = "" if layer["rope_theta"] is None else f" and theta {layer['rope_theta']:,.12g}"
-    return seen + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
+    return span + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 
 
 def _kinds(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:

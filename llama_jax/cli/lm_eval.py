@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llama_jax.cli.options import LoadOptions
-from llama_jax.cli.page import printable
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import FormatOption, LoadOptions, ModelPath, SingleAdapterOption
+from llama_jax.cli.output_format import note, printable
 from llama_jax.errors import UserError, shown
-from llama_jax.tokenizers import Format
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     from llama_jax.evaluation.text_model import TextModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmEval(LoadOptions):
+class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
     """Print what a model scores on tasks of the lm-evaluation-harness, through its own interface, without torch.
 
     A task may be a file of yours: --include-path is the folder of its .yaml, and data_files in it may be local. Other
@@ -39,19 +38,15 @@ class LmEval(LoadOptions):
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
     include_path: Path | None = None
     """A folder with .yaml files of further tasks."""
-    adapter: ModelPath | None = None
-    """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int, at_least(0)] | None = None
     """Examples before each question; by default what the task says."""
     limit: float | None = None
     """Only this many first questions of each task, or below 1 a share of them: to try, not to report."""
-    batch: int | None = None
+    batch: Annotated[int, at_least(1)] | None = None
     """Rows that are scored in a batch, by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere; and
     texts that are continued in a batch, by default 16."""
     apply_chat_template: bool = False
     """Ask each question as the user of a chat, in the model's own format."""
-    format: Format = "auto"
-    """The format of chats; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
     fewshot_as_multiturn: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
     """With --apply-chat-template: put all examples into one turn. By default each is a turn of its own."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
@@ -70,7 +65,7 @@ class LmEval(LoadOptions):
     def run(self) -> None:
         started = time.perf_counter()
         self._check()
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks, manager = self._find_tasks()
@@ -101,15 +96,11 @@ class LmEval(LoadOptions):
     def _check(self) -> None:
         """Check the options alone; raises UserError."""
         if find_spec("lm_eval") is None:
-            raise UserError('tasks need the lm-evaluation-harness; get it with pip install -e ".[lm-eval]"')
-        for name, least in (("num_fewshot", 0), ("batch", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name}={value} must be at least {least}")
+            raise UserError('tasks need the lm-evaluation-harness; install it with pip install -e ".[lm-eval]"')
         if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))):
             raise UserError(f"limit={self.limit} must be a number of questions, or a share of them between 0 and 1")
         if self.include_path is not None and not self.include_path.is_dir():
-            raise UserError(f"--include-path {self.include_path} is not a folder; give one with .yaml files of tasks")
+            raise UserError(f"--include-path {self.include_path} is not a folder; pass one with .yaml files of tasks")
         for name, given in (
             ("--format", self.format != "auto"),
             ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
@@ -117,15 +108,11 @@ class LmEval(LoadOptions):
             if given and not self.apply_chat_template:
                 raise UserError(f"{name} is for chats; add --apply-chat-template")
         if self.output is None and (self.samples or self.overwrite):
-            raise UserError(f"--{'samples' if self.samples else 'overwrite'} needs a file; give one with --output")
-        if self.output is not None:
-            self._check_output(self.output)
-
-    def _check_output(self, output: Path) -> None:
-        if output.is_dir():
-            raise UserError(f"--output {output} is a folder; give a file")
-        if output.exists() and not self.overwrite:
-            raise UserError(f"{output} exists; remove it, or replace it with --overwrite")
+            raise UserError(f"--{'samples' if self.samples else 'overwrite'} needs a file; set it with --output")
+        elif self.output is not None and self.output.is_dir():
+            raise UserError(f"--output {self.output} is a folder, not a file")
+        elif self.output is not None and self.output.exists() and not self.overwrite:
+            raise UserError(f"{self.output} exists; remove it, or replace it with --overwrite")
 
     def _find_tasks(self) -> tuple[list[str], Any]:
         """The names of the tasks that --tasks matches, and their manager; UserError for a name without a match."""
@@ -137,15 +124,14 @@ class LmEval(LoadOptions):
             names = manager.match_tasks([name])
             if not names:
                 where = "" if self.include_path is None else f", and none in {self.include_path}"
-                raise UserError(f"--tasks: {shown(name)} is no task of the lm-evaluation-harness{where}")
+                raise UserError(f"--tasks: {shown(name)} is not a task of the lm-evaluation-harness{where}")
             found += names
         if not found:
-            raise UserError("--tasks names no task; give one, as in arc_easy,hellaswag")
+            raise UserError("--tasks names no task; list some, as in arc_easy,hellaswag")
         return list(dict.fromkeys(found)), manager
 
     def _texts(self) -> TextModel:
         from llama_jax.evaluation.text_model import TextModel
-        from llama_jax.model.forward_options import Compute
         from llama_jax.serving.options import EngineOptions
         from llama_jax.tokenizers import resolve_format
 
@@ -160,7 +146,7 @@ class LmEval(LoadOptions):
             format=self.format,
             batch=self.batch,
             seed=self.seed,
-            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=Compute(attention=self.attention)),
+            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=self.compute()),
         )
 
     def _show(self, found: dict[str, Any], texts: TextModel) -> None:
@@ -189,4 +175,4 @@ class LmEval(LoadOptions):
         if found.get("groups"):
             print(make_table(found, "groups"))
         if texts.cut:
-            print(f"llama-jax: {texts.cut} texts were longer than the context and lost their beginning", file=sys.stderr)
+            note(f"{texts.cut} texts were longer than the context and lost their beginning")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import ModelPath
+from llama_jax.cli.output_format import note
 from llama_jax.errors import UserError
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -42,7 +42,7 @@ class Plot:
             if run.unreadable:
                 numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
                 where = folder / METRICS
-                print(f"llama-jax: {where}: incomplete lines were skipped (line {numbers})", file=sys.stderr)
+                note(f"{where}: incomplete lines were skipped (line {numbers})")
         figure = draw(runs, by=self.by, log=self.log, smoothing=self.smoothing)
         with write_atomically(output) as target:
             figure.savefig(target, format=output.suffix[1:].lower())
@@ -55,7 +55,7 @@ class Plot:
         if self.output.suffix.lower() not in FORMATS:
             raise UserError(f"output={self.output} must end in {', '.join(FORMATS)}")
         if self.output.is_dir():
-            raise UserError(f"output={self.output} is a folder; give a file")
+            raise UserError(f"output={self.output} is a folder, not a file")
         if not self.output.parent.is_dir():
-            raise UserError(f"output={self.output}: there is no folder {self.output.parent}; make it")
+            raise UserError(f"output={self.output}: the folder {self.output.parent} does not exist; create it")
         return self.output

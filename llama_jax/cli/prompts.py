@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, reading, shown
 
 STDIN = "-"
 LARGEST = 256 << 20  # bytes of prompts; ten million tokens have 40
-EXAMPLE = "give some text to continue, such as 'Once upon a time'"
+EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
 
 
 class PromptLine(NamedTuple):
@@ -36,7 +35,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """
     if (prompt is None) == (file is None):
         both = "not both" if file else f"or {STDIN} for stdin"
-        raise GenerationError(f"give a prompt or --prompt-file FILE, {both}")
+        raise GenerationError(f"pass a prompt or --prompt-file FILE, {both}")
     if file is not None and str(file) != STDIN:
         where, content = str(file), _content(file)
         if file.suffix.lower() == ".jsonl":
@@ -61,47 +60,31 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 def read_lines(file: Path) -> list[PromptLine]:
     """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
     if file.suffix.lower() != ".jsonl":
-        raise GenerationError(f"{file} is no .jsonl, whose lines are objects with a prompt")
+        raise GenerationError(f"{file} is not a .jsonl, whose lines are objects with a prompt")
     return _of_lines(_content(file), str(file))
-
-
-def check_stops(stops: Sequence[str]) -> None:
-    """Raise GenerationError for a text of --stop that no text can contain."""
-    for text in stops:
-        if not text:
-            raise GenerationError("--stop is empty; give the text at which to end")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise GenerationError(
-                f"--stop {shown(text)} is not valid UTF-8, and so in no text; is the terminal's encoding (LANG) set?"
-            ) from None
 
 
 def _without_adapters(lines: list[PromptLine], where: str) -> list[PromptLine]:
     """The same lines; GenerationError where one asks for an adapter of its own."""
-    asked = next((line.adapter for line in lines if line.adapter is not None), None)
-    if asked is not None:
+    adapter = next((line.adapter for line in lines if line.adapter is not None), None)
+    if adapter is not None:
         raise GenerationError(
-            f"{where} asks for the adapter {shown(asked, 40)}, and generate has one for all prompts; use llama-jax batch,"
+            f"{where} asks for the adapter {shown(adapter, 40)}, and generate has one for all prompts; use llama-jax batch,"
             " whose --adapter NAME=PATH names several"
         )
     return lines
 
 
 def _content(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return _bounded(str(file), opened)
-    except OSError as error:
-        raise GenerationError(f"{file} cannot be read ({error.strerror}); give a file of text, or {STDIN}") from None
+    with reading(file, GenerationError), file.open("rb") as opened:
+        return _bounded(str(file), opened)
 
 
 def _bounded(where: str, file: BinaryIO) -> bytes:
     """The content of a file that may have no end."""
     content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; give a shorter file, or several")
+        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; split it into several files")
     return content
 
 

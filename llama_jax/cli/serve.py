@@ -9,15 +9,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from llama_jax.cli.draft import parse_draft
-from llama_jax.cli.options import AdapterOptions, DraftOptions
+from llama_jax.cli.draft import PROMPT, parse_draft
+from llama_jax.cli.options import (
+    AdapterOptions,
+    CacheOption,
+    DraftOptions,
+    FormatOption,
+    ProcessOptions,
+    unless_auto,
+    with_rope,
+)
+from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, MeshError, UserError
+from llama_jax.progress import progress_counter
+from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.storage import StoredPath
-from llama_jax.tokenizers import Format, reply_ends, resolve_format
+from llama_jax.tokenizers import reply_ends, resolve_format
 
 if TYPE_CHECKING:
     from socket import socket
@@ -36,11 +47,12 @@ if TYPE_CHECKING:
 
 KEY = "LLAMA_JAX_API_KEY"
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
-OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
+COMMAND_ONLY = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
+SECONDS = Bounds(0, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(AdapterOptions, DraftOptions):
+class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
     It listens at once, and says how far it is until all programs are compiled; then it accepts requests. SIGTERM and Ctrl-C
@@ -54,14 +66,11 @@ class Serve(AdapterOptions, DraftOptions):
     SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
-    """The address to listen on; the default is this machine alone. 0.0.0.0 is every network that it has: give a key then."""
-    port: int = 8000
+    """The address to listen on; the default is this machine alone. 0.0.0.0 is every network that it has: set a key then."""
+    port: Annotated[int, Bounds(0, 2**16 - 1)] = 8000
     """The port to listen on; 0 takes a free one."""
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What clients call the model; by default its folder's or file's name, stories for the bundled one."""
-    format: Format = "auto"
-    """The chat format; auto is the model's own template, else llama3 where the vocabulary is
-    Llama 3's. A model with neither completes and does not chat, unless a format is given."""
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
     """What clients must send as their key. Better in the environment, as LLAMA_JAX_API_KEY: arguments can be seen by all."""
     allow_host: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
@@ -78,57 +87,37 @@ class Serve(AdapterOptions, DraftOptions):
     prefill_chunk: int | None = None
     """Prompts are read in chunks of this many tokens, a multiple of 16, and with each chunk every running request gets a
     token: by default 32 on a CPU and 256 elsewhere."""
-    cache: Literal["auto", "int8"] = "auto"
-    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
-    prefix_cache: int = 256
+    prefix_cache: Annotated[int, at_least(0)] = 256
     """Most megabytes of the cache that keep prefixes of former prompts; 0 keeps none."""
     most_waiting: int = 256
     """Most requests in the queue; further ones are answered with 429."""
     most_waiting_tokens: int = 262_144
     """Most tokens of the prompts in the queue."""
-    most_choices: int = 128
+    most_choices: Annotated[int, at_least(1)] = 128
     """Most continuations of one request: prompts times n; never more than `most-waiting`."""
-    most_connections: int = 1024
+    most_connections: Annotated[int, at_least(0)] = 1024
     """Most connections at a time; further ones are answered with 429. 0 is no limit."""
-    body_mb: float = 16.0
+    body_mb: Annotated[float, SECONDS] = 16.0
     """Most megabytes of the body of a request."""
-    timeout: float = 0.0
+    timeout: Annotated[float, SECONDS] = 0.0
     """Most seconds of a request, waiting included; 0 is no limit."""
-    drain: float = 30.0
+    drain: Annotated[float, SECONDS] = 30.0
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
-    wedged: float = 120.0
+    wedged: Annotated[float, SECONDS] = 120.0
     """/health fails when the engine has work and has finished no step for this many seconds."""
     open_metrics: bool = False
     """Let /metrics answer without the key, for Prometheus and routers, which have none."""
-    distributed: bool = False
-    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
-    processes: int | None = None
-    """Without --distributed: how many processes there are."""
-    process_id: int | None = None
-    """Without --distributed: the number of this one, from 0."""
-    start_timeout: float = 300.0
-    """Seconds to wait for all processes; then those that have started name the missing ones."""
 
     def run(self) -> None:
         started = time.perf_counter()
         _check_extra()
         self._check()
-        from llama_jax.cli.runtime import use_compilation_cache
-        from llama_jax.parallel import multihost
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.serving.http.server import listen
 
         use_compilation_cache(self.no_cache)
-        self._engine_options()  # an impossible one is said first
-        with multihost.join_job(
-            self.coordinator,
-            self.processes,
-            self.process_id,
-            detect=self.distributed,
-            timeout=self.start_timeout,
-            resumes=False,
-        ) as joined:
+        self._engine_options()  # invalid options end the command first
+        with self.join_processes(resumes=False) as joined:
             if joined.index > 0:
                 self._follow(joined)
                 return
@@ -139,22 +128,22 @@ class Serve(AdapterOptions, DraftOptions):
         """The server as an ASGI application with a warm engine, for a program that has sockets of its own.
 
         Raises:
-          GenerationError: an option of a process that serves, which this is not; or one that cannot be.
+          GenerationError: an invalid option, or one of a process that listens.
           UserError: no such model.
         """
-        for name in OF_A_PROCESS:
+        for name in COMMAND_ONLY:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise GenerationError(f"{name}={getattr(self, name)!r} is for `llama-jax serve` alone; leave it out here")
         _check_extra()
         self._check()
-        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.parallel.multihost import Processes
         from llama_jax.serving.http.asgi import Mounted
 
         use_compilation_cache(self.no_cache)
         begun = time.perf_counter()
         found = self.start(Processes())
-        _note(f"ready after {time.perf_counter() - begun:.1f} s")
+        note(f"ready after {time.perf_counter() - begun:.1f} s")
         return Mounted(*found, self._server_options(most_connections=0))
 
     def _serve(self, listening: socket, started: float, joined: Processes) -> None:
@@ -163,13 +152,13 @@ class Serve(AdapterOptions, DraftOptions):
         server, startup = self._server_options(self.most_connections), self._startup()
 
         def start() -> Started:
-            _note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
+            note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
             return self.start(joined, startup)
 
-        ready = lambda: _note(f"ready after {time.perf_counter() - started:.1f} s")
+        ready = lambda: note(f"ready after {time.perf_counter() - started:.1f} s")
         serve(start, startup, server, listening, ready)
         joined.tell(b"")
-        _note("ended")
+        note("ended")
         if joined.count == 1:
             os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
 
@@ -184,19 +173,19 @@ class Serve(AdapterOptions, DraftOptions):
         self._begin(joined, startup)
         config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
-        _note(f"process {joined.index} of {joined.count} follows process 0")
+        note(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
     def _startup(self) -> Startup:
         from llama_jax.serving.http.server import Startup
 
-        return Startup(log=None if sys.stderr.isatty() else _note)  # a terminal has a bar instead
+        return Startup(log=None if sys.stderr.isatty() else note)  # a terminal has a bar instead
 
     def _begin(self, joined: Processes, startup: Startup) -> None:
-        """Start the devices' backend, and make sure that all processes were asked for the same."""
+        """Start the devices' backend, and check that all processes have the same options."""
         import jax
 
-        from llama_jax.cli.runtime import start_backend
+        from llama_jax.cli.jax_setup import start_backend
 
         startup.report("loading the model")
         start_backend()
@@ -204,17 +193,17 @@ class Serve(AdapterOptions, DraftOptions):
             sizes, devices = self.mesh_sizes(), jax.device_count()
             if sizes is None or sizes.devices != devices:
                 raise MeshError(
-                    f"{joined.count} processes have {devices} devices together; give --mesh tensor={devices}, so that each"
+                    f"{joined.count} processes have {devices} devices together; set --mesh tensor={devices}, so that each"
                     " holds its part of the model"
                 )
-            asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
-            asked["adapters"] = list(self.named())
-            joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
+            options = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
+            options["adapters"] = list(self.named())
+            joined.agree("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
     def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
-        from llama_jax.cli.runtime import loading_bar
+        from llama_jax.cli.jax_setup import loading_bar
 
         def progress(layers: Sequence[int]) -> Iterator[int]:
             for done, layer in enumerate(loading_bar(layers)):
@@ -233,14 +222,12 @@ class Serve(AdapterOptions, DraftOptions):
         """
         import jax
 
-        from llama_jax.cli.draft import PROMPT
-        from llama_jax.cli.rope import with_rope
         from llama_jax.formats.loading import bundled, open_checkpoint, planned_weights
         from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
 
-        dtype = None if self.dtype == "auto" else self.dtype
+        dtype = unless_auto(self.dtype)
         opened = open_checkpoint(bundled() if self.model is None else self.model)
-        target, weights = planned_weights(opened, dtype, None if self.quantize == "auto" else self.quantize)
+        target, weights = planned_weights(opened, dtype, unless_auto(self.quantize))
         config = with_rope(opened.config, self.rope)
         models = [(config, target)]
         draft = parse_draft(self.draft)[0] if self.draft else PROMPT
@@ -281,7 +268,7 @@ class Serve(AdapterOptions, DraftOptions):
         begun, startup = time.perf_counter(), startup or self._startup()
         self._begin(joined, startup)
         options, plan = self._planned(joined)
-        _note(f"memory: {plan}")
+        note(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
         served = self._served(tokenizer)
         options = replace(options, draft=self.drafter(tokenizer))
@@ -289,7 +276,7 @@ class Serve(AdapterOptions, DraftOptions):
         with record_backends() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
-            with _bar(startup) as progress:
+            with _compiling(startup) as progress:
                 compiled = engine.warm(progress)
         return_freed_memory()
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
@@ -304,33 +291,22 @@ class Serve(AdapterOptions, DraftOptions):
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
-        _note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
+        note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
         return Started(engine, served, self._limits(config.vocab_size, engine.context))
 
     def _check(self) -> None:
-        for name in ("timeout", "drain", "wedged", "body_mb"):
-            value = getattr(self, name)
-            if not 0 <= value < 1e9:
-                raise GenerationError(f"{name}={value} must be a number from 0 to 1e9")
-        for name, least in (("most_choices", 1), ("most_connections", 0), ("prefix_cache", 0)):
-            value = getattr(self, name)
-            if not least <= value < 2**31:
-                raise GenerationError(f"{name}={value} must be an integer of at least {least}")
+        check_bounds(self)
         if self.draft:
             parse_draft(self.draft)
-        if not 0 <= self.port < 2**16:
-            raise GenerationError(f"port={self.port} must be from 0 to 65535")
         if self._name() in self.named():
-            raise GenerationError(f"adapter {self._name()!r} has the model's name; give another, or --name")
+            raise GenerationError(f"adapter {self._name()!r} has the model's name; choose another, or set --name")
         if self._key() == "":
-            raise GenerationError(f"the API key is empty; give one, or leave --api-key and {KEY} out")
+            raise GenerationError(f"the API key is empty; set one, or leave --api-key and {KEY} out")
 
     def _key(self) -> str | None:
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
     def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
-        from llama_jax.model.cache import CacheOptions
-        from llama_jax.model.forward_options import Compute
         from llama_jax.serving.options import EngineOptions
 
         return EngineOptions(
@@ -342,8 +318,8 @@ class Serve(AdapterOptions, DraftOptions):
             most_waiting_tokens=self.most_waiting_tokens,
             prefix_bytes=self.prefix_cache * 2**20,
             draft=draft,
-            cache=CacheOptions(dtype=None if self.cache == "auto" else self.cache),
-            compute=Compute(attention=self.attention),
+            cache=self.cache_options(),
+            compute=self.compute(),
         )
 
     def _server_options(self, most_connections: int) -> ServerOptions:
@@ -370,7 +346,7 @@ class Serve(AdapterOptions, DraftOptions):
         )
 
     def _served(self, tokenizer: Tokenizer) -> Served:
-        """The model as clients see it; GenerationError for a format that was asked for and cannot be."""
+        """The model as clients see it; GenerationError for a --format that it cannot have."""
         from llama_jax.serving.http.service import Served
 
         name, adapters = self._name(), tuple(self.named())
@@ -395,24 +371,16 @@ def _check_extra() -> None:
 
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UserError(f'serving needs {", ".join(missing)}; get it with pip install -e ".[serve]"')
+        raise UserError(f'serving needs {", ".join(missing)}; install it with pip install -e ".[serve]"')
 
 
 @contextmanager
-def _bar(startup: Startup) -> Iterator[Callable[[int, int], None]]:
-    """Shows programs being compiled, as a bar where somebody looks at stderr."""
-    from tqdm import tqdm
+def _compiling(startup: Startup) -> Iterator[Callable[[int, int], None]]:
+    """Reports the programs that are compiled: to clients, and in a progress bar."""
+    with progress_counter("compiling", "programs") as update:
 
-    with tqdm(desc="compiling", unit=" programs", leave=False, delay=1.0, disable=None) as bar:
-
-        def progress(done: int, of: int) -> None:
-            startup.report("compiling and trying programs", done, of)
-            bar.total = of
-            bar.update(done - bar.n)
+        def progress(done: int, total: int) -> None:
+            startup.report("compiling and trying programs", done, total)
+            update(done, total)
 
         yield progress
-
-
-def _note(*texts: str) -> None:
-    for text in texts:
-        print(f"llama-jax: {text}", file=sys.stderr, flush=True)

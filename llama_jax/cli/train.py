@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import tyro
 
-from llama_jax.cli.options import CompileOptions
-from llama_jax.cli.page import filled
-from llama_jax.cli.paths import ModelPath
-from llama_jax.cli.stopping import end_at_once
+from llama_jax.cli.interrupts import end_at_once
+from llama_jax.cli.options import CompileOptions, ModelPath, ProcessOptions
+from llama_jax.cli.output_format import filled
 from llama_jax.errors import StuckSaveError, UserError, shown
+from llama_jax.settings import help_of
 from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(CompileOptions):
+class Train(CompileOptions, ProcessOptions):
     """Train a model into a folder, from which generate, eval and the other commands read it at any time.
 
     SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
@@ -61,7 +61,7 @@ class Train(CompileOptions):
     """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend its
     context, change model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""
     teacher: ModelPath | None = None
-    """A model of the same vocabulary, in any format, whose predictions are learned, with the recipe distill or any other for
+    """A model with the same vocabulary, in any format, to learn the predictions of, with the recipe distill or any other for
     text or chats. The same as the change distill.teacher=PATH."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
     """For the recipe grpo: FILE.py:FUNCTION, which gets the completions and, as lists, the fields of their prompts, and
@@ -69,7 +69,7 @@ class Train(CompileOptions):
     resume: bool = False
     """Continue from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
-    """With --resume: give the same sources other weights from here on, which the checkpoints record."""
+    """With --resume: change the weights of the same sources from here on, which the checkpoints record."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
     """The mesh of the devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by
     default one axis, data, over all there are."""
@@ -84,21 +84,11 @@ class Train(CompileOptions):
     save_timeout: float = 1800.0
     """Seconds that writing a checkpoint may take, beside the training, and that beginning to may; then the run ends with an
     error."""
-    distributed: bool = False
-    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
-    processes: int | None = None
-    """Without --distributed: how many processes there are."""
-    process_id: int | None = None
-    """Without --distributed: the number of this one, from 0."""
-    start_timeout: float = 300.0
-    """Seconds to wait for all processes; then those that have started name the missing ones."""
 
     def run(self) -> None:
         import jax
 
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
 
         # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -109,13 +99,10 @@ class Train(CompileOptions):
                 " model.rope_scaling, model.rope_theta and model.max_seq_len may be others"
             )
         use_compilation_cache(self.no_cache)
-        from llama_jax.parallel import multihost
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
 
-        with multihost.join_job(
-            self.coordinator, self.processes, self.process_id, detect=self.distributed, timeout=self.start_timeout
-        ) as joined:
-            if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
+        with self.join_processes() as joined:
+            if joined.index > 0:  # only process 0 writes to stdout, to which XLA's collectives for CPU write too
                 discard_output(1)
             start_backend(training=True)
             from llama_jax.runs.log import Log
@@ -162,7 +149,7 @@ class Train(CompileOptions):
 
 
 def _end(joined: Processes, error: StuckSaveError) -> None:
-    """Of a save that hangs in the main thread: tell the other processes, and end this one."""
+    """End this process and the others after a save that hangs in the main thread."""
     joined.fail(str(error), 2)
     end_at_once(error)
 
@@ -177,7 +164,7 @@ def _sources(given: Sequence[str], *, weighted: bool) -> Data:
         if not Path(one).exists():
             named = (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
             if named is None and NAMED.fullmatch(one):
-                raise UserError(f"--data {one} has no weight; give NAME=PATH:WEIGHT, as --data {one}:0.5")
+                raise UserError(f"--data {one} has no weight; write NAME=PATH:WEIGHT, as --data {one}:0.5")
         found.append(one if named is None else WeightedData(*named.groups()))
     return found
 
@@ -191,7 +178,7 @@ def _steps(text: str) -> range | None:
     return range(int(found[1]), int(found[2]))
 
 
-FUNCTIONS = ("attend", "loss")  # which a recipe in a file of its own can give, and no command line
+FUNCTIONS = ("attend", "loss")  # settings of recipes in files, which no command line can set
 
 
 def settings_page(name: str, changes: Sequence[str] = ()) -> str:
@@ -214,33 +201,23 @@ def settings_page(name: str, changes: Sequence[str] = ()) -> str:
 
 
 def _lines(settings: Any, within: str) -> list[str]:
-    """A line for each setting, and its meaning below; then those that are dataclasses, with what is in them."""
+    """A line for each setting with its meaning below; then the settings that are dataclasses, with their fields."""
     from llama_jax.runs.overrides import dataclass_of
 
-    said, types_, found, parts = _meanings(type(settings)), get_type_hints(type(settings)), [], []
+    kind: type = type(settings)
+    help_texts, types_, found, parts = help_of(kind), get_type_hints(kind), [], []
     for field in (one for one in fields(settings) if one.name not in FUNCTIONS):
         value, key, part = getattr(settings, field.name), within + field.name, dataclass_of(types_[field.name])
-        meaning = said.get(field.name, "")
+        meaning = help_texts.get(field.name, "").replace("`", "")
         if is_dataclass(value):
             parts += ["", filled(f"{key}: {meaning}", indent=2), *_lines(value, f"{key}.")]
             continue
-        if part is not None:  # which is made of the settings that are given
+        if part is not None:  # made of the changed settings alone
             meaning = f"{meaning} Settings: {', '.join(f'{key}.{one.name}' for one in fields(part))}."
         elif get_origin(types_[field.name]) is Literal:
             meaning = f"{meaning} One of {', '.join(map(str, get_args(types_[field.name])))}."
         found += [filled(f"{key}={_written(value)}", indent=2), *([filled(meaning, indent=8)] if meaning else [])]
     return found + parts
-
-
-def _meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of its fields."""
-    from docstring_parser import parse
-
-    found: dict[str, str] = {}
-    for one in parse(kind.__doc__ or "").params:
-        text = (one.description or "").replace("`", "")
-        found |= {name.strip(): text[:1].upper() + text[1:] for name in one.arg_name.split(",")}
-    return found
 
 
 def _written(value: Any) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from llama_jax.cli.options import QUANTIZE, CompileOptions
-from llama_jax.cli.page import as_json, columns, printable
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.options import QUANTIZE, CompileOptions, ModelPath, unless_auto
+from llama_jax.cli.output_format import as_json, columns, printable
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
+from llama_jax.settings import at_least
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +48,7 @@ class Verify(CompileOptions):
     """Store in this file the outputs of --against, or without it those of PATH."""
     text: Path | None = None
     """A text in UTF-8 to read; by default a built-in one."""
-    tokens: int | None = None
+    tokens: Annotated[int, at_least(2)] | None = None
     """Most tokens to read; by default 64. Without a vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
@@ -65,7 +65,7 @@ class Verify(CompileOptions):
 
     def run(self) -> None:
         self._check_options()
-        from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.verify.activations import trace
         from llama_jax.verify.compare import compare
@@ -92,7 +92,7 @@ class Verify(CompileOptions):
             check_room(self.write_oracle, config, len(tokens))
 
         # One model after the other, so that memory holds only one.
-        quantize = None if self.quantize == "auto" else self.quantize
+        quantize = unless_auto(self.quantize)
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
         elif reference is None and quantize is not None:
@@ -141,20 +141,18 @@ class Verify(CompileOptions):
 
     def _check_options(self) -> None:
         if self.against is not None and self.oracle is not None:
-            raise UserError("--against and --oracle both name a reference; give one of them")
+            raise UserError("--against and --oracle both name a reference; leave one of them out")
         if self.oracle is not None:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
-                    raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
+                    raise UserError(f"--{name} does not go with --oracle, which has tokens and numbers; leave it out")
         if self.oracle is None and self.against is None and self.per_layer and self.quantize == "auto":
-            raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
+            raise UserError("--per-layer compares with a reference; name one with --against or --oracle")
         if self.write_oracle is not None and self.quantize != "auto":
-            raise UserError("--write-oracle stores what a model gives as it is; leave --quantize out")
-        if self.tokens is not None and self.tokens < 2:
-            raise UserError(f"tokens={self.tokens} must be at least 2")
+            raise UserError("--write-oracle stores the outputs of the weights as they are; leave --quantize out")
 
     def _origin(self, opened: Opened | OrbaxCheckpoint) -> Origin:
-        """What this model's numbers will be of; names and shapes are checked."""
+        """The origin of this model's numbers; names and shapes are checked."""
         import jax
 
         import llama_jax
@@ -201,14 +199,12 @@ class Verify(CompileOptions):
             raise UserError(f"tokens={count} exceed the model's context of {config.max_seq_len}")
         if tokenizer is None:
             if self.text is not None:
-                raise UserError(
-                    f"--text needs a vocabulary, and none lies beside {self.path}; leave it out for random tokens"
-                )
+                raise UserError(f"--text needs a vocabulary, and {self.path} has none; leave it out for random tokens")
             ids = np.random.default_rng(0).integers(0, config.vocab_size, count, dtype=np.int32)
             return ids, f"{count} random tokens, as there is no vocabulary"
         ids = np.array(tokenizer.encode(self._text())[:count], np.int32)
         if len(ids) < 2:
-            raise UserError(f"{self.text} has {len(ids)} tokens; give a text of at least 2")
+            raise UserError(f"{self.text} has {len(ids)} tokens; use a text of at least 2")
         check_tokens(config, ids)
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
@@ -218,7 +214,7 @@ class Verify(CompileOptions):
         if self.text is None:
             return activations.TEXT
         if not self.text.is_file():
-            raise UserError(f"{self.text} is not a file; give a text")
+            raise UserError(f"{self.text} is not a file")
         try:
             with self.text.open(encoding="utf-8", newline="") as file:
                 return file.read(LARGEST_TEXT)
@@ -239,7 +235,7 @@ class Verify(CompileOptions):
         if failed:
             why = f"NOT as a model should be: {', '.join(failed)}"
         elif readable:
-            why = "whole, and it predicts text; this is an indication: give --against or --oracle to know"
+            why = "whole, and it predicts text; this is an indication: compare it by --against or --oracle to be sure"
         else:
             why = f"whole; whether it predicts text needs {FEWEST} tokens of text, whether it is right a reference"
         rows = [[check.name, printable(check.found)] for check in checks]
@@ -253,11 +249,11 @@ class Verify(CompileOptions):
         agreeing = f"{found.agreeing} of {found.positions}"
         if found.ties:
             agreeing += f", {found.ties} more are ties"
-        exp, ratio = _exp, _exp(found.loss - found.reference_loss)
+        ratio = _exp(found.loss - found.reference_loss)
         rows = [
             ["logits", f"largest difference {found.max_abs:.2g}, the reference's largest {found.largest:.3g}"],
             ["KL divergence", f"mean {found.kl:.2g} nats, largest {found.kl_max:.2g} at position {found.kl_max_at}"],
-            ["perplexity", f"{exp(found.loss):.5g}, the reference's {exp(found.reference_loss):.5g}: ratio {ratio:.5f}"],
+            ["perplexity", f"{_exp(found.loss):.5g}, the reference's {_exp(found.reference_loss):.5g}: ratio {ratio:.5f}"],
             ["top-1 agreement", agreeing],
         ]
         page = f"{_described(here)}\nagainst {_described(there)}\nread {printable(read)}\n\n{columns(rows)}\n"

@@ -59,7 +59,7 @@ def jit(
     """`jax.jit` of a function of this library, whose executables are stored in the folder LLAMA_JAX_EXECUTABLES.
 
     Without such a folder, within a function that is traced, and where an argument or the platform rules it out, it is the
-    plain `jax.jit`. All arguments are given by position.
+    plain `jax.jit`. All arguments are positional.
     """
     static, donated = ((n,) if isinstance(n, int) else n for n in (static_argnums, donate_argnums))
     return CompiledFunction(function, static, donated, dict(compiler_options or {}))

@@ -1,6 +1,6 @@
 """What an executable depends on, as text that is the same in every process.
 
-A value that has no such text, a function of the user's above all, whose source nobody watches, is `UnkeyableError`.
+A value without such a text, above all a function of the user, whose source may change, raises `UnkeyableError`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     line 3    the key, in hexadecimal
     the rest  the content
 
-An executable is a pickle and machine code: who can write the file can run code as its reader. So, as ssh does with its keys,
-a folder or file is used only if the user (or root) owns it and nobody else may write to it.
+An executable is a pickle and machine code: anyone who can write the file can run code as its reader. So, as ssh does with
+keys, a folder or file is used only if the user (or root) owns it and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read(path: Path, key: str) -> bytes | None:
 
 
 def write(path: Path, key: str, content: bytes) -> None:
-    """Write a file that `read` finds, and make room for it. What cannot be written is not: that is logged, and no error."""
+    """Write a file that `read` finds, and make room for it. A failure is logged, and no error."""
     head = b"\n".join((MAGIC, hashlib.sha256(content).hexdigest().encode(), key.encode(), b""))
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ Kind = Literal[
     "llama4_text",
 ]
 
-# What the families have beyond Llama: fields, and the names that `features` gives to what layers and values add.
+# What the families have beyond Llama: fields, and names by `features` for layers and values.
 KINDS: dict[Kind, set[str]] = {
     "llama": set(),
     "mistral": {"window"},

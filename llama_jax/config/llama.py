@@ -20,8 +20,7 @@ class LayerConfig:
       rope: "model", with the theta and the scaling of the model; "unscaled", with a theta alone (the windows of Gemma 3 and
         OLMo 3); "none", no position embedding (SmolLM3; NoPE: Yang et al. 2025, section 3).
       rope_theta: base of the frequencies where `rope` is "unscaled"; None for the model's.
-      chunk: a text is divided into chunks of so many positions, and a token sees itself and the earlier tokens of its own
-        chunk (Llama 4); None for all.
+      chunk: positions in a chunk of a text; a token sees itself and earlier tokens of its chunk (Llama 4); None for all.
 
     Raises:
       ConfigError: an invalid value; the message names it.
@@ -75,10 +74,8 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest beginning of the layers of which they are a repetition, the last one perhaps cut off.
-
-    Of the result it is the result itself: (a, b, a, a) repeats (a, b, a), but that would then be taken for (a, b).
-    """
+    """The shortest prefix that the layers repeat, at the end perhaps cut off, and that is its own period: of (a, b, a, a)
+    the whole, since (a, b, a) would itself be reduced to (a, b)."""
     n = len(layers)
     for p in range(1, n):
         if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
@@ -103,7 +100,7 @@ class LlamaConfig:
       head_dim: H; dim / n_heads unless given. While it equals that, `dataclasses.replace` with another `dim` or `n_heads`
         computes it anew; any other value is kept.
       hidden_dim: F, width of the gated feed-forward, which does not follow from `dim` (`ffn_hidden_dim` is Meta's rule):
-        give both to `dataclasses.replace`.
+        pass both to `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how the frequencies are stretched, or None.
@@ -130,12 +127,12 @@ class LlamaConfig:
         et al. 2024, section 2); 0 for a single one.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
         the scores of all E (Qwen3-MoE, `norm_topk_prob`). For softmax scores.
-      expert_scores: "softmax", by which what experts give is weighted; or "sigmoid" of each score by itself, by which what
-        the chosen experts are given is multiplied (Llama 4).
-      shared_expert: one more feed-forward of the same width, which every token is given, added to those chosen (Llama 4).
+      expert_scores: "softmax", the weights of the experts' outputs; or "sigmoid" of each score by itself, the factor of
+        the chosen experts' inputs (Llama 4).
+      shared_expert: one more feed-forward of the same width, for every token, added to those chosen (Llama 4).
 
     Raises:
-      ConfigError: an impossible size; the message names it.
+      ConfigError: an invalid size; the message names it.
     """
 
     vocab_size: int
@@ -179,7 +176,7 @@ class LlamaConfig:
         check_sizes(self)
         if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
-                raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
+                raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         check_heads(self)
         if self.rope_scaling is not None:

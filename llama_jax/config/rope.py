@@ -10,7 +10,7 @@ from llama_jax.errors import ConfigError, shown
 
 RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]
 
-NEEDED: Any = object()  # stands for the value of a field that must be given
+NEEDED: Any = object()  # stands for the value of a required field
 _BY_PARTS = {"original_max_seq_len": NEEDED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 # The fields that each kind of rope scaling reads besides its factor, with defaults. The formulas are in
 # `ops.rope_scaling.SCALINGS`.
@@ -29,7 +29,7 @@ ROPE_FIELDS: dict[str, dict[str, Any]] = {
 class RopeScaling:
     """How rotary frequencies are stretched beyond the context that the model was first trained at.
 
-    A field that the kind does not read is None, and giving it is an error. To use a model at four times its context:
+    A field that the kind does not read is None, and setting it is an error. To use a model at four times its context:
     ``replace(config, max_seq_len=4 * n, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=n))``.
 
     Attributes:
@@ -57,7 +57,7 @@ class RopeScaling:
         longer ones. For ``longrope``.
 
     Raises:
-      ConfigError: an unknown kind; a field that it needs and lacks, or does not read; or an impossible value.
+      ConfigError: an unknown kind; a field that it needs and lacks, or does not read; or an invalid value.
     """
 
     kind: RopeScalingKind
@@ -98,7 +98,7 @@ class RopeScaling:
             if low in read and not getattr(self, high) > getattr(self, low) and not step:
                 raise ConfigError(f"{high}={getattr(self, high)} must be larger than {low}={getattr(self, low)}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ConfigError(f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} go together; give both")
+            raise ConfigError(f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} go together; set both")
         if self.mscale is not None and self.attention_factor is not None:
             raise ConfigError(f"attention_factor={self.attention_factor} and mscale={self.mscale} exclude each other")
         if self.kind == "longrope" and self.original_max_seq_len == 1:
@@ -117,7 +117,7 @@ class RopeScaling:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of a field of a rope scaling, as it is kept; ConfigError for an impossible one."""
+    """The value of a field of a rope scaling, as it is kept; ConfigError for an invalid one."""
     if name == "original_max_seq_len":
         require_positive_int(name, value)
     elif name == "truncate":

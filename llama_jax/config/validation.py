@@ -37,7 +37,7 @@ def require_number(name: str, value: object, *, minimum: float = -math.inf, abov
 
 
 def check_sizes(config: Any) -> None:
-    """Raise ConfigError for an impossible `LlamaConfig`, naming the field."""
+    """Raise ConfigError for an invalid `LlamaConfig`, naming the field."""
     for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
@@ -76,7 +76,7 @@ def check_sizes(config: Any) -> None:
 
 
 def check_heads(config: Any) -> None:
-    """Raise ConfigError for an impossible size of heads."""
+    """Raise ConfigError for an invalid size of heads."""
     require_positive_int("head_dim", config.head_dim)
     if config.head_dim % 2:
         raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from llama_jax.errors import DataError, reading
 from llama_jax.storage import StoredPath, locate
 from llama_jax.storage.atomic_write import remove, write_atomically
-from llama_jax.storage.consistent_reader import MOST_OPEN, StoreEntry
+from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES, StoreEntry
 
 CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
 RECENT_SECONDS = 600  # seconds
@@ -159,8 +159,8 @@ def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
             source, target = base / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
-                for first in range(0, sizes[name], MOST_OPEN):
-                    file.write(source.view.read(source.key, first, min(first + MOST_OPEN, sizes[name])))
+                for first in range(0, sizes[name], MAX_REQUEST_BYTES):
+                    file.write(source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, sizes[name])))
                     bar.update(file.tell() - first)
 
         with ThreadPoolExecutor(FETCH_THREADS) as pool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,14 @@ from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
-from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Tensor, kind_of, target_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, Tensor, kind_of, target_dtype
 from llama_jax.formats.orbax_format import OrbaxArrayInfo, adapters_of, describe, name_of, read_arrays, with_short_errors
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
     NOTE,
     PARAMS,
+    FetchedStep,
     existing_step,
     fetch_step,
     find_checkpoints,
@@ -42,12 +43,13 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
     verify,
 )
-from llama_jax.formats.tensor_export import RopePermuted, new_output
+from llama_jax.formats.tensor_export import new_output
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of
+from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights import LowRank
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -66,7 +68,7 @@ READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "us
 # Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 # By target: the tensor of the base that it changes.
-BASES: dict[str, tuple[ParamSpec, Share]] = {
+BASE_TENSORS: dict[str, tuple[ParamSpec, Share]] = {
     name: (row, share)
     for row in PARAM_SPECS
     for share in shares_of(row)
@@ -76,7 +78,12 @@ BASES: dict[str, tuple[ParamSpec, Share]] = {
 
 
 # Metadata of a GGUF.
-TYPE, ADAPTER_TYPE, ALPHA, BASE_NAME = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
+GENERAL_TYPE, ADAPTER_TYPE, ALPHA_KEY, BASE_NAME_KEY = (
+    "general.type",
+    "adapter.type",
+    "adapter.lora.alpha",
+    "general.base_model.0.name",
+)
 
 
 class Adapter(NamedTuple):
@@ -111,12 +118,12 @@ def _peft_names(target: str, layer: int) -> tuple[str, str, str]:
 
 
 def _gguf_names(target: str, layer: int) -> tuple[str, str, str]:
-    name = gguf.NAMES[BASES[target][1].name].format(layer)
+    name = gguf.NAMES[BASE_TENSORS[target][1].name].format(layer)
     return f"{name}.lora_a", f"{name}.lora_b", ""
 
 
 def _module(target: str, layer: int) -> str:
-    return NAMES[BASES[target][1].name].format(layer).removesuffix(".weight")
+    return NAMES[BASE_TENSORS[target][1].name].format(layer).removesuffix(".weight")
 
 
 PEFT = AdapterLayout(_peft_names, is_interleaved)
@@ -129,8 +136,7 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
 
     Args:
       path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; a GGUF of llama.cpp's; or a
-        folder of a training run with adapters, whose newest step is read, or one of its steps. If the run keeps a moving
-        average, that is read.
+        training run with adapters (its newest step), or one of its steps. If the run keeps a moving average, that is read.
       config: of the base.
       dtype: of the adapter, float32 as in PEFT, whatever the base has.
 
@@ -140,77 +146,68 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """
     folder = locate(path)
     with reading(folder, CheckpointError):
-        with _step_in(folder, of_model) as step:
-            if step is not None:
-                return _read_run(step, config, dtype)
-        return (_read_gguf if _is_gguf(folder) else _read_peft)(folder, config, dtype)
+        opened = open_adapter(folder)
+        if opened is not None:
+            return opened.read(config, dtype)
+        if not folder.exists():
+            raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
+        if step_at(folder) is not None:
+            raise CheckpointError(f"{folder} holds a whole model and no adapter; give it as the model")
+        raise CheckpointError(
+            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
+        )
+
+
+class OpenedAdapter(NamedTuple):
+    """An adapter that was recognized; its tensors have not been read.
+
+    Attributes:
+      base: see `Adapter`.
+      base_config: the configuration of its base, which training runs keep; None for other adapters.
+      read: the adapter, for a base of a configuration and in a type; for errors see `load_adapter`.
+    """
+
+    base: str | None
+    base_config: LlamaConfig | None
+    read: Callable[[LlamaConfig, jax.typing.DTypeLike], Adapter]
 
 
 @retry_with_newest_step
-def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a path holds an adapter and no model."""
+def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
+    """Recognize an adapter by its content; None where a path holds none."""
     folder = locate(path)
     with reading(folder, CheckpointError):
-        with _step_in(folder) as step:
-            if step is not None:
-                return adapters_of(step) is not None
-        return (folder / ADAPTER_CONFIG).is_file() or _is_gguf(folder)
-
-
-@retry_with_newest_step
-def base_of(path: str | os.PathLike[str]) -> str | None:
-    """The model that an adapter names as its base; None if it names none.
-
-    Raises:
-      CheckpointError: a damaged file.
-    """
-    folder = locate(path)
-    with reading(folder, CheckpointError), _step_in(folder) as step:
+        step = step_at(folder)
+        if isinstance(step, StoredPath):
+            fetched = fetch_step(step, of_model, numbers=False)
+            with fetched.named():
+                opened = _open_step(fetched.folder)
+            return None if opened is None else opened._replace(read=partial(_read_fetched, fetched, opened))
         if step is not None:
-            found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
-        elif folder.is_file():
-            found = gguf.read_file(folder)[0].get(BASE_NAME)
-        else:
-            found = read_object(folder / ADAPTER_CONFIG, CheckpointError).get("base_model_name_or_path")
-    return found if isinstance(found, str) and found else None
+            return _open_step(step)
+        if (folder / ADAPTER_CONFIG).is_file():
+            return _open_peft(folder)
+        return _open_gguf(folder) if folder.is_file() and is_gguf(folder) else None
 
 
-@retry_with_newest_step
-def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
-    """The configuration of an adapter's base, which training runs keep; None for other adapters.
-
-    Raises:
-      CheckpointError: a damaged file.
-    """
-    with reading(path, CheckpointError), _step_in(locate(path)) as step:
-        return None if step is None else read_config(step / ABOUT)
+def step_at(folder: Location) -> Location | None:
+    """A step of a training run, or the newest step in its folder; in a store the folder of all. None for anything else."""
+    if not folder.is_dir():
+        return None
+    found = folder if is_step(folder) else find_checkpoints(folder)
+    if found is None or is_step(found) or isinstance(found, StoredPath):
+        return found
+    return found / str(existing_step(found, None))
 
 
 def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
-    """The configuration of a base under adapters: with the attention of their own that runs trained them with.
-
-    Raises:
-      CheckpointError: a damaged file, or adapters that were trained with different ones.
-    """
-    names = {path: trained.attend for path in adapters if (trained := base_config(path)) is not None}
-    different = sorted({str(name) for name in names.values()})
-    if len(different) > 1:
-        raise CheckpointError(f"adapters trained with different attentions ({', '.join(different)}); pass one of them")
-    return replace(config, attend=next(iter(names.values()))) if names else config
-
-
-@contextmanager
-def _step_in(
-    folder: Location, choose: Callable[[Collection[str]], Collection[str]] = lambda _: {ABOUT}
-) -> Iterator[Path | None]:
-    """A step of a training run, or the newest step in its folder; from a store only the chosen parts are fetched."""
-    found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
-    if isinstance(found, StoredPath):
-        fetched = fetch_step(found, choose)
-        with fetched.named():
-            yield fetched.folder
-    else:
-        yield found if found is None or is_step(found) else found / str(existing_step(found, None))
+    """The configuration of a base under adapters: with the attention of their own that runs trained them with."""
+    opened = filter(None, map(open_adapter, adapters))
+    names = {each.base_config.attend for each in opened if each.base_config is not None}
+    if len(names) > 1:
+        different = ", ".join(sorted(map(str, names)))
+        raise CheckpointError(f"adapters trained with different attentions ({different}); pass one of them")
+    return replace(config, attend=names.pop()) if names else config
 
 
 def save_adapter(
@@ -271,47 +268,62 @@ def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | Non
     return jax.device_put(pad_params(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
-def _read_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+def _open_step(step: Path) -> OpenedAdapter | None:
+    """The adapter in a step of a training run; None if it holds a whole model."""
     settings = adapters_of(step)
     if settings is None:
-        raise CheckpointError(f"{step} holds a whole model and no adapter; give it as the model")
+        return None
+    base = _base_name(read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path"))
+    return OpenedAdapter(base, read_config(step / ABOUT), partial(_read_step, step, settings, base))
+
+
+def _read_fetched(fetched: FetchedStep, opened: OpenedAdapter, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+    with fetched.named():
+        fetched.complete()
+        return opened.read(config, dtype)
+
+
+def _read_step(
+    step: Path, settings: Mapping[str, Any], base: str | None, config: LlamaConfig, dtype: jax.typing.DTypeLike
+) -> Adapter:
     try:
-        lora = Lora(**settings | {"targets": tuple(settings["targets"])})
+        lora = Lora(**{**settings, "targets": tuple(settings["targets"])})
         shapes = adapter_shapes(config, lora)
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{step / ABOUT / NOTE}: {error}") from None
     name = EMA if (step / EMA).is_dir() else PARAMS
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
-    held = {array: one.shape for array, one in describe(step, name).items()}
-    for array in sorted(needed.keys() | held.keys()):
-        if needed.get(array) != held.get(array):
+    stored = {array: one.shape for array, one in describe(step, name).items()}
+    for array in sorted(needed.keys() | stored.keys()):
+        if needed.get(array) != stored.get(array):
             raise CheckpointError(
-                f"{step}: array {array!r} has shape {held.get(array)}, this base needs {needed.get(array)}; is this the"
+                f"{step}: array {array!r} has shape {stored.get(array)}, this base needs {needed.get(array)}; is this the"
                 " adapter's base?"
             )
     verify(step, {ABOUT, name})
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
     wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
     found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
-    note = read_object(step / ABOUT / NOTE, CheckpointError)
-    return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))
+    return Adapter(lora, jax.tree.map(jnp.asarray, found), base)
 
 
-def _read_peft(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
-        )
+def _base_name(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _open_peft(folder: Location) -> OpenedAdapter:
     settings = read_object(folder / ADAPTER_CONFIG, CheckpointError)
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
-    tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
-    lora = _lora_of(folder, settings, tensors)
-    named = settings.get("base_model_name_or_path")
-    base = named if isinstance(named, str) and named else None
-    return Adapter(lora, read_pairs(folder / ADAPTER_WEIGHTS, config, lora, tensors, dtype, (PEFT, base)), base)
+    base = _base_name(settings.get("base_model_name_or_path"))
+
+    def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+        weights = folder / ADAPTER_WEIGHTS
+        if not weights.is_file():
+            raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
+        tensors = read_safetensors(weights)
+        lora = _lora_of(folder, settings, tensors)
+        return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT, base), base)
+
+    return OpenedAdapter(base, None, read)
 
 
 def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -368,28 +380,31 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def _is_gguf(path: Location) -> bool:
-    return path.is_file() and is_gguf(path) and gguf.read_file(path, texts=False)[0].get(TYPE) == "adapter"
+def _open_gguf(path: Location) -> OpenedAdapter | None:
+    """The adapter in a GGUF; None if it holds something else."""
+    fields, tensors = gguf.read_file(path, texts=False)
+    if fields.get(GENERAL_TYPE) != "adapter":
+        return None
+    base = _base_name(fields.get(BASE_NAME_KEY))
 
+    def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
+        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.kind))):
+            if fields.get(key) != value:
+                found = shown(fields.get(key), 40)
+                raise CheckpointError(f"{path}: {key}={found}, but an adapter of this base has {value!r}")
+        targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
+        if not targets:
+            raise CheckpointError(
+                f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
+            )
+        rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA_KEY)
+        try:
+            lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds a change as it is
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
 
-def _read_gguf(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    fields, tensors = gguf.read_file(path)
-    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": architecture_of(config.kind)}
-    for key, value in wanted.items():
-        if fields.get(key) != value:
-            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, but an adapter of this base has {value!r}")
-    targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
-    if not targets:
-        raise CheckpointError(
-            f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
-        )
-    rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
-    try:
-        lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # of 0 llama.cpp takes a change as it is
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    base = fields.get(BASE_NAME)
-    return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, (LLAMA_CPP, base)), base)
+    return OpenedAdapter(base, None, read)
 
 
 def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
@@ -398,8 +413,8 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, ba
             "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
         )
     tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
-    settings: dict[str, Any] = {TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA: float(lora.scale * lora.rank)}
-    settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME: base}
+    settings: dict[str, Any] = {GENERAL_TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA_KEY: float(lora.scale * lora.rank)}
+    settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME_KEY: base}
     listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
     with gguf.new_file(path, architecture_of(config.kind), settings, listed) as write:
         for name, array in tensors.items():
@@ -412,24 +427,23 @@ def read_pairs(
     lora: Lora,
     tensors: Mapping[str, Tensor],
     dtype: jax.typing.DTypeLike,
-    source: tuple[AdapterLayout, str | None],
+    layout: AdapterLayout,
+    base: str | None,
 ) -> Llama:
     """The adapters in the tensors of a file of this layout, which names this base; for errors see `load_adapter`."""
-    (names, interleaved), base = source
-    if interleaved(config):
-        tensors = permute_rope(tensors, config, names, interleave=False)
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
-    whose = "" if base is None else f", which was trained on {shown(base)}"
+    trained_on = "" if base is None else f", which was trained on {shown(base)}"
+    interleaved = layout.interleaved(config)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in tensors:
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{whose}?")
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{trained_on}?")
         unread.discard(name)
         found = tensors[name]
         if found.shape != shape:
             raise CheckpointError(
                 f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, rank {lora.rank} and this base need"
-                f" {list(shape)}; is this the adapter's base{whose}?"
+                f" {list(shape)}; is this the adapter's base{trained_on}?"
             )
         if found.dtype not in FLOATS.values():
             raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a float of 16 or 32 bits is needed")
@@ -437,46 +451,45 @@ def read_pairs(
         check(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
 
-    def pair(row: ParamSpec, shape: LowRank, layer: int) -> LowRank:
-        sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
-        a, b, magnitude = {}, {}, {}
-        for name, (outputs, inputs) in sizes.items():
-            shapes = (lora.rank, inputs), (outputs, lora.rank), (outputs,)
-            if name in lora.targets:
-                found = [tensor(*each) for each in zip(names(name, layer)[: 2 + lora.dora], shapes, strict=False)]
-            else:
-                found = [np.zeros(shape, target) for shape in shapes]
-            a[name], b[name] = found[:2]
-            magnitude[name] = found[-1]
+    def read_layer(row: ParamSpec, layer: int) -> LowRank:
+        shares = []  # A, B and the magnitude of each
+        for name, share in _shares_at(row):
+            outputs, inputs = shape_of(share.axes, config)
+            shapes = ((lora.rank, inputs), (outputs, lora.rank), (outputs,))[: 2 + lora.dora]
+            if name not in lora.targets:
+                shares.append([np.zeros(shape, target) for shape in shapes])
+                continue
+            a, *rows = map(tensor, layout.names(name, layer), shapes)
+            if share.rotary and interleaved:
+                rows = [_reordered(each, config, half_from_interleaved) for each in rows]
+            shares.append([a, *rows])
+        a_parts, *row_parts = zip(*shares, strict=True)
+        b, magnitude = (*map(by_heads, row_parts), None)[:2]
+        return LowRank(a_parts[0] if len(a_parts) == 1 else np.stack(a_parts), b, magnitude)
 
-        def rows_of(parts: Mapping[str, np.ndarray]) -> jax.Array:
-            """One array, with the rows of each head side by side."""
-            if len(sizes) == 1:
-                return jnp.asarray(next(iter(parts.values())))
-            heads = config.n_kv_heads, -1, config.head_dim
-            return jnp.asarray(
-                np.concatenate([parts[name].reshape(*heads, *parts[name].shape[1:]) for name in sizes], axis=1)
-            )
-
-        stacked = np.stack([a[name] for name in sizes]).reshape(shape.a.shape)
-        return LowRank(jnp.asarray(stacked), rows_of(b), rows_of(magnitude) if lora.dora else None)
-
-    def pairs(row: ParamSpec, shape: LowRank) -> LowRank:
-        one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), shape)
-        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *(pair(row, one, layer) for layer in range(config.n_layers)))
+    def by_heads(parts: Sequence[np.ndarray]) -> np.ndarray:
+        """One array, with the rows of each head side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        heads = [part.reshape(config.n_kv_heads, -1, config.head_dim, *part.shape[1:]) for part in parts]
+        return np.concatenate(heads, axis=1)
 
     if config.n_layers > len(tensors):
         raise CheckpointError(
-            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{whose}?"
+            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{trained_on}?"
         )
     try:
-        found = build_adapters(config, lora, pairs)
+        layers = range(config.n_layers)
+        stacked = lambda *arrays: jnp.stack(arrays)
+        found = build_adapters(
+            config, lora, lambda row, _: jax.tree.map(stacked, *(read_layer(row, layer) for layer in layers))
+        )
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 120)} is no part of a LoRA of this base ({len(unread)} such); is this the"
-            f" adapter's base{whose}?"
+            f" adapter's base{trained_on}?"
         )
     return found
 
@@ -485,29 +498,34 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
     """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded to fit a mesh."""
     found: dict[str, np.ndarray] = {}
     on_host = jax.tree.map(np.asarray, unpad_params(config, adapters))
+    interleaved = layout.interleaved(config)
 
     def put(row: ParamSpec, layer: int) -> None:
         pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
         for part, (name, share) in enumerate(_shares_at(row)):
-            a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
+            outputs = shape_of(share.axes, config)[0]
+            rows = [pair.b] if pair.magnitude is None else [pair.b, pair.magnitude]
             if share.width:
-                own = slice(first, first + shape_of(share.width, config)[0])
-                b, magnitude, first = b[:, own], None if magnitude is None else magnitude[:, own], own.stop
+                last = first + shape_of(share.width, config)[0]
+                rows, first = [each[:, first:last] for each in rows], last
             if name in lora.targets:
-                arrays = [a, b.reshape(shape_of(share.axes, config)[0], lora.rank)]
-                arrays += [] if magnitude is None else [magnitude.reshape(-1)]
-                found.update(zip(layout.names(name, layer), arrays, strict=False))
+                rows = [each.reshape(outputs, *shape) for each, shape in zip(rows, ((lora.rank,), ()), strict=False)]
+                if share.rotary and interleaved:
+                    rows = [_reordered(each, config, interleaved_from_half) for each in rows]
+                a = pair.a[part] if pair.a.ndim > 2 else pair.a
+                found.update(zip(layout.names(name, layer), [a, *rows], strict=False))
 
     matrices: list[ParamSpec] = []
     build_adapters(config, lora, lambda row, _: matrices.append(row))
     for layer in range(config.n_layers):
         for row in matrices:
             put(row, layer)
-    if not layout.interleaved(config):
-        return found
-    held: dict[str, Tensor] = {name: ArrayTensor(np.ascontiguousarray(array)) for name, array in found.items()}
-    permuted = permute_rope(held, config, layout.names, interleave=True)
-    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in permuted.items()}
+    return found
+
+
+def _reordered(rows: np.ndarray, config: LlamaConfig, order: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Rows of B, or the magnitude, of queries or keys in the other rotary layout."""
+    return order(rows.reshape(-1, config.head_dim, math.prod(rows.shape[1:]))).reshape(rows.shape)
 
 
 def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
@@ -515,19 +533,5 @@ def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def permute_rope(
-    tensors: Mapping[str, Tensor],
-    config: LlamaConfig,
-    names: Callable[[str, int], tuple[str, str, str]],
-    *,
-    interleave: bool,
-) -> dict[str, Tensor]:
-    """The tensors with B and the magnitudes of queries and keys in the other rotary layout."""
-    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
-    those = {key for name in rotary for layer in range(config.n_layers) for key in names(name, layer)[1:]} & tensors.keys()
-    whole = {name for name in those if math.prod(tensors[name].shape[:1]) % config.head_dim == 0}  # others are refused later
-    return {name: RopePermuted(t, config.head_dim, interleave) if name in whole else t for name, t in tensors.items()}
-
-
 def _shares_at(row: ParamSpec) -> list[tuple[str, Share]]:
-    return [(name, share) for name, (its_row, share) in BASES.items() if its_row is row]
+    return [(name, share) for name, (its_row, share) in BASE_TENSORS.items() if its_row is row]

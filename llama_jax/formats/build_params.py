@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,15 @@ import numpy as np
 
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.formats.device_fill import FILL_THREADS, ArrayMemory, ArrayParts, Part, StackParts
-from llama_jax.formats.lazy_tensors import FLOATS, Derived, Opened, Padded, default_dtype, target_dtype
+from llama_jax.formats.lazy_tensors import (
+    FLOATS,
+    Opened,
+    default_dtype,
+    pad_tensor,
+    permute_rope,
+    repeat_heads,
+    target_dtype,
+)
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
 from llama_jax.formats.tensor_names import shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
@@ -39,7 +47,7 @@ def build_params(
     """The parameters. All names and shapes are checked before the first tensor is read.
 
     Args:
-      dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
+      dtype: of all parameters; for None see `lazy_tensors.default_dtype`, and mixed files are then cast to it.
       quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
@@ -90,7 +98,7 @@ def build_params(
 
 @contextmanager
 def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """What begins a call on one of a few threads and returns what waits for its result; or `alone`, what then makes it.
+    """A function that begins a call on a thread and returns one that waits for its result; `alone`, that one makes the call.
 
     Processes that exchange what they read from a store must all do it in the same order.
     """
@@ -105,11 +113,7 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
 
 
 def plan(opened: Opened) -> Llama:
-    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
-
-    Raises:
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
-    """
+    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter."""
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
 
@@ -124,7 +128,9 @@ def plan(opened: Opened) -> Llama:
             )
         if tensor.dtype not in FLOATS.values():
             raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
-        return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
+        if rotary and opened.interleaved:
+            tensor = permute_rope(tensor, c.head_dim, interleave=False)
+        return Part(f"{where}: tensor {name!r}", tensor, columns)
 
     def array(row: ParamSpec, layer: int) -> ArrayParts:
         """A parameter; if it has several shares they are concatenated along its second axis."""
@@ -177,32 +183,8 @@ def _check_tied(opened: Opened) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Copied(Derived):
-    """A key or value projection with each head repeated: its copies follow one another."""
-
-    head_dim: int
-    copies: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.tensor.shape[0] * self.copies, *self.tensor.shape[1:])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        width = self.head_dim * self.copies  # rows that come of one head
-        first, last = start // width, -(-stop // width)
-        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, *self.shape[1:])
-        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, *self.shape[1:])
-        return rows[start - first * width : stop - first * width]
-
-
 def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
-    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.padding`.
-
-    Raises:
-      MeshError: the model cannot be padded to fit.
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
-    """
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.padding`."""
     config, target = opened.config, padded_shapes_config(opened.config, sizes)
     plan(opened)  # errors about the file name the file's own shapes
     copies = target.n_kv_heads // config.n_kv_heads
@@ -211,9 +193,9 @@ def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
         tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)} & set(
             tensors
         )
-        tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
+        tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
         shares = [share.name for row in specs_for(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
-        tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
+        tensors |= {name: repeat_heads(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import CheckpointError
-from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Padded, Tensor
-from llama_jax.ops.rope_layout import half_from_interleaved
+from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_tensor
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
-LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
+MIN_HUGE_BYTES = 4 << 20  # bytes from which NumPy asks for huge pages
 READ_BYTES = 1 << 20  # bytes read at a time
-FILL_THREADS = min(8, os.cpu_count() or 1)  # on each of which `build_params` fills one array after the other
-# For an object store, whose answers take tens of milliseconds to begin: many requests at a time.
+FILL_THREADS = min(8, os.cpu_count() or 1)  # on which `build_params` fills arrays
+# An object store takes tens of milliseconds to begin an answer: many requests at a time.
 STORED_READ_BYTES, STORED_THREADS = 2 << 20, 16
 Slices = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
 
@@ -43,13 +42,11 @@ class Part:
       label: for messages: the file and the tensor's name.
       tensor: its rows, in their order, fill the array's leading axes.
       columns: where it lies along the array's second axis, which several parts share; None where it is the whole array.
-      interleaved: whether its heads' rows must be converted from the interleaved rotary layout to the half layout.
     """
 
     label: str
     tensor: Tensor
     columns: slice | None = None
-    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,19 +72,14 @@ class ArrayParts:
         out = np.empty(shape, dtype) if out is None else out
         for part in self.parts:
             per_entry = part.tensor.shape[0] // self.shape[0]
-            tensor, is_moved = part.tensor, part.interleaved or part.columns is not None
-            if isinstance(tensor, Dense) and tensor.dtype == dtype and not is_moved:
-                tensor.read_into(start * per_entry, out)
+            if isinstance(part.tensor, Dense) and part.tensor.dtype == dtype and part.columns is None:
+                part.tensor.read_into(start * per_entry, out)
                 check(out, dtype, part.label)
                 continue
             found = part.tensor.read(start * per_entry, stop * per_entry)
             check(found, dtype, part.label)
-            hole = out if part.columns is None else out[:, part.columns]
-            if part.interleaved:
-                vector = len(part.tensor.shape) == 1
-                found = found.reshape(*hole.shape, 1) if vector else found.reshape(hole.shape)
-                found = half_from_interleaved(found)
-            cast(found.reshape(hole.shape), hole)
+            target = out if part.columns is None else out[:, part.columns]
+            cast(found.reshape(target.shape), target)
         return out
 
 
@@ -104,13 +96,13 @@ class StackParts:
 
 
 class ArrayMemory:
-    """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
-    98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
+    """Memory for the arrays of a model. Small ones share large blocks, which have huge pages: to allocate 98 MB takes
+    8 ms with those, and 50 with pages of 4 KB. A block is freed with the last of its arrays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = np.empty(0, np.uint8)
-        self._taken = LEAST_HUGE // 4  # a small model has less than a piece
+        self._taken = MIN_HUGE_BYTES // 4  # a small model has less than a piece
 
     def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Aligned memory that is not initialized."""
@@ -118,7 +110,7 @@ class ArrayMemory:
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._taken += padded
-            if size >= LEAST_HUGE:
+            if size >= MIN_HUGE_BYTES:
                 found = _aligned(size)
             else:
                 if padded > len(self._free):
@@ -152,7 +144,7 @@ class ArrayToFill:
 
 # Given an array, the first and the last of some of its rows, and the memory for them in each target where one holds them
 # whole (else None).
-Rows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
+MakeRows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
@@ -164,7 +156,7 @@ def fill(
     return filling.done()[0]
 
 
-def floats_of(dtype: np.dtype) -> Rows:
+def floats_of(dtype: np.dtype) -> MakeRows:
     """The rows of an array themselves."""
     return lambda array, start, stop, out: [array.rows(start, stop, dtype, out[0])]
 
@@ -185,7 +177,7 @@ class Filling:
         self,
         arrays: Sequence[ArrayParts],
         targets: Sequence[ArrayToFill],
-        rows: Rows,
+        rows: MakeRows,
         memory: ArrayMemory,
         *,
         stacked: bool = False,
@@ -200,7 +192,7 @@ class Filling:
             self._parts.append({key: (place, take(place)) for key, place in distinct.items()})
 
     def fill(self, layer: int) -> None:
-        """Read what the devices need of a layer, checked and cast."""
+        """Read the parts of a layer that the devices need, checked and cast."""
         array, wanted = self._arrays[layer], [self._of_layer(parts, layer) for parts in self._parts]
         whole = [
             next((part for _, part in parts if part.shape == target.shape[int(self._stacked) :]), None)
@@ -216,7 +208,7 @@ class Filling:
                         some = run[low - start : high - start]
                         part[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
 
-        _each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
+        _for_each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
 
     def _of_layer(self, parts: dict[tuple, tuple[Slices, np.ndarray]], layer: int) -> list[tuple[Slices, np.ndarray]]:
         """The parts of a target that hold some of a layer, without the axis of layers."""
@@ -229,7 +221,7 @@ class Filling:
         ]
 
     def done(self) -> list[Any]:
-        """The arrays on their devices; of NumPy where they have no sharding."""
+        """The arrays on their devices; NumPy arrays where there is no sharding."""
         found: list[Any] = []
         for target, there, parts in zip(self._targets, self._places, self._parts, strict=True):
             if target.sharding is None:
@@ -244,10 +236,10 @@ def _key(place: Slices) -> tuple:
     return tuple((i.start, i.stop) for i in place)
 
 
-def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
+def _for_each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
-    least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
+    least = max(min_rows(p.tensor) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_READ_BYTES if array.stored else READ_BYTES) // entry, least)
     runs: list[tuple[int, int]] = []
     reached = 0
@@ -311,7 +303,7 @@ def cast(found: np.ndarray, out: np.ndarray) -> None:
         out[...] = found
 
 
-MOST_READ = 1.05  # bytes that a process may read of an array, for each that it keeps
+MAX_READ_RATIO = 1.05  # bytes that a process may read of an array, for each that it keeps
 
 
 def reads_others(
@@ -330,7 +322,7 @@ def reads_others(
     for places in held.values():
         kept = sum(math.prod(stop - start for start, stop in place) for place in places)
         rows = {place[0] for place in places}  # those of different places do not overlap
-        if sum(stop - start for start, stop in rows) * row > MOST_READ * kept:
+        if sum(stop - start for start, stop in rows) * row > MAX_READ_RATIO * kept:
             return True
     return False
 
@@ -342,46 +334,35 @@ def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) ->
     """
     mesh = Mesh(sharding.mesh.devices.reshape(-1), ("rows",), axis_types=(AxisType.Auto,))
     apart = NamedSharding(mesh, P("rows"))
-    program = _program(array.shape, tuple(_Piece.of(part) for part in array.parts), sharding)
+    places = [(p.tensor.shape[0], None if p.columns is None else p.columns.stop - p.columns.start) for p in array.parts]
+    program = _program(array.shape, tuple(places), sharding)
     found = program([fill(_alone(part, mesh.size), dtype, apart) for part in array.parts])
     return jax.block_until_ready(found)
-
-
-class _Piece(NamedTuple):
-    """The fields of a `Part` that determine where its rows go."""
-
-    shape: tuple[int, ...]
-    columns: tuple[int, int] | None
-    interleaved: bool
-
-    @classmethod
-    def of(cls, part: Part) -> _Piece:
-        columns = None if part.columns is None else (part.columns.start, part.columns.stop)
-        return cls(part.tensor.shape, columns, part.interleaved)
 
 
 def _alone(part: Part, devices: int) -> ArrayParts:
     """The tensor of a part as an array of its own, with as many rows as can be divided."""
     rows, *rest = part.tensor.shape
     padded = -(-rows // devices) * devices
-    tensor = part.tensor if padded == rows else Padded(part.tensor, padded)
+    tensor = part.tensor if padded == rows else pad_tensor(part.tensor, padded)
     return ArrayParts((padded, *rest), (Part(part.label, tensor),), stored=True)
 
 
 @cache
-def _program(shape: tuple[int, ...], pieces: tuple[_Piece, ...], sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-    """Brings the rows of tensors to their places, as `ArrayParts.rows` does on the host."""
+def _program(
+    shape: tuple[int, ...], places: tuple[tuple[int, int | None], ...], sharding: NamedSharding
+) -> Callable[[Any], jax.Array]:
+    """Brings the rows of tensors to their places, as `ArrayParts.rows` does on the host.
+
+    Args:
+      places: of each tensor its number of rows, without padding, and its width along the second axis; None for all of it.
+    """
 
     def arrange(tensors: list[jax.Array]) -> jax.Array:
-        found = []
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            width = shape[1:] if piece.columns is None else (piece.columns[1] - piece.columns[0], *shape[2:])
-            hole = (shape[0], *width)
-            tensor = tensor[: piece.shape[0]]
-            if piece.interleaved:
-                vector = len(piece.shape) == 1
-                tensor = half_from_interleaved(tensor.reshape(*hole, 1) if vector else tensor.reshape(hole))
-            found.append(tensor.reshape(hole))
+        found = [
+            tensor[:rows].reshape(shape if width is None else (shape[0], width, *shape[2:]))
+            for tensor, (rows, width) in zip(tensors, places, strict=True)
+        ]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
     return jax.jit(arrange, out_shardings=sharding)

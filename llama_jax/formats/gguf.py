@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of
+from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
     Dense,
@@ -34,11 +35,11 @@ from llama_jax.formats.lazy_tensors import (
     read_bytes,
 )
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
-from llama_jax.formats.rope_conversion import settings_and_tensors, short_decimal, with_scaling
+from llama_jax.formats.rope_conversion import settings_and_tensors, with_scaling
 from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.tensor_names import with_layers
 from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
-from llama_jax.gguf_header import MOST_ENTRIES, Header, is_gguf, open_header
+from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import join
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
@@ -74,7 +75,7 @@ TYPES = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-MOST_AXES = 4
+MAX_AXES = 4
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class BlockTensor:
 
     @property
     def blocks(self) -> Tensor:
-        """See `tensors.blocks_of`."""
+        """See `lazy_tensors.blocks_of`."""
         width = self.shape[-1] // self.block[0] * self.block[1]
         return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
 
@@ -114,11 +115,7 @@ class BlockTensor:
 
 
 def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All settings by key, see `Header.fields`, and all tensors by name.
-
-    Raises:
-      CheckpointError: a damaged file, or a tensor of a type that is not supported.
-    """
+    """All settings by key, see `Header.fields`, and all tensors by name."""
     with open_header(path, CheckpointError) as header:
         return _read(path, header, texts)
 
@@ -130,7 +127,7 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     for _ in range(tensor_count):
         name = header.string()
         axes = header.scalar("I")
-        if axes > MOST_AXES:
+        if axes > MAX_AXES:
             raise ValueError(f"tensor {shown(name)} has {axes} axes")
         *sizes, number, offset = header.scalars(header.length * axes + "IQ")
         listed.append((name, tuple(sizes[::-1]), number, offset))
@@ -142,9 +139,12 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
         if number not in TYPES:
+            from gguf import GGMLQuantizationType
+
+            named = next((kind.name for kind in GGMLQuantizationType if kind == number), number)
             known = ", ".join(kind for kind, *_ in TYPES.values())
             raise CheckpointError(
-                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
+                f"{path}: tensor {shown(name)} has type {named}; {known} are read: get the model in one of them"
             )
         kind, *block = TYPES[number]
         if name in tensors:
@@ -164,12 +164,6 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     if total > header.size:
         raise ValueError(f"its tensors have {total} bytes, the file {header.size}")
     return fields, tensors
-
-
-def _type_name(number: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
 
 
 NAMES = with_layers(
@@ -202,7 +196,7 @@ NAMES = with_layers(
     },
 )
 NORM_SUFFIX = "norm.weight"
-OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -214,11 +208,7 @@ def is_whole(path: Location) -> bool:
 
 
 def open_file(path: Location) -> Opened:
-    """The model in a file, or in all files of a split model; the weights are not read.
-
-    Raises:
-      CheckpointError: a file that is missing, damaged or of an unsupported kind.
-    """
+    """The model in a file, or in all files of a split model; the weights are not read."""
     fields: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for part in _parts(path):
@@ -255,11 +245,7 @@ def open_file(path: Location) -> Opened:
 
 
 def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The configuration that a GGUF's settings describe.
-
-    Raises:
-      ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
-    """
+    """The configuration that a GGUF's settings describe."""
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -286,16 +272,16 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     n_layers = need("block_count")
     require_positive_int(f"{architecture}.block_count", n_layers)
-    if n_layers > MOST_ENTRIES:  # lists with an entry for each layer are as long as this claims
-        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
+    if n_layers > MAX_ENTRIES:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MAX_ENTRIES}")
     fields = fields | {
-        key: _of_all_layers(key, fields[key], n_layers) for name in OF_LAYERS if (key := f"{architecture}.{name}") in fields
+        key: _uniform(key, fields[key], n_layers) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
         require_positive_int(f"{architecture}.{name}", value)
     head_dim = maybe("attention.key_length", 0)
-    more = own.fields(maybe, n_layers)
+    more = dict(FAMILIES[own.kinds[0]].constants) | own.fields(maybe, n_layers)
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
@@ -319,8 +305,8 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
 
 
-def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
-    """A setting that is the same for all layers, of which a file may give a list."""
+def _uniform(key: str, value: Any, n_layers: int) -> Any:
+    """A setting that must be the same for all layers; a file may list it for each."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
     if len(value) != n_layers or any(one != value[0] for one in value):
@@ -352,7 +338,7 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 
 def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
-    """All fields of a file, with the texts, which were skipped because reading a model does not need them."""
+    """All fields of a file, with the texts, which are not needed to read a model."""
     if isinstance(path, StoredPath):
         return fields
     with open_header(_parts(path)[0], CheckpointError) as header:
@@ -367,6 +353,7 @@ KEPT_TYPES = FILE_TYPES | {
     **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
 }
 QUANTIZATION_VERSION = 2
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # the kinds that are made
 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
@@ -389,9 +376,6 @@ def write_file(
       kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
         unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
         embedding. Vectors are float32, which llama.cpp's kernels want.
-
-    Raises:
-      CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
@@ -423,9 +407,8 @@ def write_file(
         block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
         if piece.tensor.shape[-1] % block:
             raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {stored} needs multiples of {block}")
-    most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
-        0
-    ][0]
+    matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
+    most = matrices.most_common(1)[0][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
 
     sizes = {
@@ -455,16 +438,19 @@ def write_file(
         stored_in = dict(zip(map(id, todo), kinds, strict=True))
         for piece in progress(todo) if progress else todo:
             stored = stored_in[id(piece)]
-            blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
+            blocks = blocks_of(piece.tensor) if keep and stored == piece.tensor.kind else None
             if blocks is not None:
-                write(blocks)
+                write(blocks.read(0, blocks.shape[0]))
             elif stored not in FLOATS:
                 form = QUANT_FORMATS[stored.lower()]
                 assert form.encode is not None  # of all kinds in `FILE_TYPES`
-                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
+                runs = []
+                for rows in piece.rows(FLOATS["F32"]):
+                    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that stay in a processor's cache
+                    runs += [join(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
-                write(piece.whole(FLOATS[stored]).view(np.uint8))
+                write(np.concatenate(list(piece.rows(FLOATS[stored]))).view(np.uint8))
 
 
 @contextmanager
@@ -481,7 +467,7 @@ def new_file(
     writer = GGUFWriter(path, architecture)
     try:
         for key, value in settings.items():
-            writer.add_key_value(key, _raw(value), *_gguf_types(value))
+            writer.add_key_value(key, _as_bytes(value), *_gguf_types(value))
         for name, shape, kind in tensors:
             raw = GGMLQuantizationType[kind]
             in_bytes = quants.quant_shape_to_byte_shape(shape, raw)
@@ -494,21 +480,15 @@ def new_file(
         writer.close()
 
 
-def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Rows in runs that stay in a processor's cache while they are encoded."""
-    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)
-    return (rows[first : first + step] for first in range(0, len(rows), step))
-
-
-def _raw(value: Any) -> Any:
+def _as_bytes(value: Any) -> Any:
     """The bytes of texts as they were read (`Header.string`)."""
     if isinstance(value, list):
-        return [_raw(each) for each in value]
+        return [_as_bytes(each) for each in value]
     return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:
-    """GGUF's type of a setting, and of its entries where it is a list: llama.cpp checks them."""
+    """The GGUF type of a setting, and of a list's entries; llama.cpp checks them."""
     from gguf import GGUFValueType as Type
 
     if isinstance(value, list):
@@ -517,4 +497,14 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
     return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
 
 
-FORMAT = WeightFormat("gguf", lambda path: path.is_file() and is_gguf(path), open_file, write_file, (".gguf",), is_whole)
+FORMAT = WeightFormat(
+    "gguf",
+    lambda path: path.is_file() and is_gguf(path),
+    open_file,
+    write_file,
+    suffixes=(".gguf",),
+    is_whole=is_whole,
+    dtypes=(*WeightFormat.dtypes, *get_args(Blocks)),
+    can_keep=can_be_kept,
+    in_stores=True,
+)

@@ -14,7 +14,11 @@ from llama_jax.errors import CheckpointError, ConfigError, shown
 
 # A setting by its key without the architecture's name, or the given value.
 Maybe = Callable[[str, Any], Any]
-WINDOW, PATTERN, LOCAL_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
+WINDOW_KEY, PATTERN_KEY, LOCAL_THETA_KEY = (
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.freq_base_swa",
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class Architecture:
       interleaved: whether llama.cpp rotates pairs of adjacent features, so that files store the rows of q and k interleaved;
         of the others it rotates the halves of a head.
       reads: settings that are refused in other architectures, and that `fields` reads.
-      fields: the fields of `LlamaConfig` beyond Llama's, from the settings and the number of layers.
+      fields: the fields of `LlamaConfig` beyond Llama's and `Family.constants`, from the settings and the number of layers.
       settings: the inverse.
-      fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`; where `writes_fused` they are written.
+      fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`.
       norm_shift: what files add to the weights of norms.
       whole_yarn: whether the settings of yarn that are fixed for others are read.
     """
@@ -45,14 +49,16 @@ class Architecture:
 
 def _windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
     """The window of each layer, or None; by default the last of each period has none."""
-    window, pattern = maybe(WINDOW, 0) or None, maybe(PATTERN, period)
+    window, pattern = maybe(WINDOW_KEY, 0) or None, maybe(PATTERN_KEY, period)
     if window is None:
         return [None] * n_layers
     if type(pattern) is int and pattern >= 0:
         pattern = [pattern == 0 or i % pattern < pattern - 1 for i in range(n_layers)]
     pattern = list(pattern) if hasattr(pattern, "__len__") else []
     if len(pattern) != n_layers:
-        raise ConfigError(f"{PATTERN}={shown(maybe(PATTERN, None), 40)} must be a number, or true or false for each layer")
+        raise ConfigError(
+            f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, None), 40)} must be a number, or true or false for each layer"
+        )
     return [window if windowed else None for windowed in pattern]
 
 
@@ -61,15 +67,15 @@ def _window_settings(config: LlamaConfig) -> dict[str, Any]:
     windows = {layer.window for layer in layers} - {None}
     if not windows:
         return {}
-    return {WINDOW: windows.pop(), PATTERN: [layer.window is not None for layer in layers]}
+    return {WINDOW_KEY: windows.pop(), PATTERN_KEY: [layer.window is not None for layer in layers]}
 
 
 def _only_window(maybe: Maybe, n_layers: int) -> dict[str, Any]:
-    return {"window": maybe(WINDOW, 0) or None}
+    return {"window": maybe(WINDOW_KEY, 0) or None}
 
 
 def _only_window_settings(config: LlamaConfig) -> dict[str, Any]:
-    return {} if config.window is None else {WINDOW: config.window}
+    return {} if config.window is None else {WINDOW_KEY: config.window}
 
 
 def _llama(maybe: Maybe, n_layers: int) -> dict[str, Any]:
@@ -82,19 +88,19 @@ def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
     return _only_window_settings(config) | counts
 
 
-EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
 def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
-    count, used, width = (maybe(key, 0) for key in EXPERTS)
+    count, used, width = (maybe(key, 0) for key in EXPERT_KEYS)
     hidden = {"hidden_dim": width} if width else {}
-    return {"qk_norm": "head", "experts": count, "experts_per_token": used} | hidden
+    return {"experts": count, "experts_per_token": used} | hidden
 
 
 def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
     if not config.normalize_expert_weights:
         raise CheckpointError("llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors")
-    return dict(zip(EXPERTS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
+    return dict(zip(EXPERT_KEYS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
 
 
 LLAMA4 = (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none"))
@@ -106,21 +112,21 @@ NO_QK_NORM = 128  # experts, by which llama.cpp knows the model without norms of
 def _llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     layers, theta = [LLAMA4[i % 4] for i in range(n_layers)], maybe("rope.freq_base", 10_000.0)
     # Whatever the window is, llama.cpp takes chunks of 8192.
-    chunks = _windows(lambda key, default: 8192 if key == WINDOW else maybe(key, default), n_layers, 4)
+    chunks = _windows(lambda key, default: 8192 if key == WINDOW_KEY else maybe(key, default), n_layers, 4)
     if maybe(LLAMA4_STEP, 1) != 1:
         raise ConfigError(f"{LLAMA4_STEP}={shown(maybe(LLAMA4_STEP, 1), 40)} is not supported: all layers must have experts")
     if chunks != [layer.chunk for layer in layers]:
-        raise ConfigError(f"{PATTERN}={shown(maybe(PATTERN, 4), 40)} is not supported; 4 is")
-    if maybe(WINDOW, 8192) == 0:
-        raise ConfigError(f"{WINDOW}=0 is not supported; a llama4 has chunks")
-    if maybe(LOCAL_THETA, theta) != theta:
-        raise ConfigError(f"{LOCAL_THETA}={shown(maybe(LOCAL_THETA, theta), 40)} is not supported; a llama4 has one theta")
+        raise ConfigError(f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, 4), 40)} is not supported; 4 is")
+    if maybe(WINDOW_KEY, 8192) == 0:
+        raise ConfigError(f"{WINDOW_KEY}=0 is not supported; a llama4 has chunks")
+    if maybe(LOCAL_THETA_KEY, theta) != theta:
+        raise ConfigError(
+            f"{LOCAL_THETA_KEY}={shown(maybe(LOCAL_THETA_KEY, theta), 40)} is not supported; a llama4 has one theta"
+        )
     return _qwen3moe(maybe, n_layers) | {
         "layers": tuple(layers),
         "qk_norm": None if maybe("expert_count", 0) == NO_QK_NORM else "l2",
         "query_scaling": LLAMA4_SCALING,
-        "expert_scores": "sigmoid",
-        "shared_expert": True,
     }
 
 
@@ -152,15 +158,14 @@ def _smollm3_settings(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _olmo2(maybe: Maybe, n_layers: int) -> dict[str, Any]:
-    found = {"norm": "post", "qk_norm": "all"}
     windows = _windows(maybe, n_layers, 4)
     if not any(windows):
-        return found
-    theta = maybe(LOCAL_THETA, None)
+        return {}
+    theta = maybe(LOCAL_THETA_KEY, None)
     theta = None if theta == maybe("rope.freq_base", 10_000.0) else theta
     scaled = maybe("rope.scaling.type", "none") != "none"
     local = lambda window: LayerConfig(window, "unscaled", theta) if scaled or theta is not None else LayerConfig(window)
-    return found | {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
+    return {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
 
 
 def _local_theta(config: LlamaConfig) -> float:
@@ -170,35 +175,31 @@ def _local_theta(config: LlamaConfig) -> float:
 
 def _olmo2_settings(config: LlamaConfig) -> dict[str, Any]:
     found = _window_settings(config)
-    return found | ({LOCAL_THETA: float(_local_theta(config))} if found else {})
+    return found | ({LOCAL_THETA_KEY: float(_local_theta(config))} if found else {})
 
 
-LARGEST_GEMMA3 = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
+GEMMA3_27B_LAYERS = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
 
 
 def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
-    dim, n_heads, theta = maybe("embedding_length", 1), maybe("attention.head_count", 1), maybe(LOCAL_THETA, 10_000.0)
+    dim, n_heads, theta = maybe("embedding_length", 1), maybe("attention.head_count", 1), maybe(LOCAL_THETA_KEY, 10_000.0)
     windows = _windows(maybe, n_layers, 6)
     return {
         "layers": tuple(LayerConfig() if w is None else LayerConfig(w, "unscaled", theta) for w in windows),
-        "norm": "both",
-        "norm_offset": 1.0,
-        "qk_norm": "head",
-        "activation": "gelu",
         "embedding_multiplier": float(dim) ** 0.5,
-        "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == LARGEST_GEMMA3 else None,
+        "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == GEMMA3_27B_LAYERS else None,
     }
 
 
 def _gemma3_settings(config: LlamaConfig) -> dict[str, Any]:
-    divisor = config.dim // config.n_heads if config.n_layers == LARGEST_GEMMA3 else config.head_dim
+    divisor = config.dim // config.n_heads if config.n_layers == GEMMA3_27B_LAYERS else config.head_dim
     if abs(config.score_scale**-2 - divisor) > 1e-6 * divisor:
         raise CheckpointError(
             f"attention_multiplier={config.attention_multiplier} has no place in GGUF, whose readers take"
             f" {divisor} ** -0.5 for a Gemma 3 of {config.n_layers} layers; write safetensors"
         )
     found = _window_settings(config)
-    return found | ({LOCAL_THETA: float(_local_theta(config))} if found else {})
+    return found | ({LOCAL_THETA_KEY: float(_local_theta(config))} if found else {})
 
 
 GRANITE = {
@@ -244,24 +245,24 @@ def _phi3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 PHI3_FUSED = {"blk.{}.attn_qkv.weight": ("q", "k", "v"), "blk.{}.ffn_up.weight": ("gate", "up")}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW), _llama, _llama_settings),
-    "qwen2": Architecture(("qwen2",), fields=lambda maybe, n: {"qkv_bias": True}),
-    "qwen3": Architecture(("qwen3",), fields=lambda maybe, n: {"qk_norm": "head"}),
-    "qwen3moe": Architecture(("qwen3_moe",), False, EXPERTS[:1], _qwen3moe, _qwen3moe_settings),
+    "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW_KEY), _llama, _llama_settings),
+    "qwen2": Architecture(("qwen2",)),
+    "qwen3": Architecture(("qwen3",)),
+    "qwen3moe": Architecture(("qwen3_moe",), False, EXPERT_KEYS[:1], _qwen3moe, _qwen3moe_settings),
     "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
-    "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW,), _olmo2, _olmo2_settings),
-    "gemma3": Architecture(("gemma3_text",), False, (WINDOW,), _gemma3, _gemma3_settings, norm_shift=1.0),
+    "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW_KEY,), _olmo2, _olmo2_settings),
+    "gemma3": Architecture(("gemma3_text",), False, (WINDOW_KEY,), _gemma3, _gemma3_settings, norm_shift=1.0),
     "granite": Architecture(("granite",), True, tuple(GRANITE), _granite, _granite_settings),
     "mistral3": Architecture(
         ("ministral3",), True, ("attention.temperature_scale",), _mistral3, _mistral3_settings, whole_yarn=True
     ),
-    "phi3": Architecture(("phi3",), False, (WINDOW,), _phi3, _only_window_settings, PHI3_FUSED),
-    "llama4": Architecture(("llama4_text",), True, (EXPERTS[0], WINDOW), _llama4, _llama4_settings),
+    "phi3": Architecture(("phi3",), False, (WINDOW_KEY,), _phi3, _only_window_settings, PHI3_FUSED),
+    "llama4": Architecture(("llama4_text",), True, (EXPERT_KEYS[0], WINDOW_KEY), _llama4, _llama4_settings),
 }
 # Settings that change what is computed; a value other than 0 is refused where the architecture does not read it.
 REFUSED = (
     "expert_count",
-    WINDOW,
+    WINDOW_KEY,
     "attention.temperature_scale",
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -274,11 +275,7 @@ REFUSED = (
 
 
 def architecture_of(kind: Kind) -> str:
-    """The name of the architecture of a family of models.
-
-    Raises:
-      CheckpointError: there is none.
-    """
+    """The name of the architecture of a family of models."""
     for name, architecture in ARCHITECTURES.items():
         if kind in architecture.kinds:
             return name

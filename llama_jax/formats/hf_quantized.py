@@ -25,7 +25,7 @@ from llama_jax.ops.weights.scaled_formats import GROUPS
 from llama_jax.storage import StoredPath
 
 METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
-SMALLEST_GROUP = 32
+MIN_GROUP = 32
 COMPRESSED_TENSORS = "compressed-tensors"
 
 
@@ -53,11 +53,7 @@ class Scheme:
 
 
 def scheme_from_dict(found: Any) -> Scheme:
-    """The scheme that a parsed ``quantization_config`` describes.
-
-    Raises:
-      ConfigError: an unsupported method, or an unsupported setting of one.
-    """
+    """The scheme that a parsed ``quantization_config`` describes."""
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
     method = found.get("quant_method")
@@ -78,7 +74,7 @@ def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
 
 
 def _need(found: Mapping[str, Any], where: str, **allowed: Sequence[Any]) -> None:
-    """Raise for a setting that has none of the accepted values; the first of them is the default of a missing one."""
+    """Raise for a setting without an accepted value; the first value is the default."""
     for name, values in allowed.items():
         value = found.get(name, values[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
@@ -90,8 +86,8 @@ def _group(value: Any) -> int | None:
     """A group's size; None for -1, which stands for a whole row."""
     if value == -1:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < SMALLEST_GROUP or value % SMALLEST_GROUP:
-        raise _unsupported("group_size", value, f"a multiple of {SMALLEST_GROUP}, or -1, is read")
+    if isinstance(value, bool) or not isinstance(value, int) or value < MIN_GROUP or value % MIN_GROUP:
+        raise _unsupported("group_size", value, f"a multiple of {MIN_GROUP}, or -1, is read")
     return value
 
 
@@ -138,8 +134,8 @@ def _block(value: Any, name: str) -> tuple[int, int] | None:
     sizes = value if isinstance(value, list) and len(value) == 2 else []
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or not 0 < n <= 1 << 20 for n in sizes):
         raise _unsupported(name, value, "two sizes, as [128, 128], are read")
-    if sizes[1] % SMALLEST_GROUP:
-        raise _unsupported(name, value, f"columns in multiples of {SMALLEST_GROUP} are read")
+    if sizes[1] % MIN_GROUP:
+        raise _unsupported(name, value, f"columns in multiples of {MIN_GROUP} are read")
     return sizes[0], sizes[1]
 
 
@@ -192,7 +188,7 @@ RAW = FLOATS | {
 PER_WORD = 8  # integers of 4 bits in one of 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the nibbles of a word are, from the lowest
 NESTED = 256  # blocks of the whole tensor that share a nested factor
-ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them as columns
+TRANSPOSED_ROWS = 512  # rows to read at a time of a tensor whose file has them as columns
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ class QuantizedTensor(ABC):
 
     @property
     def blocks(self) -> Tensor | None:
-        """See `tensors.blocks_of`."""
+        """See `lazy_tensors.blocks_of`."""
         return RowBytes(self)
 
     def part(self, end: str, start: int, stop: int) -> np.ndarray:
@@ -240,11 +236,11 @@ class QuantizedTensor(ABC):
         return read_rows(self.parts[end], start, stop)
 
     def grouped(self, values: np.ndarray) -> np.ndarray:
-        """Integers of 4 bits plus 8, uint8[rows, columns / 2], as those of the kind, see `planes.packed`."""
+        """4-bit integers plus 8, uint8[rows, columns / 2], in the layout of the kind, see `planes.packed`."""
         return (values ^ 0x88).reshape(len(values), -1, self.form.block // 2)
 
     def spread(self, found: np.ndarray, dtype: Any) -> np.ndarray:
-        """What the groups of the file share, [rows, groups], for each group of the kind: [rows, columns / block]."""
+        """Values that the file's groups share, [rows, groups], for each group of the kind: [rows, columns / block]."""
         columns = self.shape[1]
         width = self.scheme.block[1] if self.scheme.block else self.scheme.group or columns
         return np.repeat(found, width // self.form.block, axis=1)[:, : columns // self.form.block].astype(dtype)
@@ -291,9 +287,9 @@ class ColumnMajor(QuantizedTensor):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows to read at a time: of an object in a store all, since few of them take as long."""
+        """Rows to read at a time; all rows of an object in a store, since a few take as long."""
         stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
-        return self.shape[0] if stored else ROWS_OF_TURNED
+        return self.shape[0] if stored else TRANSPOSED_ROWS
 
     def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
         """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""
@@ -430,7 +426,7 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
 
 
 QUANT_STATE = ".weight.quant_state.bitsandbytes__nf4"
-MOST_STATE = 1 << 12  # bytes of a state
+MAX_STATE_BYTES = 1 << 12  # bytes of a state
 SCALES = ("F32", "F16", "BF16")
 # By layout: the end of the name that tells a quantized weight, those that it must have, and those that it may have.
 ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -446,17 +442,13 @@ ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # What quantizes activations, which are computed in full here.
-OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
+ACTIVATION_ENDS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name.
-
-    Raises:
-      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantized weight.
-    """
+    """The tensors of a folder; those of a quantized weight become one tensor under the weight's name."""
     signs, needed, optional = ENDS[scheme.layout]
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_ENDS)}
     stems = [name.removesuffix(sign) for sign in signs for name in tensors if name.endswith(sign)]
     for stem in stems:
         parts: dict[str, Any] = {}
@@ -504,20 +496,13 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
         high, width = scheme.block
         need(end, SCALES, (-(-shape[0] // high), -(-shape[1] // width)))
         return Scaled(name, parts, shape, _in_groups(name, "fp8", width, shape[1]), scheme)
-    if layout == "packed":
-        rows, columns = sizes(".weight_packed")
-    elif layout == "gptq":
-        columns, rows = sizes(".qweight")
-    else:
-        columns, rows = sizes(".qweight")
-        rows *= PER_WORD
-    if layout in ("packed", "gptq"):
-        columns *= PER_WORD
+    is_packed = layout == "packed"
+    a, b = sizes(".weight_packed" if is_packed else ".qweight")
+    shape = rows, columns = (a, b * PER_WORD) if is_packed else (b, a * PER_WORD) if layout == "gptq" else (b * PER_WORD, a)
     width = scheme.group or columns
     groups = -(-columns // width)
     form = _in_groups(name, "int4" if scheme.symmetric else "int4_asym", width, columns)
-    shape = (rows, columns)
-    if layout == "packed":
+    if is_packed:
         need(".weight_packed", ("I32",), (rows, columns // PER_WORD))
         need(".weight_scale", SCALES, (rows, groups))
         need(".weight_shape", ("I64", "I32"), (2,))
@@ -584,7 +569,7 @@ def _state(part: Dense, name: str) -> dict[str, Any]:
     """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
     size = bytes_of(part)
     try:
-        if part.kind != "U8" or size > MOST_STATE:
+        if part.kind != "U8" or size > MAX_STATE_BYTES:
             raise ValueError(f"it has {size} bytes of {part.kind}")
         found = json.loads(read_bytes(part.path, part.offset, size).tobytes())
         rows, columns = found["shape"]

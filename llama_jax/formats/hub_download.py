@@ -20,11 +20,11 @@ from llama_jax.formats.tokenizer_files import SETTINGS_FILES
 from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.consistent_reader import FOLDER, TransientError
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
-from llama_jax.tokenizers.load import NAMES
+from llama_jax.tokenizers.load import VOCABULARY_NAMES
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
-EXAMPLE = "ORGANIZATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
-PLACE = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
+PLACE_EXAMPLE = "ORGANIZATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
+PLACE_PATTERN = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
 
 
 class Fetched(NamedTuple):
@@ -48,9 +48,9 @@ def fetch(place: str, revision: str | None = None, folder: Path | None = None) -
       CheckpointError: no such repository, one that may not be read, nothing in it that is read here, several models, no
         network, or no room on the disk.
     """
-    found = PLACE.fullmatch(place)
+    found = PLACE_PATTERN.fullmatch(place)
     if found is None:
-        raise CheckpointError(f"{place!r} is not a repository of the hub; give {EXAMPLE}")
+        raise CheckpointError(f"{place!r} is not a repository of the hub; give {PLACE_EXAMPLE}")
     name, within, inside = found[1], found[2], found[3] or ""
     if revision is not None and within is not None and revision != within:
         raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; give one of them")
@@ -120,7 +120,7 @@ def _is_alone(name: str) -> bool:
 
 def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
     """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
-    beside = [name for name in ("config.json", *NAMES, *SETTINGS_FILES) if name in sizes]
+    beside = [name for name in ("config.json", *VOCABULARY_NAMES, *SETTINGS_FILES) if name in sizes]
     for format in FORMATS.values():
         if format.files is not None and (names := format.files(sizes, read, place)):
             return [*names, *beside]
@@ -134,7 +134,7 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
         return _alone(firsts[0], sizes)
     if ADAPTER_CONFIG in sizes and ADAPTER_WEIGHTS in sizes:
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    if set(NAMES) & set(beside):
+    if set(VOCABULARY_NAMES) & set(beside):
         return beside
     raise CheckpointError(
         f"{place} holds no model that is read here: no weights beside a config.json, no .pth of Meta's, no GGUF"
@@ -146,7 +146,7 @@ def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
     if SPLIT_NAME.search(file):
         stem = SPLIT_NAME.sub("", file)
         return sorted(name for name in sizes if SPLIT_NAME.search(name) and SPLIT_NAME.sub("", name) == stem)
-    return [file, *(name for name in (*NAMES, *SETTINGS_FILES) if name in sizes and not file.endswith(".gguf"))]
+    return [file, *(name for name in (*VOCABULARY_NAMES, *SETTINGS_FILES) if name in sizes and not file.endswith(".gguf"))]
 
 
 def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:

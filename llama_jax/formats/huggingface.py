@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.formats.hf_quantized import Scheme, scheme_from_dict, with_weights
+from llama_jax.formats.hf_quantized import scheme_from_dict, with_weights
 from llama_jax.formats.huggingface_families import FAMILIES, object_in
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
@@ -46,19 +46,24 @@ from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.paths import LARGEST_JSON, read_object
+from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# Name of a setting in the file, by its name here, for messages.
-SETTING_NAMES = {
+# The setting of each field that all families write alike.
+SIZES = {
+    "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
+}
+# Those that messages name.
+SETTING_NAMES = SIZES | {
     "window": "sliding_window",
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -87,7 +92,7 @@ SUPPORTED = {
 # Our names of settings of a rope scaling by those in the file, where the two differ.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
 # What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
-ROPE = {
+ROPE_SETTINGS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -104,11 +109,11 @@ ROPE = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
-OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+OPTIONAL_ROPE = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 # What else it may say, since it changes nothing.
-HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
-ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
-MOST_LAYERS = 10_000
+IGNORED_ROPE = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+ATTEND_KEY = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
+MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -122,23 +127,13 @@ def read_config(folder: Location) -> LlamaConfig:
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
-def read_scheme(folder: Location) -> Scheme | None:
-    """How the weights of a folder with this ``config.json`` are quantized; None if they are not."""
-    found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
-    return None if found is None else scheme_from_dict(found)
-
-
 def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
     """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
     (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
 
 
 def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
-
-    Raises:
-      ConfigError: a model that is not a Llama, or a setting that this library does not support.
-    """
+    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents."""
     if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
         shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
         found = shared | dict(text)
@@ -156,15 +151,15 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
         require_positive_int(name, found[name])
-    if found["num_hidden_layers"] > MOST_LAYERS:  # lists with an entry for each layer are as long as this claims
-        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MOST_LAYERS}")
+    if found["num_hidden_layers"] > MAX_LAYERS:  # lists with an entry for each layer are as long as this claims
+        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MAX_LAYERS}")
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
         del found["rope_scaling"]  # it is given in the other spelling
     found = family.rope(found)
     theta, scaling = _rope(found)
-    more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
+    more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
     # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
     extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(SCALING_NOTE)
@@ -183,7 +178,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
-        attend=found.get(ATTEND),
+        attend=found.get(ATTEND_KEY),
         **more,
     )
     return config if note is None else with_note(config, note)
@@ -199,11 +194,11 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE:
-        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE))} are")
-    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+    if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
+        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE_SETTINGS))} are")
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind])]
     for name in extra:
-        if (name, scaling[name]) not in HARMLESS:
+        if (name, scaling[name]) not in IGNORED_ROPE:
             raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
     if kind == "default":
         return theta, None
@@ -212,26 +207,22 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
-            _require_ratio(context, original)
+            for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
+                if not isinstance(value, int | float) or not 0 < value < 1e30:
+                    raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
             scaling["factor"] = context / original
     if kind == "llama3" and found.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
     if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
         for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
             scaling.pop(name, None)
-    missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
+    missing = [name for name in ROPE_SETTINGS[kind] if name not in scaling and name not in OPTIONAL_ROPE]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
-    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
+    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE_SETTINGS[kind] if name in scaling}
     if kind == "dynamic":  # the context in the file is what the model was first trained at
         settings["original_max_seq_len"] = context
     return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
-
-
-def _require_ratio(context: Any, original: Any) -> None:
-    for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-        if not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
 
 
 def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +236,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
 
     A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
     """
-    found = _in_their_words(in_known_kinds(config))
+    found = _plain_settings(in_known_kinds(config))
     if config_from_dict(found) != config and config.rope_scaling is not None:
         found[SCALING_NOTE] = note_of(config)
     back = config_from_dict(found)
@@ -255,7 +246,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     return found
 
 
-def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
+def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     context: Any
     context, scaling = config.max_seq_len, config.rope_scaling
@@ -271,21 +262,13 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
     return {
         "model_type": config.kind,
         "architectures": [family.architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.hidden_dim,
+        **{setting: getattr(config, field) for field, setting in SIZES.items()},
         "max_position_embeddings": context,
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": parameters,
-        "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        **({} if config.attend is None else {ATTEND: config.attend}),
+        **({} if config.attend is None else {ATTEND_KEY: config.attend}),
     } | family.settings(config, parameters)
 
 
@@ -327,19 +310,16 @@ FUSED = {
 IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # The two ways to store the weights, the better first: name of a single file, and of the index of several.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def open_folder(path: Location) -> Opened:
-    """The model in a folder, or in that of one of its files; its weights are not read.
-
-    Raises:
-      CheckpointError: a file that is missing, damaged or of an unsupported kind.
-    """
+    """The model in a folder, or in that of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
-    scheme = read_scheme(folder)
+    quantization = read_object(folder / "config.json", CheckpointError).get("quantization_config")
+    scheme = None if quantization is None else scheme_from_dict(quantization)
     for (single, index), read, what in (
         (SAFETENSORS, read_safetensors, "safetensors"),
         (PICKLED, read_tensors, "pytorch_model.bin"),
@@ -351,7 +331,7 @@ def open_folder(path: Location) -> Opened:
         else:
             continue
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
-        tensors = _of_text(tensors)
+        tensors = _language_model_tensors(tensors)
         tensors = split_fused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
@@ -361,7 +341,7 @@ def open_folder(path: Location) -> Opened:
             format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
             path=folder,
             config=config,
-            tensors=_with_experts(folder, config, _experts_joined(folder, tensors)),
+            tensors=_check_experts(folder, config, _join_experts(folder, tensors)),
             names=names_of(config),
             interleaved=is_interleaved(config),
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
@@ -376,7 +356,7 @@ LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.
 OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
 
 
-def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _language_model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the language model of a multimodal one, under the names of a text-only model."""
     found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
     if len(found) == len(tensors):
@@ -420,7 +400,7 @@ def is_interleaved(config: LlamaConfig) -> bool:
 EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
 
 
-def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, with those of a layer's experts as [E, rows, columns] under the names in the table."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
@@ -447,8 +427,8 @@ def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; CheckpointError where a layer has no experts, by the name that files have."""
+def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; CheckpointError if a layer has no experts, by the names in files."""
     names = names_of(config)
     for layer in range(config.n_layers if config.experts else 0):
         for part in ("expert_gate", "expert_up", "expert_down"):
@@ -460,7 +440,7 @@ def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tens
     return tensors
 
 
-def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
+def _split_experts(piece: WrittenTensor) -> list[WrittenTensor]:
     """A tensor to be written, or the experts' tensors if it holds several."""
     if len(piece.tensor.shape) < 3:
         return [piece]
@@ -484,22 +464,18 @@ def recognizes(path: Location) -> bool:
 
 
 def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
-    """See `WeightFormat.files`.
-
-    Raises:
-      CheckpointError: a damaged index, or one of files that are not there.
-    """
+    """See `WeightFormat.files`."""
     if "config.json" not in names:
         return None
     for single, index in (SAFETENSORS, PICKLED):
         if index in names:
-            return [index, *_indexed(read(index), names, f"{place}/{index}")]
+            return [index, *_index_files(read(index), names, f"{place}/{index}")]
         if single in names:
             return [single]
     return None
 
 
-def _indexed(content: bytes, there: Collection[str], index: str) -> list[str]:
+def _index_files(content: bytes, there: Collection[str], index: str) -> list[str]:
     """The files that an index of weights names."""
     try:
         names = sorted(set(json.loads(content)["weight_map"].values()))
@@ -529,7 +505,7 @@ def write_folder(
     """Write a model into an empty folder, tensor by tensor.
 
     Args:
-      kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
+      kind: the type of all tensors, by its name in safetensors; None keeps each tensor's own.
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
     names = names_of(opened.config)
@@ -539,7 +515,7 @@ def write_folder(
         todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
         names |= fused_names
     else:
-        todo = [one for piece in todo for one in _experts_apart(piece)]
+        todo = [one for piece in todo for one in _split_experts(piece)]
     if opened.config.kind == "phi3":
         todo, fused_names = fuse(todo, FUSED)
         names |= fused_names
@@ -571,7 +547,7 @@ def write_folder(
         tokenizer.save(folder)
         ids |= token_ids(tokenizer)
     write_about(folder, opened.about())
-    write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
+    write_config(folder, opened.config, dtype=CONFIG_DTYPES[kinds[0]], **ids)
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
@@ -587,12 +563,12 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 
 def read_safetensors(path: Location) -> dict[str, Tensor]:
-    """The tensors of a file. The library checks the header against the file, and does not tell where the data begin."""
+    """The tensors of a file. The library checks its header, but does not tell where the data begin."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
-    if LARGEST_JSON < size < path.stat().st_size:
+    if MAX_JSON_BYTES < size < path.stat().st_size:
         raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
     try:
-        with _header_alone(path, size) as local, safe_open(local, framework="numpy"):
+        with _local_header(path, size) as local, safe_open(local, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
@@ -605,7 +581,7 @@ def read_safetensors(path: Location) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _header_alone(path: Location, size: int) -> Iterator[Path]:
+def _local_header(path: Location, size: int) -> Iterator[Path]:
     """A file that the library can open: for an object in a store a sparse file of equal length with the header alone."""
     if not isinstance(path, StoredPath):
         yield path
@@ -630,7 +606,7 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
         there = folder / name
-        # Of a name that no file can have, Path.is_file raises.
+        # Path.is_file raises for a name that no file can have.
         if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}
@@ -675,4 +651,6 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
 
 
-FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files)
+FORMAT = WeightFormat(
+    "safetensors", recognizes, open_folder, write_folder, files=files, in_stores=True, names_attention=True
+)

@@ -30,6 +30,7 @@ class Family:
       absent: what transformers takes for a setting that is not there.
       reads: settings that `PLAIN` refuses in other families and `fields` reads, or that mean nothing to this one.
       fields: the fields of `LlamaConfig` beyond Llama's, from all settings.
+      constants: those that are the same in all its models, in every file format.
       settings: the inverse, from the configuration and its rope settings as a Llama has them.
       rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not given as in a Llama.
       interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved; of the
@@ -43,6 +44,7 @@ class Family:
     settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = _nothing
     rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
     interleaved: bool = False
+    constants: ConfigJson = field(default_factory=dict)
 
 
 def number_in(found: ConfigJson, name: str) -> float:
@@ -152,7 +154,7 @@ def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Rope settings for each kind of layer: those of full attention are the model's, a window's have a theta alone.
+    """Rope settings per kind of layer: those of full attention are the model's; windows have only a theta.
 
     Args:
       local: how older files call the theta of layers with a window; None where it is that of the others.
@@ -183,14 +185,6 @@ def _unscaled_windows(found: ConfigJson, usual: Callable[[int], str]) -> tuple[L
     return tuple(sliding if kind == SLIDING else LayerConfig() for kind in _layer_types(found, usual))
 
 
-def _olmo(found: ConfigJson) -> dict[str, Any]:
-    return _alike(found) | {"norm": "post", "qk_norm": "all"}
-
-
-def _olmo3(found: ConfigJson) -> dict[str, Any]:
-    return {"norm": "post", "qk_norm": "all", "layers": _unscaled_windows(found, _every(4, FULL, SLIDING))}
-
-
 def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     sliding = next((layer for layer in config.layer_kinds if layer.window is not None), LayerConfig())
     local = {"rope_type": "default", "rope_theta": sliding.rope_theta or config.rope_theta}
@@ -206,10 +200,6 @@ def _gemma3(found: ConfigJson) -> dict[str, Any]:
         raise ConfigError(f"hidden_activation={shown(activation)} is not supported; a gemma3_text has 'gelu_pytorch_tanh'")
     return {
         "layers": _unscaled_windows(found, _every(period or 6, FULL, SLIDING)),
-        "norm": "both",
-        "norm_offset": 1.0,
-        "qk_norm": "head",
-        "activation": "gelu",
         "embedding_multiplier": float(found["hidden_size"]) ** 0.5,
         "attention_multiplier": None if scalar == found["head_dim"] else scalar**-0.5,
     }
@@ -296,7 +286,6 @@ def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
         if found.get(name, supported) not in (supported, None):
             raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
     return _alike(found) | {
-        "qk_norm": "head",
         "hidden_dim": found["moe_intermediate_size"],
         "experts": found.get("num_experts") or found["num_local_experts"],
         "experts_per_token": found["num_experts_per_tok"],
@@ -336,8 +325,6 @@ def _llama4(found: ConfigJson) -> dict[str, Any]:
         "query_scaling": QueryScaling(found["attn_scale"], found["floor_scale"], 1, rotated=False) if scaled else None,
         "experts": found["num_local_experts"],
         "experts_per_token": found["num_experts_per_tok"],
-        "expert_scores": "sigmoid",
-        "shared_expert": True,
     }
 
 
@@ -367,6 +354,9 @@ def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _WIDE = _MISTRAL | {"head_dim": 128, "rms_norm_eps": 1e-5}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+_SMALL = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
+_HEADS = {"head_dim": 128}
+_OLMO = {"norm": "post", "qk_norm": "all"}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", fields=_alike),
     "mistral": Family(
@@ -377,15 +367,9 @@ FAMILIES: dict[str, Family] = {
         _own_window,
     ),
     # Where use_sliding_window is set, which is refused, Qwen reads sliding_window.
-    "qwen2": Family(
-        "Qwen2ForCausalLM", _QWEN, ("sliding_window",), lambda found: _alike(found) | {"qkv_bias": True}, _no_window
-    ),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, ("sliding_window",), _alike, _no_window, constants={"qkv_bias": True}),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _QWEN | {"head_dim": 128},
-        ("sliding_window",),
-        lambda found: _alike(found) | {"qk_norm": "head"},
-        _no_window,
+        "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _alike, _no_window, constants={"qk_norm": "head"}
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -396,26 +380,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32_768,
-            "moe_intermediate_size": 768,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
+        _SMALL | {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
         ("sliding_window", "num_local_experts"),
         _qwen3_moe,
         _qwen3_moe_settings,
+        constants={"qk_norm": "head"},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32_768,
-            "rope_theta": 2_000_000.0,
-            "tie_word_embeddings": True,
-        },
+        _SMALL | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
         ("sliding_window", "use_sliding_window"),
         _smollm3,
         _smollm3_settings,
@@ -462,14 +435,15 @@ FAMILIES: dict[str, Family] = {
         _ministral3_settings,
         _ministral3_rope,
     ),
-    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, (), _olmo),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, (), _alike, constants=_OLMO),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         ("sliding_window",),
-        _olmo3,
+        lambda found: {"layers": _unscaled_windows(found, _every(4, FULL, SLIDING))},
         _local_rope,
         _rope_by_kind(None),
+        constants=_OLMO,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -489,6 +463,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3,
         _gemma3_settings,
         _rope_by_kind("rope_local_base_freq"),
+        constants={"norm": "both", "norm_offset": 1.0, "qk_norm": "head", "activation": "gelu"},
     ),
     "granite": Family("GraniteForCausalLM", dict.fromkeys(MULTIPLIERS, 1.0), MULTIPLIERS, _granite, _granite_settings),
     "phi3": Family(
@@ -517,5 +492,6 @@ FAMILIES: dict[str, Family] = {
         _llama4,
         _llama4_settings,
         interleaved=True,
+        constants={"expert_scores": "sigmoid", "shared_expert": True},
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +17,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights import QuantFormat, QuantizedWeight
 from llama_jax.ops.weights.format_spec import join
 from llama_jax.storage import Location, StoredPath
@@ -32,11 +34,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
-    """The type that parameters are read in: `dtype`, or for None the stored one.
-
-    Raises:
-      CheckpointError: JAX would convert it to another type, as float64 without jax_enable_x64.
-    """
+    """The type that parameters are read in: `dtype`, or for None the stored one."""
     target = stored if dtype is None else jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
@@ -47,9 +45,9 @@ def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
     """The default type of the parameters that are floats, and of the computation.
 
     Args:
-      embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
-      stored: its type if it is not, which is the result then; but for float16 on a CPU, where XLA has no fast matmul of it
-        (a 135M model decodes at an eighth of the speed of float32): float32.
+      embedding: if it is quantized, the result is bfloat16 on accelerators and float32, in which kernels compute, on a CPU.
+      stored: its type, which is the result if it is not quantized; except that float16 gives float32 on a CPU, where XLA has
+        no fast matmul for it (a 135M model decodes at an eighth of the speed of float32).
     """
     if lowering_platform() == "cpu":
         return FLOATS["F32"] if stored == FLOATS["F16"] else stored
@@ -73,6 +71,18 @@ class TensorInfo(Protocol):
         ...
 
 
+class Unquantized:
+    """Base of tensors with one number per entry: `kind` and `nbytes` follow from shape and dtype."""
+
+    @property
+    def kind(self: Any) -> str:
+        return kind_of(self.dtype)
+
+    @property
+    def nbytes(self: Any) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class OrbaxWeightInfo:
     """The description of a quantized weight in orbax's format."""
@@ -94,6 +104,11 @@ class Tensor(TensorInfo, Protocol):
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop), in memory that the caller may change."""
         ...
+
+
+def min_rows(tensor: TensorInfo) -> int:
+    """The least number of rows to read at a time; fewer take as long."""
+    return getattr(tensor, "rows_at_once", 1)
 
 
 def blocks_of(tensor: TensorInfo) -> Tensor | None:
@@ -160,29 +175,67 @@ class Derived:
         return self.tensor.nbytes
 
     @property
+    def rows_at_once(self) -> int:
+        return min_rows(self.tensor)
+
+    @property
     def blocks(self) -> Tensor | None:
         """The same of the other's `blocks`: rows are moved with all that they hold."""
         found = blocks_of(self.tensor)
         return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
 
 
-@dataclass(frozen=True)
-class RowRange(Derived):
-    """Rows [start, stop) of a tensor as a tensor of their own."""
+@dataclass(frozen=True, eq=False)
+class MappedRows(Derived):
+    """A tensor whose row i is row `index[i]` of another, or zeros where that is -1."""
 
-    start: int
-    stop: int
+    index: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start, *self.tensor.shape[1:])
+        return (len(self.index), *self.tensor.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes * (self.stop - self.start) // self.tensor.shape[0]
+        return self.tensor.nbytes * len(self.index) // self.tensor.shape[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.tensor.read(self.start + start, self.start + stop)
+        index = self.index[start:stop]
+        present = index >= 0
+        if not present.any():
+            return np.zeros((len(index), *self.shape[1:]), self.dtype)
+        first = int(index[present].min())
+        found = self.tensor.read(first, int(index.max()) + 1)
+        if len(found) == len(index) and np.array_equal(index, np.arange(first, first + len(index))):
+            return found
+        if present.all():
+            return found[index - first]
+        rows = np.zeros((len(index), *found.shape[1:]), found.dtype)
+        rows[present] = found[index[present] - first]
+        return rows
+
+
+def pad_tensor(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor, followed by zeros up to a number of rows."""
+    index = np.arange(rows)
+    return MappedRows(tensor, np.where(index < tensor.shape[0], index, -1))
+
+
+def repeat_heads(tensor: Tensor, head_dim: int, copies: int) -> Tensor:
+    """A key or value projection with each head repeated: its copies follow one another."""
+    heads = np.arange(tensor.shape[0]).reshape(-1, head_dim)
+    return MappedRows(tensor, np.repeat(heads, copies, axis=0).reshape(-1))
+
+
+def permute_rope(tensor: Tensor, head_dim: int, *, interleave: bool) -> Tensor:
+    """A query or key projection with the rows of each head in the interleaved rotary layout, or in the half layout."""
+    return MappedRows(tensor, _rope_order(tensor.shape[0], head_dim, interleave))
+
+
+@lru_cache(maxsize=16)
+def _rope_order(rows: int, head_dim: int, interleave: bool) -> np.ndarray:
+    heads = np.arange(rows).reshape(-1, head_dim, 1)
+    return (interleaved_from_half if interleave else half_from_interleaved)(heads).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -199,7 +252,7 @@ class Offset(Derived):
 
 @dataclass(frozen=True)
 class Transposed(Derived):
-    """A tensor of matrices, each transposed, and of the rows of each those from `first` to `last`, None for the end."""
+    """A tensor of matrices, each transposed and cut to its rows [first, last); None is the end."""
 
     first: int = 0
     last: int | None = None
@@ -216,24 +269,6 @@ class Transposed(Derived):
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self.tensor.read(start, stop).swapaxes(1, 2)[:, self.first : self.last])
-
-
-@dataclass(frozen=True)
-class Padded(Derived):
-    """A tensor followed by rows of zeros."""
-
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        end = self.tensor.shape[0]
-        if stop <= end:
-            return self.tensor.read(start, stop)
-        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
-        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
 
 
 @dataclass(frozen=True)
@@ -281,7 +316,7 @@ class Joined(Combined):
 
     @property
     def blocks(self) -> Joined | None:
-        """Those of its parts, where all are quantized and joined by rows."""
+        """Those of its parts, if all are quantized and joined by rows."""
         found = [each for part in self.parts if (each := blocks_of(part)) is not None]
         whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
         return Joined(found, 0) if whole else None
@@ -300,7 +335,7 @@ class Stacked(Combined):
 
     @property
     def blocks(self) -> Stacked | None:
-        """Those of its parts, where all are quantized."""
+        """Those of its parts, if all are quantized."""
         found = [blocks_of(part) for part in self.parts]
         return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
 
@@ -309,27 +344,19 @@ class Stacked(Combined):
 
 
 @dataclass(frozen=True)
-class ArrayTensor:
+class ArrayTensor(Unquantized):
     """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
 
     array: np.ndarray
-    seen_as: tuple[int, ...] | None = None
+    view_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape if self.seen_as is None else self.seen_as
+        return self.array.shape if self.view_shape is None else self.view_shape
 
     @property
     def dtype(self) -> np.dtype:
         return self.array.dtype
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
@@ -401,7 +428,7 @@ class RowBytes:
 
     @property
     def rows_at_once(self) -> int:
-        return getattr(self.weight, "rows_at_once", 1)
+        return min_rows(self.weight)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         form, planes = self.weight.form, self.weight.planes(start, stop)
@@ -436,28 +463,38 @@ class Opened:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of weights, of which `loading.FORMATS` lists all.
+    """A format of weights: all that the rest of the library asks about it. `loading.FORMATS` lists them.
 
     Attributes:
       name: as `save` and the command line have it.
       recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
       open: the model at such a path; its weights are not read.
       write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
-        `progress`, which wraps the list of tensors; None where the format is only read, or orbax, which is written from
-        memory.
+        `progress`, which wraps the list of tensors; None where the format is only read.
+      write_params: writes parameters in memory in its place: given a new folder, the configuration, the parameters, and the
+        path for messages.
       suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
       is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
       files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
         model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
+      dtypes: the types in which `save` can write it.
+      can_keep: whether a tensor's blocks can be written as they are.
+      in_stores: whether it can be written into a store.
+      names_attention: whether it has a place for `LlamaConfig.attend`.
     """
 
     name: str
     recognizes: Callable[[Location], bool]
     open: Callable[[Location], Any]
     write: Callable[..., None] | None = None
+    write_params: Callable[..., None] | None = None
     suffixes: tuple[str, ...] = ()
     is_whole: Callable[[Location], bool] | None = None
     files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    can_keep: Callable[[TensorInfo], bool] = lambda tensor: False
+    in_stores: bool = False
+    names_attention: bool = False
 
     @property
     def is_folder(self) -> bool:
@@ -465,11 +502,7 @@ class WeightFormat:
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
-    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given.
-
-    Raises:
-      CheckpointError: the file ends before; it changed since it was opened.
-    """
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given."""
     found = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:

@@ -31,10 +31,10 @@ from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
-HEADER = 256  # bytes, from version 1 on
+LLAMA2C_MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
+HEADER_BYTES = 256  # bytes, from version 1 on
 NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
-MOST_LAYERS = 4096  # a layer can take less room in a file than here
+MAX_LLAMA2C_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
 # the names, of the two tables of angles as well, are those in llama2.c's run.c.
 NAMES = {
@@ -58,8 +58,8 @@ LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
 VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
 # In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
-PREFIX = "_orig_mod."
-MASK = re.compile(r"layers\.\d+\.attention\.mask")
+COMPILED_PREFIX = "_orig_mod."
+MASK_TENSOR = re.compile(r"layers\.\d+\.attention\.mask")
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,16 @@ def recognizes(path: Location) -> bool:
         except CheckpointError:
             return False
     with path.open("rb") as file:
-        return file.read(4) == MAGIC or _legacy(path) is not None
+        return file.read(4) == LLAMA2C_MAGIC or _legacy(path) is not None
 
 
 def open_file(path: Location) -> Opened:
-    """The model in a file; its weights are not read.
-
-    Raises:
-      CheckpointError: a file that is damaged or of an unknown version.
-    """
+    """The model in a file; its weights are not read."""
     if is_torch(path):
         return _open_training(path)
     with path.open("rb") as file:
-        start = file.read(HEADER)
-    if start[:4] != MAGIC:
+        start = file.read(HEADER_BYTES)
+    if start[:4] != LLAMA2C_MAGIC:
         config = _legacy(path)
         if config is None:
             raise CheckpointError(
@@ -122,7 +118,7 @@ def open_file(path: Location) -> Opened:
         legacy = dict(_tensors(path, config, LEGACY, 28))
         _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
         return _opened("llama2.c", path, config, legacy)
-    if len(start) < HEADER:
+    if len(start) < HEADER_BYTES:
         raise CheckpointError(f"{path} ends inside its header; copy it again")
     version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
     if version not in (1, 2):
@@ -132,9 +128,9 @@ def open_file(path: Location) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
     largest = path.stat().st_size
-    if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
+    if config.n_layers > MAX_LLAMA2C_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
-    tensors = dict(_tensors(path, config, VERSIONED, HEADER, group if version == 2 else None))
+    tensors = dict(_tensors(path, config, VERSIONED, HEADER_BYTES, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
         raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
@@ -183,7 +179,7 @@ def _legacy(path: Location) -> LlamaConfig | None:
         config = _config(sizes, tied)
     except ConfigError:
         return None
-    if config.n_layers > MOST_LAYERS:
+    if config.n_layers > MAX_LLAMA2C_LAYERS:
         return None
     numbers = sum(
         math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
@@ -234,9 +230,9 @@ def _open_training(path: Location) -> Opened:
     if not isinstance(args, dict):
         raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
     tensors = {
-        name.removeprefix(PREFIX): tensor
+        name.removeprefix(COMPILED_PREFIX): tensor
         for name, tensor in tensors_of(found.get("model"), path).items()
-        if not MASK.fullmatch(name.removeprefix(PREFIX))
+        if not MASK_TENSOR.fullmatch(name.removeprefix(COMPILED_PREFIX))
     }
     names = meta.NAMES
     table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
@@ -270,11 +266,7 @@ def write_file(
     *,
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
-    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it.
-
-    Raises:
-      CheckpointError: the format has no room for something in this model's configuration.
-    """
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it."""
     c = opened.config
     if beyond := features(c):
         raise CheckpointError(
@@ -298,4 +290,12 @@ def write_file(
                 file.write(np.sin(angles).astype("<f4").data)
 
 
-FORMAT = WeightFormat("llama2c", recognizes, open_file, write_file, (".bin", ".pt"), recognizes)
+FORMAT = WeightFormat(
+    "llama2c",
+    recognizes,
+    open_file,
+    write_file,
+    suffixes=(".bin", ".pt"),
+    is_whole=recognizes,
+    dtypes=("float32",),
+)

@@ -70,8 +70,8 @@ class Checkpoint:
     """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
 
     Attributes:
-      read_tokenizer: gives the vocabulary; see `tokenizer`.
-      read_about: gives what else lies beside the weights; see `about`.
+      read_tokenizer: returns the vocabulary; see `tokenizer`.
+      read_about: returns what else lies beside the weights; see `about`.
     """
 
     config: LlamaConfig
@@ -130,7 +130,7 @@ def load(
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
         (`model.lora.adapted`).
-      adapters: several such folders: the parameters then have a table of adapters, one of which each row of a batch may use
+      adapters: several such folders: the parameters then have a table of adapters, and each row of a batch may use one
         (`model.multi_lora.choose_adapters`, by their number here).
       mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
         (`parallel.padding`), and the configuration is then the padded one. Each device gets its share as it is read;
@@ -140,12 +140,12 @@ def load(
       progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
-      The configuration, the parameters, and the tokenizer, read when it is asked for. On a GPU each layer's matrices are
+      The configuration, the parameters, and the tokenizer, which is read on first access. On a GPU each layer's matrices are
       arrays of their own (`ops.weights.apart`) unless `shardings` says where they lie; elsewhere all layers are one array.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
-      TokenizerError: the given vocabulary is damaged; of the model's own when it is asked for.
+      TokenizerError: the given vocabulary is damaged; for the model's own on first access.
       MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
@@ -162,8 +162,8 @@ def load(
         raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
-    # Shardings of one's own are for training, whose layers are scanned.
-    to_decode = shardings is None and lowering_platform() == "gpu"
+    # A caller's own shardings are for training, which scans the layers.
+    split_layers = shardings is None and lowering_platform() == "gpu"
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
     if quantize == "keep":
@@ -171,7 +171,7 @@ def load(
     elif quantize is None and dtype is None:
         log_what_becomes_floats(opened.tensors, opened.path)
         quantize = "keep"
-    beside = None if adapter is None else load_adapter(adapter, config)
+    loaded_adapter = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]
     config = with_attend(config, adapters if adapter is None else [adapter])
     if mesh is not None:
@@ -185,22 +185,22 @@ def load(
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
     elif isinstance(opened, OrbaxCheckpoint):  # a run may remove the step later
-        inside, beside_it = opened.tokenizer(), opened.about()
-        read_tokenizer, read_about = lambda: inside, lambda: beside_it
+        stored_tokenizer, stored_about = opened.tokenizer(), opened.about()
+        read_tokenizer, read_about = lambda: stored_tokenizer, lambda: stored_about
     if isinstance(opened, OrbaxCheckpoint):
         params = orbax_format.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
             params = pad_on_mesh(opened.config, mesh, params)
-        params = layers_apart(params) if to_decode else params
+        params = layers_apart(params) if split_layers else params
     else:
         wanted = opened if mesh is None else pad_to_mesh(opened, mesh)
         params = build_params(
-            wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=to_decode, progress=progress
+            wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=split_layers, progress=progress
         )
-    if beside is not None:
-        params = attach_adapter(opened.config, params, beside, mesh)
+    if loaded_adapter is not None:
+        params = attach_adapter(opened.config, params, loaded_adapter, mesh)
     if table:
         params = attach_adapters(opened.config, params, table, mesh)
     return Checkpoint(config, params, read_tokenizer, read_about)

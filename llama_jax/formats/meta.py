@@ -47,13 +47,10 @@ KNOWN_SETTINGS |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope
 
 
 def open_folder(path: Location) -> Opened:
-    """The model in a folder, or in that of one of its files; its weights are not read.
-
-    Raises:
-      CheckpointError: a file that is missing, damaged or of an unsupported kind.
-    """
+    """The model in a folder, or in that of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
-    ranks = [_read_rank(file) for file in _files(folder)]
+    stored = map(read_tensors, _files(folder))
+    ranks = [{name: rank[name] for name in rank if not IGNORED_TENSORS.fullmatch(name)} for rank in stored]
     tensors: dict[str, Tensor] = {}
     axes = {template: SPLIT_AXES.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
@@ -112,9 +109,6 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
       vocab_size: V of the embedding; early releases say -1, "as the tokenizer has".
       hidden_dim: F of the weights, which `multiple_of` and `ffn_dim_multiplier` give by a rule that changed.
       tied: whether there is no output projection.
-
-    Raises:
-      ConfigError: a setting that is missing or that this library does not support.
     """
     unknown = [name for name in found if name not in KNOWN_SETTINGS]
     if unknown:
@@ -200,11 +194,6 @@ def _files(folder: Location) -> list[Location]:
         if not path.is_file():  # reading a pipe would wait for ever
             raise CheckpointError(f"{path} is not a file; copy the model again")
     return found
-
-
-def _read_rank(path: Location) -> dict[str, Tensor]:
-    found = read_tensors(path)
-    return {name: tensor for name, tensor in found.items() if not IGNORED_TENSORS.fullmatch(name)}
 
 
 FORMAT = WeightFormat("meta", recognizes, open_folder, files=files)

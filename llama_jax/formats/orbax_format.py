@@ -1,4 +1,4 @@
-"""Short errors from orbax, without the tracebacks that it prints besides."""
+"""Models in the orbax format, of `save` and of training runs; its errors in one line, without its tracebacks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.formats.huggingface import read_config, write_config
-from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, WeightFormat, kind_of, target_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, WeightFormat, target_dtype
 from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
-from llama_jax.formats.quantize_on_load import parameter_fill
+from llama_jax.formats.quantize_on_load import can_be_kept, parameter_fill
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
@@ -52,22 +52,22 @@ from llama_jax.ops.weights.device_layout import arranged
 from llama_jax.ops.weights.format_spec import FP8, INT4, packed
 from llama_jax.ops.weights.quantized_matmul import columns_on_each
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import FULL, cannot_write
+from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
-PASSING_NAMES = (
+TRANSIENT_NAMES = (
     *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
     *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
 )
-WRITING_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-PASSING_ERRNOS = tuple(getattr(errno, name) for name in PASSING_NAMES if hasattr(errno, name))
+WRITE_ERRNOS = (*DISK_FULL_ERRNOS, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+TRANSIENT_ERRNOS = tuple(getattr(errno, name) for name in TRANSIENT_NAMES if hasattr(errno, name))
 
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
+    """Suppress the tracebacks of errors that orbax raises as well: those that its threads log, and those of messages that
     TensorStore sends to an event loop that the first error has closed.
 
     TensorStore may send them later, so after an error that part stays in place. Two contexts may overlap in several threads.
@@ -89,7 +89,7 @@ def without_tracebacks() -> Iterator[None]:
 
 
 class _WithoutClosedLoops:
-    """`sys.unraisablehook`, but for what an event loop that has ended leaves: messages to it, and the coroutines of orbax,
+    """`sys.unraisablehook`, without what an event loop leaves when it has ended: messages to it, and orbax's coroutines,
     which raise an error when they are collected."""
 
     def __init__(self, before: Callable[[Any], object]) -> None:
@@ -106,31 +106,32 @@ def root_cause(error: BaseException, most: int = 300) -> str:
     """The message of the innermost error, which names the file."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
-    return " ".join(str(error).split())[:most]
+    return reason_of(error, most)
 
 
-def error_of_writing(error: BaseException) -> OSError:
+def write_error(error: BaseException) -> OSError:
     """The reason of a failed write, with its errno for a full disk or missing permissions.
 
     TensorStore's errors have only a text, which ends, after long paths, in the system's message.
     """
     said = root_cause(error, most=10_000)
-    number = next((number for number in WRITING_ERRNOS if os.strerror(number) in said), None)
+    number = next((number for number in WRITE_ERRNOS if os.strerror(number) in said), None)
     return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING_ERRNOS for each in chain):
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in TRANSIENT_ERRNOS for each in chain):
         return True
     said = " ".join(map(str, chain))
     return any(
-        text in said for text in (*map(os.strerror, PASSING_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+        text in said
+        for text in (*map(os.strerror, TRANSIENT_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
     )
 
 
@@ -142,38 +143,23 @@ def wait_for_writers() -> None:
 
 
 KINDS_FILE = "quantized.json"
-# By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
+# By the name of a weight: its kind, None for floats; for a joined one the list of its parts' kinds; for layers that differ
 # {"layers": [the kind of each]}.
 Kinds = Mapping[str, Any]
 
 
-def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
-    """The kinds of the weights that are quantized."""
-    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
-    return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
-
-
-def _kind_of(leaf: Any) -> Any:
+def kind_in_file(leaf: Any) -> Any:
+    """The kind of a weight as `Kinds` has it."""
     if isinstance(leaf, JoinedWeight):
-        return [_kind_of(part) for part in leaf.parts]
+        return [kind_in_file(part) for part in leaf.parts]
     if isinstance(leaf, MixedStack):
-        kinds = [_kind_of(stack) for stack in leaf.stacks]
+        kinds = [kind_in_file(stack) for stack in leaf.stacks]
         return {"layers": [kinds[stack] for stack, _ in leaf.places]}
     return getattr(leaf, "kind", None)
 
 
-def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
-    """Write the file if something is quantized."""
-    if kinds:
-        (folder / KINDS_FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
-
-
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
-    """The kinds, and the compute dtype; no kinds if there is no such file.
-
-    Raises:
-      CheckpointError: a damaged file, or a kind that is not known.
-    """
+    """The kinds, and the compute dtype; no kinds if there is no such file."""
     if not (folder / KINDS_FILE).exists():
         return {}, "float32"
     found = read_object(folder / KINDS_FILE, CheckpointError)
@@ -195,28 +181,25 @@ def _single_kinds(kind: Any) -> list[Any]:
     return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
 
 
-def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
-    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantized.
-
-    Raises:
-      CheckpointError: what is no matrix, or does not consist of whole blocks.
-    """
-    left = set(kinds)
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location) -> Llama:
+    """The shapes of a model's parameters, with those of the stored planes for each quantized weight."""
+    unused = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        kind, row = kinds.get(name_of(path)), spec_at(path)
+        name, row = name_of(path), spec_at(path)
+        kind = kinds.get(name)
         if kind is None:
             return leaf
-        left.discard(name_of(path))
+        unused.discard(name)
         layers = leaf.shape[0] if row.in_blocks else 1
         is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
         own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
         possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
         if not possible or any(len(one) != layers for one in own):
             raise CheckpointError(
-                f"{where / KINDS_FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
+                f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is impossible; copy it again"
             )
-        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
+        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name))
 
     def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
         if kind is None:
@@ -226,19 +209,16 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
             raise CheckpointError(
                 f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
             )
-        return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
+        planes = (plane.packed(shape) for plane in form.planes)
+        stored = (jax.ShapeDtypeStruct(size, np.dtype(np.uint8) if dtype == FP8 else dtype) for size, dtype in planes)
+        return QuantizedWeight(tuple(stored), kind, "float32")
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
-    if left:
+    if unused:
         raise CheckpointError(
-            f"{where / KINDS_FILE} names {shown(min(left), 60)}, which this model does not have; copy it again"
+            f"{where / KINDS_FILE} names {shown(min(unused), 60)}, which this model does not have; copy it again"
         )
     return found
-
-
-def _stored(plane: QuantField, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    found, dtype = plane.packed(shape)
-    return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
 
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
@@ -270,37 +250,38 @@ def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
 
 def to_arrays(params: Llama) -> Llama:
     """The parameters with their planes as they are written."""
-    return _over_planes(params, _to_bytes)
+
+    def stored(array: Any, plane: QuantField) -> Any:
+        if plane.dtype == FP8:
+            return lax.bitcast_convert_type(array, jnp.uint8)
+        return jax.jit(packed)(array) if array.dtype == INT4 else array
+
+    return _map_planes(params, stored)
 
 
 def from_arrays(params: Llama) -> Llama:
     """The inverse of `to_arrays`."""
-    return _over_planes(params, _from_bytes)
+
+    def restored(array: jax.Array, plane: QuantField) -> jax.Array:
+        if plane.dtype == FP8:
+            return arranged(plane, lax.bitcast_convert_type(array, FP8))
+        found = arranged(plane, array)
+        if found is not array:
+            array.delete()
+        return found
+
+    return _map_planes(params, restored)
 
 
-def _over_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
+def _map_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
+    is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
+
     def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedWeight):
+        if not is_quantized(leaf):
             return leaf
-        planes = zip(leaf.planes, leaf.form.planes, strict=True)
-        return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
+        return leaf.replace(planes=tuple(map(change, leaf.planes, leaf.form.planes)))
 
-    return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-
-
-def _to_bytes(array: Any, plane: QuantField) -> Any:
-    if plane.dtype == FP8:
-        return lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.jit(packed)(array) if array.dtype == INT4 else array
-
-
-def _from_bytes(array: jax.Array, plane: QuantField) -> jax.Array:
-    if plane.dtype == FP8:
-        return arranged(plane, lax.bitcast_convert_type(array, FP8))
-    found = arranged(plane, array)
-    if found is not array:
-        array.delete()
-    return found
+    return jax.tree.map(changed, params, is_leaf=is_quantized)
 
 
 # One program for a shape and not one for each operation, nor a second array.
@@ -310,19 +291,11 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 
 @dataclass(frozen=True)
-class OrbaxArrayInfo:
+class OrbaxArrayInfo(Unquantized):
     """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -358,11 +331,7 @@ def recognizes(path: Location) -> bool:
 
 
 def open_path(path: Location) -> OrbaxCheckpoint:
-    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read.
-
-    Raises:
-      CheckpointError: see `open_folder`; or in a store a folder that is not a run's.
-    """
+    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read."""
     is_model = is_step(path) if isinstance(path, StoredPath) else recognizes(path)
     found = path if is_model else find_checkpoints(path)
     if found is None:
@@ -376,11 +345,7 @@ def open_path(path: Location) -> OrbaxCheckpoint:
 
 
 def open_folder(folder: Path) -> OrbaxCheckpoint:
-    """The model in a folder; its weights are not read.
-
-    Raises:
-      CheckpointError: a damaged file, or arrays that are not those of the configuration.
-    """
+    """The model in a folder; its weights are not read."""
     of_run = is_step(folder)
     if of_run:
         if adapters_of(folder) is not None:
@@ -409,12 +374,7 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
 
 
 def open_stored(place: StoredPath) -> OrbaxCheckpoint:
-    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched.
-
-
-    Raises:
-      CheckpointError: as `open_folder` does; no step, or a damaged one.
-    """
+    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched."""
     fetched = fetch_step(place, of_model, numbers=False)
     with fetched.named():
         try:
@@ -449,11 +409,7 @@ def _tensors(
 
 
 def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
-    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
-
-    Raises:
-      CheckpointError: it cannot be read.
-    """
+    """The arrays that orbax wrote into a folder under a name, by the names that `read_arrays` uses."""
     return {
         name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
@@ -462,7 +418,7 @@ def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
 
 
 def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
-    """The arrays of what orbax wrote into a folder under a name, placed and cast.
+    """The arrays that orbax wrote into a folder under a name, placed and cast.
 
     Args:
       wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
@@ -497,7 +453,7 @@ def _metadata(folder: Path, name: str) -> Any:
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
-    """Write a model into a folder that exists; an error names `path`, what the folder will be called, if that is another.
+    """Write a model into an existing folder; errors name `path`, the folder's final name, if that is another.
 
     Raises:
       CheckpointError: `path` cannot be written.
@@ -506,13 +462,16 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
 
     write_config(folder, config)
     params = layers_together(params)
-    write_kinds(folder, kinds_of(params, name_of), str(params.embedding.dtype))
+    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
+    if kinds := {name_of(path): kind_in_file(leaf) for path, leaf in weights if is_weight(leaf)}:
+        content = {"dtype": str(params.embedding.dtype), "kinds": kinds}
+        (folder / KINDS_FILE).write_text(json.dumps(content, indent=1) + "\n")
     with without_tracebacks():
         try:
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             wait_for_writers()
-            raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
+            raise CheckpointError(cannot_write(path or folder, write_error(error))) from None
 
 
 def load_params(
@@ -521,15 +480,13 @@ def load_params(
     *,
     shardings: Llama | None = None,
 ) -> Llama:
-    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`.
-
-    Raises:
-      CheckpointError: a file that is damaged, or an array that is not finite.
-    """
+    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`."""
     if stored.fetched is None:
         return _load_params(stored, dtype, shardings)
     with stored.fetched.named():
-        if shardings is not None and _over_several(shardings):
+        places = [] if shardings is None else [place.device_set for place in jax.tree.leaves(shardings)]
+        # Every process has to read some of an array that lies on devices of several.
+        if shardings is not None and any(len({device.process_index for device in each}) > 1 for each in places):
             arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
             if arrays is not None and stored.found.keys() <= arrays.keys():
                 return _load_shares(stored, arrays, dtype, shardings)
@@ -537,16 +494,10 @@ def load_params(
         return _load_params(stored, dtype, shardings)
 
 
-def _over_several(shardings: Llama) -> bool:
-    """Whether an array is sharded over devices of several processes, so that every process has to read some of it."""
-    devices = [place.device_set for place in jax.tree.leaves(shardings)]
-    return any(len({device.process_index for device in each}) > 1 for each in devices)
-
-
 def _load_shares(
     stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
 ) -> Llama:
-    """As `_load_params`, but each process fetches only what its devices hold: ranges of files, which no checksum covers."""
+    """As `_load_params`, but each process fetches only the ranges that its devices hold; no checksum covers them."""
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
@@ -572,7 +523,7 @@ def _load_shares(
 
 
 def _check_same_step(stored: OrbaxCheckpoint) -> None:
-    """Raise CheckpointError where processes would read different steps, as of a run that goes on saving."""
+    """Raise CheckpointError if processes would read different steps, such as those of a run that goes on saving."""
     from jax.experimental import multihost_utils
 
     step = int(stored.arrays[0].name)
@@ -613,17 +564,13 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
 
 
 def _shape(stored: OrbaxCheckpoint) -> Llama:
-    """The shapes of the configuration's parameters, with quantized weights as they are stored.
-
-    Raises:
-      CheckpointError: the stored arrays have others.
-    """
+    """The shapes of the configuration's parameters, with quantized weights as they are stored."""
     config, found = stored.config, stored.found
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
     shape = param_shapes(config)
     if stored.kinds:
-        shape = with_kinds(config, shape, stored.kinds, name_of, stored.path)
+        shape = with_kinds(config, shape, stored.kinds, stored.path)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None
@@ -640,7 +587,7 @@ def _shape(stored: OrbaxCheckpoint) -> Llama:
 
 
 def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
-    """Call `ask`; what orbax raises becomes a CheckpointError of one line, with `path` and the cause."""
+    """Call `ask`; an error of orbax becomes a CheckpointError of one line, with `path` and the cause."""
     try:
         with without_tracebacks():
             return ask()
@@ -658,7 +605,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     """
     reason = root_cause(error)
     step = path if is_step(path) else path.parent
-    if is_passing(error):
+    if is_transient(error):
         return CheckpointError(cannot_read(path, reason))
     if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
@@ -678,4 +625,4 @@ def _remedy(step: Path) -> str:
     return f"try another step: {', '.join(others)}" if others else "copy it again"
 
 
-FORMAT = WeightFormat("orbax", recognizes, open_path)
+FORMAT = WeightFormat("orbax", recognizes, open_path, write_params=save, can_keep=can_be_kept, names_attention=True)

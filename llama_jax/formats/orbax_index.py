@@ -1,4 +1,4 @@
-"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them.
+"""Where the numbers of a step's arrays lie in its files, by orbax's index alone, so that a host fetches only its share.
 Also merges the indexes of several hosts.
 
 Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
@@ -20,14 +20,14 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from llama_jax.formats.lazy_tensors import FLOATS, kind_of, read_bytes
+from llama_jax.formats.lazy_tensors import FLOATS, Unquantized, read_bytes
 from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
 MANIFEST = "manifest.ocdbt"  # names the newest version of an index
-OF_SHARD = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
-LEAST_READ = 1 << 17  # bytes of a chunk to ask for at a time
-DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
+CHUNK_INDEX_BYTES = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
+MIN_READ_BYTES = 1 << 17  # bytes of a chunk to ask for at a time
+ZARR_DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
 
 
 class _Chunk(NamedTuple):
@@ -81,7 +81,7 @@ class ChunkedArray:
 
 
 @dataclass(frozen=True)
-class ArrayRows:
+class ArrayRows(Unquantized):
     """A `Tensor`: rows of an array from `first` on, or as a vector that row alone."""
 
     array: ChunkedArray
@@ -93,17 +93,9 @@ class ArrayRows:
         return self.array.dtype
 
     @property
-    def kind(self) -> str:
-        return kind_of(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def rows_at_once(self) -> int:
         """Many of narrow chunks, since each read is a request."""
-        rows = -(-LEAST_READ // (self.array.chunk[-1] * self.dtype.itemsize))
+        rows = -(-MIN_READ_BYTES // (self.array.chunk[-1] * self.dtype.itemsize))
         return self.shape[0] if len(self.shape) == 1 else min(rows, self.shape[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -113,7 +105,7 @@ class ArrayRows:
 
 
 def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedArray] | None:
-    """The arrays of what orbax wrote under a name into a step; None where they are compressed, or partly in the index.
+    """The arrays that orbax wrote under a name into a step; None if they are compressed, or partly in the index.
 
     Args:
       folder: of this machine, with the files of the step that hold no numbers.
@@ -157,7 +149,7 @@ def add_index(folder: Path, manifest: bytes) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The keys of the key-value store in a folder, each with its value, or with where that is."""
+    """The keys of the key-value store in a folder, each with its value or the place of its value."""
     import tensorstore
 
     files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder.absolute()}/"}).result()
@@ -177,10 +169,10 @@ def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _array(
     name: str, entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], place: StoredPath
 ) -> ChunkedArray | None:
-    """An array by its description; None where that is not in the index, or its chunks are not of the kind read here."""
+    """An array by its description; None if that is not in the index, or its chunks are of another kind."""
     try:
         described = json.loads(entry["inline_value"])
-        shape, dtype = tuple(described["shape"]), DTYPES[described["data_type"]]
+        shape, dtype = tuple(described["shape"]), ZARR_DTYPES[described["data_type"]]
         (codec,), grid = described["codecs"], described["chunk_grid"]
         chunk, codecs = tuple(grid["configuration"]["chunk_shape"]), codec["configuration"]
         if (
@@ -195,8 +187,8 @@ def _array(
         for number in np.ndindex(*(whole // part for whole, part in zip(shape, chunk, strict=True))):
             held = entries["/".join([name, "c", *map(str, number)])]
             inline = held.get("inline_value")
-            where, length = (inline, len(inline)) if inline is not None else _place(held["indirect_value"])
-            if length != size + OF_SHARD:
+            where, length = (inline, len(inline)) if inline is not None else _location(held["indirect_value"])
+            if length != size + CHUNK_INDEX_BYTES:
                 return None
             chunks[(0,) * len(vector) + number] = where
     except (ValueError, KeyError, TypeError):
@@ -204,7 +196,7 @@ def _array(
     return ChunkedArray(place, vector + shape, vector + chunk, dtype, chunks)
 
 
-def _place(value: str) -> tuple[_Chunk, int]:
+def _location(value: str) -> tuple[_Chunk, int]:
     """The chunk at ``value:FOLDER:FILE:OFFSET:LENGTH``, and its length."""
     _, folder, file, offset, length = value.split(":")
     return _Chunk(unquote(folder) + unquote(file), int(offset)), int(length)

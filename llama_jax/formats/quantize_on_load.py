@@ -125,7 +125,7 @@ def parameter_fill(
     *,
     layers_apart: bool = False,
 ) -> ParameterFill:
-    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
+    """A parameter on the devices of `sharding` (NumPy arrays if that is None): floats, or a quantized weight.
 
     Args:
       dtype: of the computation, and of parameters that are not quantized.
@@ -134,9 +134,6 @@ def parameter_fill(
         kinds, and in a stack for each kind if layers are.
       sharding: with the axis of layers where there is one.
       layers_apart: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
-
-    Raises:
-      CheckpointError: rows that are not made of whole blocks; of `fill` what `ArrayParts.rows` raises.
     """
     stacked = isinstance(parts, StackParts)
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
@@ -178,7 +175,7 @@ def parameter_fill(
     count = max(map(len, each))
     if count == 1:
         return of_kinds(layers, [kind for (kind,) in each])
-    alone = [_apart(array) for array in layers]
+    alone = [_split_parts(array) for array in layers]
     own = [kinds if len(kinds) == count else kinds * count for kinds in each]
     return _joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
 
@@ -188,7 +185,7 @@ def of_layer(sharding: Any) -> Any:
     return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
-def _apart(array: ArrayParts) -> list[ArrayParts]:
+def _split_parts(array: ArrayParts) -> list[ArrayParts]:
     """The parts of an array as arrays of their own."""
     parts = [replace(part, columns=None) for part in array.parts]
     shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
@@ -310,18 +307,16 @@ def _kept(
     for part in array.parts:
         per_entry = part.tensor.shape[0] // array.shape[0]
         raw = part.tensor.read(start * per_entry, stop * per_entry)
-        holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
-        raw = raw.reshape(*holes[0].shape[: len(array.shape) - 1], -1)
-        if part.interleaved:
-            *heads, rows, _ = raw.shape
-            raw = raw.reshape(*heads, rows // 2, 2, -1).swapaxes(-3, -2)
-            holes = [hole.reshape(*heads, 2, rows // 2, *hole.shape[len(heads) + 1 :]) for hole in holes]
+        targets = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
+        raw = raw.reshape(*targets[0].shape[: len(array.shape) - 1], -1)
         if kept.of_gguf:
-            split_into(holes, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+            split_into(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
         else:
             found = kept.from_rows(raw, array.shape[-1])
-            for hole, one in zip(holes, in_smaller_groups(found, kept, form) if kept is not form else found, strict=True):
-                hole[...] = one.reshape(hole.shape)
-        for hole, plane in zip(holes, form.planes, strict=True):
+            if kept is not form:
+                found = in_smaller_groups(found, kept, form)
+            for target, one in zip(targets, found, strict=True):
+                target[...] = one.reshape(target.shape)
+        for target, plane in zip(targets, form.planes, strict=True):
             if jnp.issubdtype(plane.dtype, jnp.floating):
-                check(hole, hole.dtype, part.label)
+                check(target, target.dtype, part.label)

@@ -21,6 +21,7 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Tensor
+from llama_jax.gguf_header import short_decimal
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
@@ -45,18 +46,14 @@ def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
 
 
 def note_of(config: LlamaConfig) -> dict[str, Any]:
-    """What `with_note` makes the configuration of again, as JSON holds it."""
+    """The JSON note from which `with_note` restores the configuration."""
     assert config.rope_scaling is not None
     scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
     return {"max_seq_len": config.max_seq_len, "rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
 def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
-    """The configuration of a file from its own settings and our note.
-
-    Raises:
-      ConfigError: an invalid note, or one that contradicts the settings.
-    """
+    """The configuration of a file from its own settings and our note."""
     try:
         scaling = RopeScaling(**note["rope_scaling"])
         noted = replace(found, max_seq_len=note["max_seq_len"], rope_theta=note["rope_theta"], rope_scaling=scaling)
@@ -83,16 +80,16 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
     return True
 
 
-FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-OUR_NOTE = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
-OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
+LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+NOTE_KEY = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
+LLAMA3_KEYS = {  # Llama 3.1's parameters, since a GGUF stores only their factors; and the values where a file has none
     f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
     f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
     f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
 }
 # Settings that llama.cpp does not read for this architecture, and what it takes instead.
-FIXED = {
+FIXED_YARN = {
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
     "yarn_ext_factor": 1.0,
@@ -100,9 +97,8 @@ FIXED = {
     "yarn_log_multiplier": 0,
 }
 # Those that architectures with all of yarn read, and our names of them.
-YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
-LARGEST_NOTE = 1 << 20  # characters
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
+MAX_NOTE = 1 << 20  # characters
 
 
 def with_scaling(
@@ -116,17 +112,14 @@ def with_scaling(
     """The configuration with the rope scaling that settings and tensors describe.
 
     Args:
-      architecture: with whose name the keys begin.
+      architecture: the prefix of the keys.
       whole_yarn: whether the architecture reads all settings of yarn.
-
-    Raises:
-      ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
     """
     found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
-    if OUR_NOTE not in fields:
+    if NOTE_KEY not in fields:
         return found
-    note = fields[OUR_NOTE]
-    if isinstance(note, str) and len(note) <= LARGEST_NOTE:
+    note = fields[NOTE_KEY]
+    if isinstance(note, str) and len(note) <= MAX_NOTE:
         with suppress(ValueError, RecursionError):
             note = json.loads(note)
     return with_note(found, note)
@@ -136,12 +129,12 @@ def _found(
     fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], prefix: str, whole_yarn: bool
 ) -> RopeScaling | None:
     # llama.cpp's converter stores a longrope without a type: its readers know it by the two tensors.
-    silent = "longrope" if LONG in tensors and SHORT in tensors else "none"
+    silent = "longrope" if LONG_FACTORS in tensors and SHORT_FACTORS in tensors else "none"
     kind = fields.get(f"{prefix}type", silent)
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
-    for name, supported in FIXED.items():
-        if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN):
+    for name, supported in FIXED_YARN.items():
+        if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN_KEYS):
             raise ConfigError(
                 f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp takes {supported}"
             )
@@ -149,10 +142,10 @@ def _found(
     require_number(f"{prefix}attn_factor", sharper)
     if sharper != 1 and kind not in ("yarn", "longrope"):
         raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
-    for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
+    for name in (LLAMA3_FACTORS,) if kind in ("yarn", "longrope") else ():
         if name in tensors:
             raise ConfigError(f"tensor {name!r} is not supported beside {prefix}type={kind!r}")
-    for name in (LONG, SHORT):
+    for name in (LONG_FACTORS, SHORT_FACTORS):
         if (name in tensors) != (kind == "longrope"):
             there = "there" if name in tensors else "missing"
             raise ConfigError(f"tensor {name!r} is {there}, but {prefix}type={kind!r}")
@@ -166,7 +159,7 @@ def _found(
             raise ConfigError(f"{prefix}factor is missing")
         settings: dict[str, Any] = {"original_max_seq_len": original}
         if whole_yarn:
-            turns = {name: fields.get(prefix + key, FIXED[key]) for key, name in YARN.items() if name}
+            turns = {name: fields.get(prefix + key, FIXED_YARN[key]) for key, name in YARN_KEYS.items() if name}
             settings |= {name: short_decimal(value) for name, value in turns.items()}
         if weight := fields.get(f"{prefix}yarn_log_multiplier", 0.0):
             if sharper != 1:
@@ -177,7 +170,7 @@ def _found(
     if kind == "longrope":
         if factor not in (None, 0, 1):
             raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
-        short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT, LONG))
+        short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT_FACTORS, LONG_FACTORS))
         longrope = RopeScaling(
             "longrope",
             max(config.max_seq_len / original, 1.0),
@@ -186,36 +179,32 @@ def _found(
             long_factor=long,
         )
         return longrope if np.isclose(sharper, sharpening(config, longrope)) else replace(longrope, attention_factor=sharper)
-    if FACTORS not in tensors:
+    if LLAMA3_FACTORS not in tensors:
         scaled = kind == "linear" or f"{prefix}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
     if factor not in (None, 1):
-        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported beside the tensor {FACTORS!r}")
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported beside the tensor {LLAMA3_FACTORS!r}")
     # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
     # give what is stored.
-    stored = _numbers(tensors[FACTORS])
-    settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
+    stored = _numbers(tensors[LLAMA3_FACTORS])
+    settings = {name: fields.get(key, default) for key, (name, default) in LLAMA3_KEYS.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
     step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
     for scaling in (llama3, step) if stored.shape == (config.rotated_dim // 2,) else ():
         if np.allclose(factors_of(config, scaling), stored, rtol=1e-4):
             return None if scaling.factor == 1 else scaling
-    raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
+    raise ConfigError(f"{LLAMA3_FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
 
 
 def settings_and_tensors(
     config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
-
-    Raises:
-      CheckpointError: a scaling that has no place in the format; the message names it.
-    """
+    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
     plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
     known = plain.rope_scaling
     settings: dict[str, Any] = {f"{architecture}.rope.freq_base": float(plain.rope_theta)}
     if scaling is not None and scaling.kind not in ("linear", "llama3"):
-        settings[OUR_NOTE] = json.dumps(note_of(config))
+        settings[NOTE_KEY] = json.dumps(note_of(config))
     if scaling is None or known is None:
         return settings, {}
     if known.kind == "dynamic":
@@ -224,8 +213,8 @@ def settings_and_tensors(
             " length; write Hugging Face's format or orbax"
         )
     if known.kind == "llama3":
-        settings |= {key: getattr(known, name) for key, (name, _) in OUR_LLAMA3.items()}
-        return settings, {FACTORS: factors_of(config, known).astype(np.float32)}
+        settings |= {key: getattr(known, name) for key, (name, _) in LLAMA3_KEYS.items()}
+        return settings, {LLAMA3_FACTORS: factors_of(config, known).astype(np.float32)}
     settings[f"{prefix}type"] = known.kind
     if known.kind != "longrope":  # to which llama.cpp would apply it as well
         settings[f"{prefix}factor"] = float(known.factor)
@@ -247,7 +236,10 @@ def settings_and_tensors(
     if known.kind == "yarn":
         settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
         return settings, {}
-    return settings, {LONG: np.array(known.long_factor, np.float32), SHORT: np.array(known.short_factor, np.float32)}
+    return settings, {
+        LONG_FACTORS: np.array(known.long_factor, np.float32),
+        SHORT_FACTORS: np.array(known.short_factor, np.float32),
+    }
 
 
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
@@ -265,14 +257,6 @@ def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, floa
     plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
     frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
-
-
-def short_decimal(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
-
-    One beyond float32, which a float64 may be, is given back as it is.
-    """
-    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < LARGEST_FLOAT32 else value
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

@@ -16,13 +16,14 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
-from llama_jax.formats import gguf, orbax_format
-from llama_jax.formats.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
+from llama_jax.formats import orbax_format
+from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter
+from llama_jax.formats.gguf import Blocks
 from llama_jax.formats.huggingface import from_params
 from llama_jax.formats.lazy_tensors import FLOATS, Opened
 from llama_jax.formats.loading import FORMATS, load, open_checkpoint
 from llama_jax.formats.orbax_format import name_of
-from llama_jax.formats.quantize_on_load import Quantization, can_be_kept, check_quantize, quantized_kinds
+from llama_jax.formats.quantize_on_load import Quantization, check_quantize, quantized_kinds
 from llama_jax.formats.tensor_export import WrittenTensor, check_room, new_output
 from llama_jax.formats.tokenizer_files import (
     About,
@@ -45,8 +46,7 @@ from llama_jax.storage.atomic_write import remove
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
-Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
-Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
+WrittenFormat = Literal["safetensors", "gguf", "llama2c", "orbax"]
 WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
 TENSOR_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
@@ -63,7 +63,7 @@ def save(
     params: Llama,
     tokenizer: Tokenizer | None = None,
     *,
-    format: Format | None = None,
+    format: WrittenFormat | None = None,
     dtype: WrittenDtype | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -94,11 +94,12 @@ def save(
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     params = unpad_params(config, params)
-    if format != "orbax":
+    write_params = FORMATS[format].write_params
+    if write_params is None:
         _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
         return
     with new_output(Path(path), folder=True, overwrite=overwrite) as target:
-        orbax_format.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
+        write_params(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
         write_about(target, about)
@@ -117,7 +118,7 @@ def convert(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    format: Format | None = None,
+    format: WrittenFormat | None = None,
     dtype: WrittenDtype | None = None,
     quantize: Quantization | None = None,
     calibrate: str | os.PathLike[str] | None = None,
@@ -135,14 +136,15 @@ def convert(
     formats. For `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
-      calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
+      calibrate: a text; its first 2,048 tokens are used to scale channels before the matrices are quantized, see
         `model.awq`.
       tokenizer: a vocabulary's file or folder, written in place of the source's.
-      base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
+      base: for an adapter, the model that it was trained on; only its settings are read. By default the one it names.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
-    if is_adapter(source):
+    opened_adapter = open_adapter(source)
+    if opened_adapter is not None:
         if (
             format not in ("safetensors", "gguf")
             or dtype in get_args(Blocks)
@@ -158,7 +160,7 @@ def convert(
             )
         if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
             raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
-        _convert_adapter(source, path, dtype, base, overwrite)
+        _convert_adapter(source, opened_adapter, path, dtype, base, overwrite)
         return
     if base is not None:
         raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
@@ -178,24 +180,24 @@ def convert(
         _check_vocabulary(given, opened.config)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         opened = replace(opened, tokenizer=lambda: given)
-    if calibrate is not None and kind is not None:
-        check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+    sources = [locate(source), opened.path]
+    if calibrate is None and not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
+        _write(locate(path), opened, format, dtype, overwrite, progress, sources)
+        return
+    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
+    if calibrate is None:
+        halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16"
+        # A copy keeps the type that a CPU does not compute in, see `lazy_tensors.default_dtype`.
+        stored = jnp.float16 if halves and quantize is None else None
+        found = load(source, stored, quantize=quantize, tokenizer=tokenizer)
+        params = found.params
+    else:
         found = load(source, "float32", tokenizer=tokenizer)
-        config, params, vocabulary = found
-        tokens = _calibration(calibrate, config, vocabulary)
-        params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
+        tokens = _calibration(calibrate, found.config, found.tokenizer)
+        params = scale_channels(found.config, found.params, tokens, cast(str, kind), progress=cast(Any, progress))
         params = params if quantize is None else quantized_params(params, cast(FormatName, quantize))
-        options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
-        save(path, config, params, vocabulary, **options)
-        return
-    if not isinstance(opened, orbax_format.OrbaxCheckpoint) and format != "orbax":
-        _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
-        return
-    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-    halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
-    # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
-    found = load(source, jnp.float16 if halves else None, quantize=quantize, tokenizer=tokenizer)
-    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+    options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+    save(path, found.config, params, found.tokenizer, **options)
 
 
 def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
@@ -211,18 +213,18 @@ def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: T
 
 
 def about_blocks(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], format: Format | None, rounded: str | None
+    source: str | os.PathLike[str], path: str | os.PathLike[str], format: WrittenFormat | None, rounded: str | None
 ) -> list[str]:
     """A line about what `convert` does with the quantized tensors of a model; no line if there are none.
 
     Args:
       rounded: the requested type or kind.
     """
-    if is_adapter(source):
+    if open_adapter(source) is not None:
         return []
     tensors = open_checkpoint(source).tensors
     into = format_of(path) if format is None else format
-    is_kept = {"orbax": can_be_kept, "gguf": gguf.can_be_kept}.get(into, lambda tensor: False)
+    is_kept = FORMATS[into].can_keep
     kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
     others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
     lines = [f"{kept} kept as they are"] if kept else []
@@ -233,17 +235,18 @@ def about_blocks(
 
 def _convert_adapter(
     source: str | os.PathLike[str],
+    opened: OpenedAdapter,
     path: str | os.PathLike[str],
     dtype: WrittenDtype | None,
     base: str | os.PathLike[str] | None,
     overwrite: bool,
 ) -> None:
-    named = base_of(source)
+    named = opened.base
     where = locate(base or named or "")
-    config = base_config(source) if base is None else None
+    config = opened.base_config if base is None else None
     if config is None and base is None and (named is None or not where.exists()):
-        whom = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
-        raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
+        reason = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
+        raise CheckpointError(f"{source} {reason}; give the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
@@ -251,23 +254,23 @@ def _convert_adapter(
     save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
 
 
-def format_of(path: str | os.PathLike[str]) -> Format:
+def format_of(path: str | os.PathLike[str]) -> WrittenFormat:
     """The format by a path's name; safetensors if it has no other's suffix."""
     suffix = Path(path).suffix.lower()
     found = (format.name for format in FORMATS.values() if format.write is not None and suffix in format.suffixes[:1])
-    return cast(Format, next(found, "safetensors"))
+    return cast(WrittenFormat, next(found, "safetensors"))
 
 
 def _write(
     path: Location,
     opened: Opened,
-    format: Format,
+    format: WrittenFormat,
     dtype: WrittenDtype | None,
     overwrite: bool,
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
 ) -> None:
-    if opened.config.attend is not None and format != "safetensors":
+    if opened.config.attend is not None and not FORMATS[format].names_attention:
         raise CheckpointError(
             f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
             " safetensors or orbax"
@@ -293,22 +296,23 @@ def _write(
         _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
 
 
-def _check(path: str | os.PathLike[str], format: Format, dtype: WrittenDtype | None) -> None:
-    if format not in get_args(Format):
-        raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
+def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
+    if format not in get_args(WrittenFormat):
+        raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(WrittenFormat))}")
     if dtype is not None and dtype not in TENSOR_TYPES:
         raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
-    name = os.fspath(path)
-    if isinstance(locate(path), StoredPath) and format not in ("safetensors", "gguf"):
+    name, own = os.fspath(path), FORMATS[format]
+    if isinstance(locate(path), StoredPath) and not own.in_stores:
         raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
     if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
         raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
-    if dtype in get_args(Blocks) and format != "gguf":
-        raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
-    if format == "llama2c" and dtype not in (None, "float32"):
-        raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
+    if dtype is not None and dtype not in own.dtypes:
+        others = ", ".join(each.name for each in FORMATS.values() if dtype in each.dtypes).upper()
+        raise CheckpointError(
+            f"dtype={dtype!r} is a type of {others}; the {format} format holds {', '.join(own.dtypes)} only"
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
@@ -338,7 +342,7 @@ def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
-            return array  # planes of a quantized weight, whose factors are looked at
+            return array  # integers of a quantized weight; its factors are checked
         target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):

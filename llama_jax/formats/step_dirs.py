@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
-from llama_jax.storage.consistent_reader import MOST_OPEN
+from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES
 from llama_jax.storage.paths import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
@@ -53,11 +53,7 @@ def is_step(folder: Location) -> bool:
 
 
 def existing_step(folder: Location, step: int | None) -> int:
-    """The given step, or the newest for None.
-
-    Raises:
-      CheckpointError: the folder does not have it.
-    """
+    """The given step, or the newest for None."""
     steps = steps_in(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
@@ -172,11 +168,7 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
 
 
 def read_sums(step: Location) -> dict[str, str] | None:
-    """{name: checksum} of a step; None if there are none, or if the list itself is damaged.
-
-    Raises:
-      CheckpointError: they cannot be read, which proves nothing.
-    """
+    """{name: checksum} of a step; None if there are none, or if the list itself is damaged."""
     path = step / ABOUT / SUMS
     try:
         with path.open("rb") as file:
@@ -241,7 +233,7 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
 
 
 def _newest(path: object) -> Location | None:
-    """The step that is taken of a run; None where a path is something else, as a step itself is."""
+    """The newest step of a run; None if the path is something else, such as a step."""
     if not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
         return None
     folder = find_checkpoints(Path(os.fsdecode(path)))
@@ -251,7 +243,7 @@ def _newest(path: object) -> Location | None:
 
 # The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
 # of where in these files they are, the configuration and the vocabulary.
-OF_NUMBERS = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
+NUMBER_FILES = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
 
 
 @dataclass(frozen=True)
@@ -318,7 +310,7 @@ def fetch_step(
     try:
         folder = scratch.path / step.name
         sums = _wanted(step, choose)
-        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not OF_NUMBERS.fullmatch(name)})
+        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not NUMBER_FILES.fullmatch(name)})
         return FetchedStep(folder, step, sums, scratch)
     except (CheckpointError, OSError):
         scratch.close()
@@ -367,8 +359,8 @@ def _fetch(source: StoredPath, target: Path) -> str:
     digest, size = hashlib.sha256(), source.stat().st_size
     try:
         with target.open("wb") as file:
-            for first in range(0, size, MOST_OPEN):
-                piece = source.view.read(source.key, first, min(first + MOST_OPEN, size))
+            for first in range(0, size, MAX_REQUEST_BYTES):
+                piece = source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, size))
                 digest.update(piece)
                 file.write(piece)
     except BaseException:

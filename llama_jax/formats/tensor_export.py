@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.build_params import plan
 from llama_jax.formats.device_fill import READ_BYTES, cast, check
-from llama_jax.formats.lazy_tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
+from llama_jax.formats.lazy_tensors import Joined, MappedRows, Opened, Tensor, min_rows, permute_rope
 from llama_jax.formats.tensor_names import Share, shares_of
 from llama_jax.formats.tokenizer_files import SETTINGS_FILES, VOCABULARIES
 from llama_jax.model.params import PARAM_SPECS, shape_of, specs_for
-from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
@@ -39,9 +37,6 @@ def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
       folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
       overwrite: whether a file may be replaced by a file.
       sources: paths that are read at the same time, and must not be touched.
-
-    Raises:
-      CheckpointError: what is at `path` must not be replaced, or `path` cannot be written.
     """
     path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
@@ -108,7 +103,7 @@ class WrittenTensor:
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
         shape = self.tensor.shape
-        least = getattr(self.tensor, "rows_at_once", 1)
+        least = min_rows(self.tensor)
         step = max(1, self.run * shape[0] // max(1, self.tensor.nbytes), least)
         for start in range(0, shape[0], step):
             found = self.tensor.read(start, min(start + step, shape[0]))
@@ -117,44 +112,12 @@ class WrittenTensor:
             cast(found, run)
             yield run
 
-    def blocks(self) -> np.ndarray | None:
-        """All rows in the GGUF blocks in which they are kept, uint8[rows, ..., bytes]; None if they are in none."""
-        found = blocks_of(self.tensor)
-        return None if found is None else found.read(0, found.shape[0])
-
-    def whole(self, dtype: np.dtype) -> np.ndarray:
-        """All rows, checked and cast."""
-        out = np.empty(self.tensor.shape, dtype)
-        start = 0
-        for run in self.rows(dtype):
-            out[start : start + len(run)] = run
-            start += len(run)
-        return out
-
-
-@dataclass(frozen=True)
-class RopePermuted(Derived):
-    """A query or key projection with the rows of each head permuted to the other rotary layout."""
-
-    head_dim: int
-    interleave: bool
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        first = start - start % self.head_dim
-        last = -(-stop // self.head_dim) * self.head_dim
-        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, math.prod(self.shape[1:]))
-        permuted = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
-        return permuted.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
-
 
 def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
     Args:
       interleaved: the rotary layout for the rows of q and k.
-
-    Raises:
-      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     plan(opened)
     config = opened.config
@@ -166,7 +129,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
         if share.rotary and opened.interleaved != interleaved:
-            tensor = RopePermuted(tensor, config.head_dim, interleaved)
+            tensor = permute_rope(tensor, config.head_dim, interleave=interleaved)
         return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}", run=run)
 
     table = specs_for(config)
@@ -178,7 +141,7 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
 def split_fused(
     config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors, with each that holds several parts of a layer as those parts.
+    """The tensors, with each fused tensor of a layer split into its parts.
 
     Args:
       fused_names: by the name of such a tensor, "{}" standing for the layer, the parts that it holds by rows in order.
@@ -196,7 +159,7 @@ def split_fused(
                 continue  # named as missing or misshapen where all names and shapes are checked
             del found[name.format(i)]
             for part, start, stop in zip(parts, ends, ends[1:], strict=False):
-                found[names[part].format(i)] = RowRange(whole, start, stop)
+                found[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
     return found
 
 

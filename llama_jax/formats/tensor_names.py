@@ -27,7 +27,7 @@ class Share:
 # By path and axes of the parameter: a feed-forward and its experts have the same place in the tree. First those that are one
 # tensor of the same shape. In files of Mixtral each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and
 # splits them, and transposes those of Llama 4.
-WHOLE = {
+WHOLE_TENSORS = {
     ("embedding", "V D"): "embedding",
     ("blocks.attention_norm", "D"): "attention_norm",
     ("blocks.attention.query_norm", "H"): "query_norm",
@@ -49,7 +49,7 @@ WHOLE = {
     ("final_norm", "D"): "final_norm",
     ("lm_head", "V D"): "lm_head",
 }
-SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE.items()} | {
+SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE_TENSORS.items()} | {
     ("blocks.attention.qkv", "K G+2 H D"): (
         Share("q", "N*H D", width="G", rotary=True),
         Share("k", "K*H D", width="1", rotary=True),

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_jax.data.token_stream import examine
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import SWALLOWING
-from llama_jax.tokenizers.tokenizer_config import OF_A_FILE, Settings, pad_id_of
+from llama_jax.tokenizers.tokenizer_config import PER_FILE_SETTINGS, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 # What is read with a vocabulary from its folder.
@@ -51,7 +50,7 @@ CARD_KEYS = (
     *("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license", "tags"),
     *("url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES),
 )
-OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
+PER_FILE_FIELDS = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
 LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
 
 
@@ -71,13 +70,10 @@ class About:
 
 
 def read_about(folder: Location, *, card: bool = True) -> About:
-    """What the files of a folder say.
+    """The description in the files of a folder.
 
     Args:
       card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
-
-    Raises:
-      CheckpointError: a file that is not JSON or not text.
     """
     path = folder / GENERATION_FILE
     found = read_object(path, CheckpointError) if path.is_file() else {}
@@ -133,7 +129,7 @@ def write_about(folder: Path, about: About) -> None:
 
 def about_from_fields(fields: Mapping[str, Any]) -> About:
     """The description in the metadata of a GGUF."""
-    plain = {key: _short(value) for key, value in fields.items() if _is_plain(value)}
+    plain = {key: short_decimal(value) for key, value in fields.items() if _is_plain(value)}
     general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
     sampling = {key.removeprefix("sampling."): value for key, value in general.items() if key.startswith("sampling.")}
     generation = {SAMPLING.get(key, key): value for key, value in sampling.items()}
@@ -141,7 +137,7 @@ def about_from_fields(fields: Mapping[str, Any]) -> About:
         generation["do_sample"] = generation.get("temperature", 1.0) > 0
         if not generation["do_sample"]:
             del generation["temperature"]
-    card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in OF_THE_FILE}
+    card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in PER_FILE_FIELDS}
     return About(generation, card)
 
 
@@ -160,14 +156,9 @@ def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
     card = dict(about.card)
     if not swallows and any(name in str(card.get("name", "")).lower() for name in SWALLOWING):
         del card["name"]
-    return {f"general.{key}": value for key, value in card.items() if key not in OF_THE_FILE} | {
+    return {f"general.{key}": value for key, value in card.items() if key not in PER_FILE_FIELDS} | {
         f"general.sampling.{key}": value for key, value in sampling.items()
     }
-
-
-def _short(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
@@ -181,7 +172,7 @@ def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
         found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
         found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
         found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
-        more = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
+        more = {name: value for name, value in settings.more.items() if name not in PER_FILE_SETTINGS}
         found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in more.items()}
     generation = dict(about.generation)
     if generation.keys() & {*SAMPLING.values()}:
@@ -215,7 +206,7 @@ def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
 
 def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
-    """One line that names what a model that was written does not hold."""
+    """One line with the settings that a written model does not hold."""
     parts = (
         name
         if isinstance(value, str) and (len(value) > 60 or "\n" in value)
@@ -230,10 +221,6 @@ def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
 def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
     """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
     tokenizer; none if it is there already.
-
-    Raises:
-      CheckpointError: another vocabulary or the settings of another model are there: they must not be replaced, and would be
-        read with these weights.
     """
     folder = resolved(path).parent
     there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)

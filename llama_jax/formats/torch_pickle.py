@@ -30,11 +30,11 @@ from llama_jax.storage import Location, StoredPath
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 OTHER_STORAGES = {"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
 # Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
-LARGEST_PICKLE = 1 << 20
-LARGEST_TABLE = 1 << 20
-MOST_AXES = 8
-LARGEST_KEY = 1 << 31
-MARK = object()
+MAX_PICKLE_BYTES = 1 << 20
+MAX_TABLE_BYTES = 1 << 20
+MAX_TORCH_AXES = 8
+MAX_PICKLE_KEY = 1 << 31
+STACK_MARK = object()
 
 
 class _Global(NamedTuple):
@@ -89,11 +89,7 @@ def is_torch(path: Location) -> bool:
 
 
 def read_tensors(path: Location) -> dict[str, Tensor]:
-    """The tensors by name in a file that holds nothing else, as weights do.
-
-    Raises:
-      CheckpointError: see `read_pickled`; or something in it is not a tensor.
-    """
+    """The tensors by name in a file that holds nothing else, as weights do."""
     return tensors_of(read_pickled(path), path)
 
 
@@ -112,11 +108,7 @@ def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Location) -> Mapping[str, Any]:
-    """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read.
-
-    Raises:
-      CheckpointError: not such a file, a damaged one, or one that asks for more than tensors.
-    """
+    """The dictionary in a file that torch saved; its tensors have not been read."""
     if not is_torch(path):
         with path.open("rb") as file:
             old = file.read(2) == b"\x80\x02"
@@ -129,8 +121,8 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
             if len(pickles) != 1:
                 raise CheckpointError(f"{path} is a zip archive without a data.pkl; it is not what torch.save writes")
             folder = pickles[0].removesuffix("data.pkl")
-            if entries[pickles[0]].file_size > LARGEST_PICKLE:
-                raise CheckpointError(f"{path}: its pickle is over {LARGEST_PICKLE} bytes, too large to be a model's")
+            if entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
+                raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large to be a model's")
             order = entries.get(f"{folder}byteorder")
             if order is not None and _stored(order) and order.file_size > len("little"):
                 raise ValueError(f"{order.filename} has {order.file_size} bytes")
@@ -180,8 +172,8 @@ class _ShortReads(io.RawIOBase):
         return self._file.seek(offset, whence)
 
     def read(self, size: int | None = -1, /) -> Any:
-        if size is not None and size > LARGEST_TABLE:
-            raise ValueError(f"its table of contents is over {LARGEST_TABLE} bytes, too large to be a model's")
+        if size is not None and size > MAX_TABLE_BYTES:
+            raise ValueError(f"its table of contents is over {MAX_TABLE_BYTES} bytes, too large to be a model's")
         return self._file.read(-1 if size is None else size)
 
 
@@ -199,7 +191,7 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
 
     def since_mark() -> list[Any]:
         at = len(stack) - 1
-        while stack[at] is not MARK:
+        while stack[at] is not STACK_MARK:
             at -= 1
             if at < 0:
                 raise ValueError("a mark is missing")
@@ -214,7 +206,7 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
             case "PROTO" | "FRAME":
                 pass
             case "MARK":
-                stack.append(MARK)
+                stack.append(STACK_MARK)
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
@@ -281,7 +273,7 @@ def _set(target: Any, items: list[Any]) -> None:
     target = _as(dict, target)
     for key, value in zip(items[::2], items[1::2], strict=True):
         # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
-        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < LARGEST_KEY):
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PICKLE_KEY):
             raise ValueError(f"a key is a {type(key).__name__}, neither a name nor an index")
         target[key] = value
 
@@ -290,8 +282,8 @@ def _global(words: str, path: Location) -> _Global:
     module, _, name = words.partition(" ")
     found = _Global(module, name)
     if found not in ALLOWED:
-        asked = shown(f"{module}.{name}", 100)
-        raise CheckpointError(f"{path} asks for {asked}; a model needs tensors only. Nothing was run")
+        requested = shown(f"{module}.{name}", 100)
+        raise CheckpointError(f"{path} asks for {requested}; a model needs tensors only. Nothing was run")
     return found
 
 
@@ -329,17 +321,15 @@ def _call(function: Any, arguments: tuple) -> Any:
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
         raise ValueError("a tensor's shape is not made of integers from 0")
-    if len(shape) > MOST_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
-        raise ValueError(f"a tensor has {len(shape)} axes" if len(shape) > MOST_AXES else "a tensor's shape is too large")
+    if len(shape) > MAX_TORCH_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
+        raise ValueError(
+            f"a tensor has {len(shape)} axes" if len(shape) > MAX_TORCH_AXES else "a tensor's shape is too large"
+        )
     if math.prod(shape) == 0:
         raise ValueError("a tensor is empty")
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if max(reach, math.prod(shape)) > storage.numbers:
         raise ValueError("a tensor reaches beyond its storage")
-    return _tensor(storage, first, shape, strides, reach)
-
-
-def _tensor(storage: _Storage, first: int, shape: tuple, strides: tuple, reach: int) -> Tensor:
     expected = 1
     in_order = True
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):

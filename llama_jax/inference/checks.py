@@ -1,4 +1,4 @@
-"""Checks that refuse impossible requests, with the reason, before anything is computed."""
+"""Checks of the arguments of a generation, before anything is computed."""
 
 from __future__ import annotations
 
@@ -96,29 +96,29 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     if isinstance(ids, str):
         raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
     try:
-        found = np.asarray(ids)
+        array = np.asarray(ids)
     except ValueError:  # ragged
-        found = np.zeros((), object)
-    if found.size == 0 and found.ndim == 1:
-        return found.astype(np.int64)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        array = np.zeros((), object)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of integers, the token ids")
-    return found
+    return array
 
 
 def checked_numbers(
-    name: str, given: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
+    name: str, setting: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
 ) -> np.ndarray:
     """A sampling setting, one number or one per row: [batch] of a dtype.
 
     Args:
       need, valid: the requirement, in words and as a function of arrays.
     """
-    value = np.asarray(given)
+    value = np.asarray(setting)
     if value.dtype == object:
-        raise GenerationError(f"{name}={shown(given, 40)} must be {need}")
+        raise GenerationError(f"{name}={shown(setting, 40)} must be {need}")
     if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
-        raise GenerationError(f"{name}={given!r} must be a number, {need}")
+        raise GenerationError(f"{name}={setting!r} must be a number, {need}")
     wrong = value[~(np.isfinite(value) & valid(value))]
     if wrong.size:
         raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")

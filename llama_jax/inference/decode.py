@@ -7,6 +7,7 @@ and limit. `inference.generate` reads a batch of prompts, starts it and steps un
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,11 @@ from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
-STEPS_PER_CHUNK = 4  # tokens per turn of the decode loop; it can only exit between turns, so turns are short
+STEPS_PER_CHUNK = 4  # of the decode loop, which can only exit between chunks, so chunks are short
 
 
 class Request(struct.PyTreeNode):
-    """What is asked for, row by row.
+    """The settings of every row of a batch.
 
     Attributes:
       sampling: arrays [B].
@@ -43,7 +44,7 @@ class DecodeState(struct.PyTreeNode):
 
     Attributes:
       cache: what the model has read.
-      request: what is asked for.
+      request: the settings of the rows.
       token: int32[B], chosen but not yet read.
       seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.
@@ -105,7 +106,7 @@ def init_prefill(
 def prefill(
     config: LlamaConfig,
     params: Llama,
-    reading: PrefillState,
+    prefilled: PrefillState,
     tokens: jax.Array,
     positions: Positions,
     compute: Compute = Compute(),
@@ -117,21 +118,21 @@ def prefill(
       tokens: int32[B, T], padded on the right.
       positions: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
         `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
-        the first piece on.
+        the first chunk on.
     """
-    new_hidden, cache = forward(
-        config, params, tokens, reading.cache, positions=positions, compute=compute, sharding=sharding
+    token_hidden, cache = forward(
+        config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
     )
     lengths = positions.lengths
-    last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    hidden = jnp.where((lengths > 0)[:, None], last, reading.hidden)
+    last = jnp.take_along_axis(token_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where((lengths > 0)[:, None], last, prefilled.hidden)
     return PrefillState(shard_cache(cache, sharding), sharding.constrain(hidden, "row"))
 
 
 def begin_decode(
     config: LlamaConfig,
     params: Llama,
-    reading: PrefillState,
+    prefilled: PrefillState,
     tokens: jax.Array,
     lengths: jax.Array,
     request: Request,
@@ -146,7 +147,7 @@ def begin_decode(
     columns = jnp.where(real, tokens, vocab)
     seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
     state = DecodeState(
-        cache=shard_cache(reading.cache, sharding),
+        cache=shard_cache(prefilled.cache, sharding),
         request=request,
         token=jnp.zeros(batch, jnp.int32),
         seen=sharding.constrain(seen, "logits"),
@@ -154,7 +155,7 @@ def begin_decode(
         done=jnp.zeros(batch, bool),
     )
     with sharding.context():
-        state, logprobs = sample_next(state, logits_of(config, params, reading.hidden, sharding), sharding)
+        state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
     token, done, logprobs = (sharding.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
     produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), produced
@@ -170,40 +171,56 @@ def decode(
     config: LlamaConfig,
     params: Llama,
     state: DecodeState,
-    turns: jax.Array,
+    chunks: jax.Array,
     most: int,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, jax.Array, TokenChunk]:
-    """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
+    """Up to `chunks` chunks of `STEPS_PER_CHUNK` steps, leaving early when every row is done.
 
     Args:
-      turns: int32[], at most `most`.
-      most: turns that the result has room for.
+      chunks: int32[], at most `most`.
+      most: chunks that the result has room for.
 
     Returns:
-      The state; the turns taken, int32[]; and what they produced, [B, most * CHUNK]: only the first turns * CHUNK columns
-      are filled.
+      The state; the chunks taken, int32[]; and the tokens, [B, most * STEPS_PER_CHUNK], of which the first
+      taken * STEPS_PER_CHUNK columns are filled.
     """
     batch = state.token.shape[0]
+    out = tuple(jnp.zeros((batch, most * STEPS_PER_CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    step = lambda state: decode_step(config, params, state, compute, sharding)
+    state, taken, out = decode_chunks(step, state, out, chunks)
+    state = state.replace(cache=shard_cache(state.cache, sharding), done=sharding.constrain(state.done, "everywhere"))
+    return state, taken, TokenChunk(*(sharding.constrain(part, "everywhere") for part in out))
 
-    def turn(carry: Any) -> Any:
+
+def decode_chunks(
+    step: Callable[[DecodeState], tuple[DecodeState, tuple[jax.Array, ...]]],
+    state: DecodeState,
+    out: tuple[jax.Array, ...],
+    chunks: jax.Array | int,
+    offset: int = 0,
+) -> tuple[DecodeState, jax.Array, tuple[jax.Array, ...]]:
+    """The decode loop: a `lax.scan` per chunk inside a `while_loop`, which ends when every row is done.
+
+    Args:
+      step: from a state to the next one and its results, [B] each.
+      out: [B, at least offset + chunks * STEPS_PER_CHUNK] each, into which the results are written.
+      offset: their first column.
+    """
+
+    def run_chunk(carry: Any) -> Any:
         state, taken, out = carry
-        state, new = lax.scan(
-            lambda state, _: decode_step(config, params, state, compute, sharding), state, length=STEPS_PER_CHUNK
-        )
-        at = (jnp.zeros_like(taken), taken * STEPS_PER_CHUNK)
-        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
+        state, results = lax.scan(lambda state, _: step(state), state, length=STEPS_PER_CHUNK)
+        at = (jnp.zeros_like(taken), offset + taken * STEPS_PER_CHUNK if offset else taken * STEPS_PER_CHUNK)
+        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, results, strict=True))
         return state, taken + 1, out
 
     def unfinished(carry: Any) -> jax.Array:
         state, taken, _ = carry
-        return (taken < turns) & ~jnp.all(state.done)
+        return (taken < chunks) & ~jnp.all(state.done)
 
-    out = tuple(jnp.zeros((batch, most * STEPS_PER_CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
-    state, taken, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
-    state = state.replace(cache=shard_cache(state.cache, sharding), done=sharding.constrain(state.done, "everywhere"))
-    return state, taken, TokenChunk(*(sharding.constrain(part, "everywhere") for part in out))
+    return lax.while_loop(unfinished, run_chunk, (state, jnp.int32(0), out))
 
 
 def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, sharding: Sharding) -> jax.Array:
@@ -212,10 +229,10 @@ def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, sharding: S
 
 
 def sample_next(
-    state: DecodeState, logits: jax.Array, sharding: Sharding, restriction: LogitMask | None = None
+    state: DecodeState, logits: jax.Array, sharding: Sharding, logit_mask: LogitMask | None = None
 ) -> tuple[DecodeState, jax.Array]:
     """The state after one more token of every row that is not done, and its log-probability float32[B] among all tokens."""
-    token = sample(logits, state.request.sampling, state.seen, state.count, restriction)
+    token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
     token = jnp.where(state.done, state.token, token)
     # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
     logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
@@ -247,7 +264,7 @@ def decode_step(
 
 
 def shard_cache(cache: KVCache, sharding: Sharding) -> KVCache:
-    """The same cache, placed as the layout requires."""
+    """The same cache, constrained as the sharding requires."""
     pages = jax.tree.map(lambda x: sharding.constrain(x, "cache"), cache.pages)
     table, length = (sharding.constrain(x, "row") for x in (cache.table, cache.length))
     return cache.replace(pages=pages, table=table, length=length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import room_before_turning
+from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeState, Request, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
@@ -53,7 +52,7 @@ class Drafter(ABC):
         return self, ()
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[TokenChunk], tuple[int, int]] | None:
-        """A function that counts the drafts of a piece that were or would have been right, and all; None if drafts cost."""
+        """A function that counts the drafts of a chunk that were or would have been right, and all; None if drafts cost."""
         return None
 
     def follow(self, memory: Any, history: np.ndarray, known: np.ndarray) -> Any:
@@ -98,7 +97,7 @@ class Counts(NamedTuple):
 
 
 class DraftedChunk(TokenChunk):
-    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the piece.
+    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the chunk.
 
     Attributes:
       counts: what it took, int[B].
@@ -107,55 +106,27 @@ class DraftedChunk(TokenChunk):
     counts: Counts
 
     @classmethod
-    def of(cls, piece: TokenChunk, counts: Counts) -> DraftedChunk:
-        """The piece without gaps between the tokens of a row."""
-        found = cls(*piece)
-        if not piece.valid.all():
-            order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
-            found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
-        found.counts = counts
-        return found
+    def of(cls, chunk: TokenChunk, counts: Counts) -> DraftedChunk:
+        """The chunk without gaps between the tokens of a row."""
+        drafted = cls(*chunk)
+        if not chunk.valid.all():
+            order = np.argsort(~chunk.valid, axis=1, kind="stable")[:, : max(int(chunk.valid.sum(axis=1).max()), 1)]
+            drafted = cls(*(np.take_along_axis(part, order, axis=1) for part in chunk))
+        drafted.counts = counts
+        return drafted
 
 
-def with_counts(results: Sequence[Any], pieces: Sequence[TokenChunk]) -> list[Any]:
+def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:
     """The results of a generation that drafted, with what each row took."""
-    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(piece) for piece in pieces), strict=True)]
+    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(chunk) for chunk in chunks), strict=True)]
     return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
 
 
-def counts_of(piece: TokenChunk) -> Counts:
-    """The counts of a piece; zeros where nothing was drafted."""
-    if isinstance(piece, DraftedChunk):
-        return piece.counts
-    return Counts(*np.zeros((3, len(piece.valid)), np.int64))
-
-
-def stream_drafted(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[TokenChunk]:
-    """The pieces of `stream` with a draft.
-
-    Raises:
-      GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
-      MeshError: a draft on other devices.
-    """
-    if not isinstance(drafter, Drafter):
-        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
-    if jax.process_count() > 1:
-        raise GenerationError(
-            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
-            " leave it out"
-        )
-    _, lengths, request = prompts
-    room = room_before_turning(run.config, lengths)
-    if (request.limit > room).any():
-        row = int(np.argmax(request.limit > room))
-        raise GenerationError(
-            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
-            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
-        )
-    drafter.check(run.config, run.params, lengths, request, options)
-    from llama_jax.inference.speculation.speculative_decode import drafted_chunks  # imported only where something is drafted
-
-    return drafted_chunks(run, drafter, prompts, options, turns)
+def counts_of(chunk: TokenChunk) -> Counts:
+    """The counts of a chunk; zeros where nothing was drafted."""
+    if isinstance(chunk, DraftedChunk):
+        return chunk.counts
+    return Counts(*np.zeros((3, len(chunk.valid)), np.int64))
 
 
 def check_number(name: str, value: Any, most: int) -> None:

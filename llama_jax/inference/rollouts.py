@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
     PrefillState,
     Request,
+    decode_chunks,
     decode_step,
     logits_of,
     prefill,
     shard_cache,
 )
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import branch, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Sharding
@@ -29,7 +29,7 @@ from llama_jax.model.params import Llama
 
 
 class Prompts(NamedTuple):
-    """What is asked.
+    """The prompts of a batch.
 
     Attributes:
       tokens: int32[P, W], padded on the right.
@@ -70,7 +70,7 @@ class RolloutOptions:
       stop: tokens that end an answer.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     group: int
@@ -101,10 +101,10 @@ def roll_out(
       params: in any form, also with adapters or quantized, on any devices.
       sharding: see `generation_sharding`; P must be divisible by the ways in which it divides rows.
     """
-    reading = _prefill(config, params, prompts, compute, sharding)
+    prefilled = _prefill(config, params, prompts, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group
-    state = _started(reading, prompts, options, sharding)
-    turns = -(-options.most // STEPS_PER_CHUNK)
+    state = _started(prefilled, prompts, options, sharding)
+    chunks = -(-options.most // STEPS_PER_CHUNK)
 
     def choose(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
         """`decode.sample_next`, with log-probabilities at the temperature."""
@@ -116,50 +116,38 @@ def roll_out(
         done = state.done | jnp.any(token[:, None] == state.request.stop, axis=-1) | (count >= state.request.limit)
         return state.replace(token=token, count=count, done=done), logprobs
 
-    def turn(carry: Any) -> Any:
-        state, taken, out = carry
-        state, new = lax.scan(
-            lambda state, _: decode_step(config, params, state, compute, sharding, choose), state, length=STEPS_PER_CHUNK
-        )
-        at = (jnp.zeros_like(taken), 1 + taken * STEPS_PER_CHUNK)
-        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
-        return state, taken + 1, out
-
-    def unfinished(carry: Any) -> jax.Array:
-        state, taken, _ = carry
-        return (taken < turns) & ~jnp.all(state.done)
-
     with sharding.context():
         state, logprobs = choose(
-            state, logits_of(config, params, _repeated(reading.hidden, options, sharding), sharding), sharding
+            state, logits_of(config, params, _repeated(prefilled.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
-    out = tuple(jnp.zeros((batch, 1 + turns * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
-    _, _, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    out = tuple(jnp.zeros((batch, 1 + chunks * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
+    step = lambda state: decode_step(config, params, state, compute, sharding, choose)
+    _, _, out = decode_chunks(step, state, out, chunks, offset=1)
     tokens, logprobs, valid = (sharding.constrain(part[:, : options.most], "everywhere") for part in out)
     ends = jnp.any(tokens[..., None] == jnp.asarray(options.stop, jnp.int32), axis=-1)
     return Answers(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
 
 
 def _prefill(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, sharding: Sharding) -> PrefillState:
-    """All prompts, in pieces; the cache has the dtype of the computation."""
+    """All prompts, in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
     cache = init_cache(config, batch, width, dtype)
-    reading = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+    prefilled = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]
         positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
-        reading = prefill(config, params, reading, part, positions, compute, sharding)
-    return reading
+        prefilled = prefill(config, params, prefilled, part, positions, compute, sharding)
+    return prefilled
 
 
-def _started(reading: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
+def _started(prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
     """A state with `group` rows for each prompt, before the first token of any."""
-    batch = reading.hidden.shape[0] * options.group
+    batch = prefilled.hidden.shape[0] * options.group
     with sharding.context():
-        cache = branch(reading.cache, options.group, options.most, sharding.head_sharding)
+        cache = branch(prefilled.cache, options.group, options.most, sharding.head_sharding)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return DecodeState(

@@ -50,7 +50,7 @@ class Sampling(struct.PyTreeNode):
         """The same settings as arrays of `batch` values.
 
         Raises:
-          GenerationError: an impossible value, or a field with another number of rows; the message names the field.
+          GenerationError: an invalid value, or a field with another number of rows; the message names the field.
         """
 
         def rows(name: str, dtype: type, need: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
@@ -82,7 +82,7 @@ class LogitMask(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, restriction: LogitMask | None = None
+    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, logit_mask: LogitMask | None = None
 ) -> jax.Array:
     """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
 
@@ -98,14 +98,14 @@ def sample(
     drawn, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
     def among_scores(logits: jax.Array) -> jax.Array:
-        if restriction is not None:
-            logits = lax.cond(restriction.needed, restriction.apply, lambda logits: logits, logits)
+        if logit_mask is not None:
+            logits = lax.cond(logit_mask.needed, logit_mask.apply, lambda logits: logits, logits)
         scores = penalize(logits, penalty, seen)
         return jnp.where(drawn, _draw(scores, sampling, step), _argmax(scores))
 
     changed = jnp.any(drawn | (penalty != 1))
-    if restriction is not None:
-        changed |= restriction.needed
+    if logit_mask is not None:
+        changed |= logit_mask.needed
     return lax.cond(changed, among_scores, _argmax, logits)
 
 
@@ -167,7 +167,7 @@ def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
 
 @for_cpu(cpu.argmax)
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first index of the largest score: int32[B]. XLA for CPU vectorises two plain reductions, but not argmax."""
+    """The first index of the largest score: int32[B]. XLA for CPU vectorizes two plain reductions, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)
@@ -195,9 +195,9 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -
       order: uint32[B, V]; weight: float32[B, V]; target: float32[B].
     """
 
-    def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
+    def try_bit(i: jax.Array, bits: jax.Array) -> jax.Array:
+        candidate = bits | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
         total = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
-        return jnp.where(total >= target, candidate, found)
+        return jnp.where(total >= target, candidate, bits)
 
     return lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))

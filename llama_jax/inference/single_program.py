@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import turning_point
+from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
-from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
 
@@ -36,11 +36,11 @@ def complete(
             f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"
             " change, which one program cannot; use `generate`, or a capacity of at most that"
         )
-    piece = min(width, LARGEST_PREFILL)
-    reading = init_prefill(config, params, batch, capacity)
-    for begin in range(0, width, piece):
-        positions = Positions(jnp.clip(lengths - begin, 0, piece), rope_lengths=lengths)
-        reading = prefill(config, params, reading, tokens[:, begin : begin + piece], positions)
-    state, first = begin_decode(config, params, reading, tokens, lengths, request)
+    size = min(width, LARGEST_PREFILL)
+    prefilled = init_prefill(config, params, batch, capacity)
+    for begin in range(0, width, size):
+        positions = Positions(jnp.clip(lengths - begin, 0, size), rope_lengths=lengths)
+        prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + size], positions)
+    state, first = begin_decode(config, params, prefilled, tokens, lengths, request)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)
     return TokenChunk(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))

@@ -25,8 +25,8 @@ from llama_jax.ops.layers import project
 from llama_jax.ops.weights import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
-AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
-ROWS = 512  # inputs of each matrix, on which errors are measured
+NUMBERS_AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
+MEASURED_ROWS = 512  # inputs of each matrix, on which errors are measured
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -46,7 +46,7 @@ class _Recorded(struct.PyTreeNode):
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        jax.debug.callback(self._note, rows[:: -(-len(rows) // ROWS)].astype(jnp.float32), ordered=True)
+        jax.debug.callback(self._note, rows[:: -(-len(rows) // MEASURED_ROWS)].astype(jnp.float32), ordered=True)
         return project(x, self.matrix, out_dtype=out_dtype)
 
     def _note(self, rows: Any) -> None:
@@ -65,7 +65,7 @@ def scale_channels(
       progress: wraps the sequence of layers.
 
     Raises:
-      ConfigError: a model with experts, or parameters that are quantized; a kind that cannot be made.
+      ConfigError: a model with experts, or parameters that are quantized; a kind that is only read from files.
     """
     if kind not in MIXTURES:
         raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
@@ -73,13 +73,13 @@ def scale_channels(
         raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
     if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
         raise ConfigError("channels are scaled of floats: load with a dtype")
-    given, recorded, blocks = layers_of(params), _recorded(params.blocks), []
+    layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
     jax.effects_barrier()
     layers = range(config.n_layers)
     for i in progress(layers) if progress else layers:
         quantized = lambda path, matrix, i=i: _quantized(matrix, kinds_of_parameter(path, kind, i, config.n_layers))
-        blocks.append(_scaled(config, given[i], i, recorded, quantized))
+        blocks.append(_scaled(config, layers_before[i], i, recorded, quantized))
     return params.replace(blocks=stack(blocks))
 
 
@@ -125,11 +125,11 @@ def _scaled(
 def _attention_with(attention: Attention, factors: np.ndarray) -> Attention:
     """Values divided by factors [K, H], and `out` multiplied by them."""
     groups = attention.qkv.shape[1] - 2
-    of_rows = np.ones(attention.qkv.shape[:-1], np.float32)
-    of_rows[:, -1] = factors
-    of_out = np.repeat(factors[:, None], groups, 1).reshape(-1)
-    bias = None if attention.qkv_bias is None else attention.qkv_bias / of_rows
-    return attention.replace(qkv=attention.qkv / of_rows[..., None], qkv_bias=bias, out=attention.out * of_out)
+    row_factors = np.ones(attention.qkv.shape[:-1], np.float32)
+    row_factors[:, -1] = factors
+    column_factors = np.repeat(factors[:, None], groups, 1).reshape(-1)
+    bias = None if attention.qkv_bias is None else attention.qkv_bias / row_factors
+    return attention.replace(qkv=attention.qkv / row_factors[..., None], qkv_bias=bias, out=attention.out * column_factors)
 
 
 def _best(
@@ -158,13 +158,13 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
     """The numbers that a matrix is quantized to, its parts [K, width, H, D] side by side in kinds of their own."""
     ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]
-    found = []
+    decoded = []
     for part, kind in zip(parts, kinds, strict=True):
         form = with_fallback(kind, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
             raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
         rows = part.reshape(-1, part.shape[-1])
-        step = max(1, AT_ONCE // rows.shape[-1])
+        step = max(1, NUMBERS_AT_ONCE // rows.shape[-1])
         runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]
-        found.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
-    return np.concatenate(found, axis=1) if ends else found[0]
+        decoded.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
+    return np.concatenate(decoded, axis=1) if ends else decoded[0]

@@ -204,18 +204,18 @@ def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | 
         count, page = pages.shape[1:3]
         each = -(-room // page) + 1
         table, length = (jnp.repeat(x, group, axis=0) for x in (table - part * count, length))
-        own = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
+        new_pages = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
         table = jnp.pad(table, ((0, 0), (0, each)))
         whole, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
         last = jnp.take_along_axis(table, whole, axis=1)[:, 0]
-        after = jnp.take_along_axis(own, jnp.clip(entry - whole, 0, each - 1), axis=1)
+        after = jnp.take_along_axis(new_pages, jnp.clip(entry - whole, 0, each - 1), axis=1)
         table = jnp.where(entry < whole, table, after)
 
         def longer(pages: jax.Array) -> jax.Array:
-            pages = jnp.pad(pages, [(0, 0), (0, own.size)] + [(0, 0)] * (pages.ndim - 2))
-            return pages.at[:, own[:, 0]].set(pages[:, last])
+            pages = jnp.pad(pages, [(0, 0), (0, new_pages.size)] + [(0, 0)] * (pages.ndim - 2))
+            return pages.at[:, new_pages[:, 0]].set(pages[:, last])
 
-        return jax.tree.map(longer, pages), table + part * (count + own.size), length
+        return jax.tree.map(longer, pages), table + part * (count + new_pages.size), length
 
     run: Callable[..., Any] = of_part
     if head_sharding is not None and math.prod(mesh_in_force().values()) > 1:
@@ -238,11 +238,11 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
     def of(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:
             layer = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
-            found = layer[table][..., first::2, :]  # [R, n, page, K, H]
-            return found.reshape(len(table), -1, *found.shape[3:]).swapaxes(1, 2)
+            rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
+            return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        found = over_rows(take, view.pages)
-        return dequantize(found, dtype) if isinstance(found, Quantized) else found
+        numbers = over_rows(take, view.pages)
+        return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
 
     return KVView(of(0), of(1))
 

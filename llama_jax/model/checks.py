@@ -52,10 +52,10 @@ def check_arguments(
 
 def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
     """Raise for a cache of another model or of other rows, and for tokens that do not fit: they would be dropped."""
-    wanted, found = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
-    if (found[0], *found[3:]) != wanted:
+    wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
+    if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
-            f"a cache with pages {list(found)}, [layers, pages, page, 2 heads, width], is not one of this configuration;"
+            f"a cache with pages {list(shape)}, [layers, pages, page, 2 heads, width], is not one of this configuration;"
             " make it with init_cache"
         )
     (batch, new), rows = tokens.shape, cache.table.shape[0]
@@ -91,9 +91,9 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
     """
     check_head(config, params)
-    for path, (row, wanted) in _shapes(config).items():
+    for path, (spec, wanted) in _shapes(config).items():
         shape = getattr(attrgetter(path)(params), "shape", None)
-        if shape != wanted and not (row.has_vocabulary and _is_padded(shape, wanted)):
+        if shape != wanted and not (spec.has_vocabulary and _is_padded(shape, wanted)):
             raise ConfigError(
                 f"parameters whose {path} is {_in_words(shape)} are not those of the configuration, which needs"
                 f" {_in_words(wanted)}"
@@ -103,15 +103,15 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
 def check_head(config: LlamaConfig, params: Llama) -> None:
     """Raise ConfigError for an output projection in a tied model, or a missing one in an untied model."""
     if (params.lm_head is None) != config.tie_embeddings:
-        found = "no" if params.lm_head is None else "an"
-        raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
+        article = "no" if params.lm_head is None else "an"
+        raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {article} lm_head")
 
 
 @cache
 def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
     """The row and the shape of the parameter at each path; None where a model of this configuration has none."""
-    absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {row.path: (row, None) for row in PARAM_SPECS}
-    there = {row.path: (row, row.shape_of_all(config)) for row in specs_for(config)}
+    absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {spec.path: (spec, None) for spec in PARAM_SPECS}
+    there = {spec.path: (spec, spec.shape_of_all(config)) for spec in specs_for(config)}
     return absent | there
 
 
@@ -147,11 +147,11 @@ def check_attend(config: LlamaConfig, compute: Compute) -> None:
 def checked_attention(attend: Attend) -> Attend:
     """A user's attention with a check of its result's shape, since axes in another order might go unnoticed."""
 
-    def found(queries: jax.Array, view: KVView, seen: AttentionMask, **options: Any) -> jax.Array:
-        mixed = attend(queries, view, seen, **options)
-        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (mixed, queries))
+    def checked(queries: jax.Array, view: KVView, mask: AttentionMask, **options: Any) -> jax.Array:
+        attended = attend(queries, view, mask, **options)
+        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (attended, queries))
         if kind != wanted:
             raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
-        return mixed
+        return attended
 
-    return found
+    return checked

@@ -57,7 +57,7 @@ def forward(
 
     Raises:
       ConfigError: the parameters are not those of the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache; places of another shape, or packed rows
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions of another shape, or packed rows
         together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
@@ -82,14 +82,14 @@ class _Step(NamedTuple):
 
     Attributes:
       rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
-      seen: which keys each query sees, for each different one of `_chunks`.
+      masks: which keys each query sees, for each distinct one of `_chunks`.
       sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
       query_scale: what queries are multiplied by, float32[B, 1, T, 1, 1], or None.
       paged: which pages are whose, without the pages and the layer; None without a cache.
     """
 
     rope: tuple[Rope, ...]
-    seen: tuple[AttentionMask, ...]
+    masks: tuple[AttentionMask, ...]
     sink_rope: tuple[Rope, ...] | None = None
     query_scale: jax.Array | None = None
     paged: PagedView | None = None
@@ -113,7 +113,7 @@ def run_layers(
     # Rows that read different numbers of tokens are not divided, their pages are one pool, and XLA divides the heads: with a
     # kernel on each device a step of 8B over eight v5e reads 1.24 times the least, and so less than 1.05.
     head_sharding = sharding.head_sharding if positions.starts is None else None
-    mix = _mixing_of(config, compute, sharding, cache, chunks, head_sharding)
+    attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
     step = _step_of(config, tokens, cache, positions, chunks)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
@@ -129,34 +129,36 @@ def run_layers(
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
     ) -> Any:
-        # Where layers are scanned and differ, which kind one is is known when the program runs.
+        # Where layers are scanned and differ, the kind of a layer is known only when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
         normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, kind)
-        kept = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
-        pages, view = _view_of(pages, kept, step, index, head_sharding)
-        mixed = mix(kind, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
+        cached_heads = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
+        pages, view = _view_of(pages, cached_heads, step, index, head_sharding)
+        attended = (
+            attend_layer(kind, cached_heads, view, step.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
+        )  # [B, T, N * H]
+        after = hidden + added(ops.project(attended, block.attention.out), block.attention_post_norm)
         normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
         after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
         after = sharding.constrain(after, "residual")
         return after, pages, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
     def step_of(layer: int | None) -> Callable[..., Any]:
-        one = partial(run_layer, layer=layer)
-        return one if compute.remat == "none" else rematerialize(compute.remat, one)
+        run = partial(run_layer, layer=layer)
+        return run if compute.remat == "none" else rematerialize(compute.remat, run)
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
     held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     sliced, layer_of = split(params.blocks, held)
     if unrolled:
-        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at places that it knows it reads in place.
+        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at known indices it reads in place.
         each = []
         for i in range(config.n_layers):
-            *carry, found = step_of(i)(layer_of([], i), *carry, step, jnp.int32(i))
-            each.append(found)
+            *carry, tapped = step_of(i)(layer_of([], i), *carry, step, jnp.int32(i))
+            each.append(tapped)
         taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
     else:
         layer_step = step_of(None)
@@ -188,7 +190,7 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def _mixing_of(
+def _layer_attention(
     config: LlamaConfig,
     compute: Compute,
     sharding: Sharding,
@@ -197,53 +199,60 @@ def _mixing_of(
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
-    if sharding.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
+    own_attention = compute.attend is not None or compute.attention != "auto"
+    if sharding.arrange is not identity and own_attention:
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
     check_attend(config, compute)
     attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
     if compute.attend is not None:
         attend = checked_attention(compute.attend)
-    options: dict[str, Any] = {"scale": config.score_scale}
-    remembered = () if cache is None or cache.window is None else (cache.window,)
-    own = [() if layer.window is None else (layer.window,) for layer in config.layer_kinds]
-    some = list(dict.fromkeys(chunks))
-    masks = [
-        (min((*window, *remembered), default=None), some.index(chunk)) for window, chunk in zip(own, chunks, strict=True)
-    ]
-    different = list(dict.fromkeys(masks))
-
-    own_attention = compute.attend is not None or compute.attention != "auto"
     if own_attention and cache is not None and cache.sinks:
         raise ConfigError("a cache with sinks is read by blocks, in one way only; leave attend and attention out")
+    options: dict[str, Any] = {"scale": config.score_scale}
     if compute.attention != "auto":
         options["backend"] = compute.attention
+    cache_window = None if cache is None else cache.window
+    distinct_chunks = list(dict.fromkeys(chunks))
+    # Of each kind of layer: its window, and which of the distinct chunks it has.
+    limits = [
+        (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunks.index(chunk))
+        for layer, chunk in zip(config.layer_kinds, chunks, strict=True)
+    ]
+    distinct_limits = list(dict.fromkeys(limits))
 
-    def mix_within(
-        mask: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, seen_by_chunk: tuple[AttentionMask, ...]
+    def attend_within(
+        limit: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
     ) -> jax.Array:
-        window, seen = mask[0], seen_by_chunk[mask[1]]
+        window, mask = limit[0], masks[limit[1]]
         if not isinstance(view, PagedView) or cache is None:
-            return attend(heads.queries, view, seen, window=window, **options)
+            return attend(heads.queries, view, mask, window=window, **options)
         if own_attention:
-            dense = gather_pages(view, seen.query_positions.size, heads.queries.dtype)
-            return attend(heads.queries, dense, seen, window=window, **options)
+            dense = gather_pages(view, mask.query_positions.size, heads.queries.dtype)
+            return attend(heads.queries, dense, mask, window=window, **options)
         sink_queries = None if heads.sink_queries is None else _by_token(heads.sink_queries)
-        masks: dict[str, Any] = {"window": window, "chunk": some[mask[1]], "sinks": cache.sinks}
-        queries = _by_token(heads.queries)
-        mixed = ops.attend_paged(
-            queries, view, scale=config.score_scale, sink_queries=sink_queries, head_sharding=head_sharding, **masks
+        attended = ops.attend_paged(
+            _by_token(heads.queries),
+            view,
+            scale=config.score_scale,
+            window=window,
+            chunk=distinct_chunks[limit[1]],
+            sinks=cache.sinks,
+            sink_queries=sink_queries,
+            head_sharding=head_sharding,
         )
-        return _by_row(mixed, len(heads.queries))
+        return _by_row(attended, len(heads.queries))
 
-    def mix(kind: int | jax.Array, heads: _Heads, view: KVView | PagedView, seen: tuple[AttentionMask, ...]) -> jax.Array:
+    def attend_layer(
+        kind: int | jax.Array, heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
+    ) -> jax.Array:
         if isinstance(kind, int):
-            return mix_within(masks[kind], heads, view, seen)
+            return attend_within(limits[kind], heads, view, masks)
         # Attention is all that is compiled once for each mask. The branches share the loop over layers, so a program grows
         # neither with the depth nor with the period of the layers, and no layer needs to be left over from whole periods.
-        which = jnp.asarray([different.index(mask) for mask in masks])[kind]
-        return lax.switch(which, [partial(mix_within, mask) for mask in different], heads, view, seen)
+        which = jnp.asarray([distinct_limits.index(limit) for limit in limits])[kind]
+        return lax.switch(which, [partial(attend_within, limit) for limit in distinct_limits], heads, view, masks)
 
-    return mix
+    return attend_layer
 
 
 def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
@@ -258,19 +267,19 @@ def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, posit
     ]
 
 
-def _in_chunks(config: LlamaConfig, seen: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
+def _in_chunks(config: LlamaConfig, mask: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
     """What queries see in layers with chunks, which are segments of the documents."""
     if chunk is None:
-        return seen
-    position_ids = seen.query_positions, seen.key_positions
+        return mask
+    position_ids = mask.query_positions, mask.key_positions
     if positions.position_ids is not None:
         position_ids = positions.position_ids, positions.position_ids
     queries, keys = (x // chunk for x in position_ids)
-    if seen.query_segments is not None:
+    if mask.query_segments is not None:
         # More than any document has: so each chunk of each document has a number of its own.
-        chunks = -(-max(config.max_seq_len, seen.query_positions.shape[-1]) // chunk)
-        queries, keys = seen.query_segments * chunks + queries, seen.key_segments * chunks + keys
-    return seen.replace(query_segments=queries, key_segments=keys)
+        chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
+        queries, keys = mask.query_segments * chunks + queries, mask.key_segments * chunks + keys
+    return mask.replace(query_segments=queries, key_segments=keys)
 
 
 def _step_of(
@@ -280,11 +289,10 @@ def _step_of(
     positions: Positions,
     chunks: list[int | None],
 ) -> _Step:
-    new = tokens.shape[1]
-    order = jnp.arange(new, dtype=jnp.int32)
-    paged, slots = None, jnp.broadcast_to(order, tokens.shape)
+    length = tokens.shape[1]
+    paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     if cache is not None:
-        paged = cache.view(new, positions.starts)
+        paged = cache.view(length, positions.starts)
         slots = jnp.maximum(paged.tokens(tokens.size)[1], 0).reshape(tokens.shape)
         if positions.starts is not None and positions.rope_lengths is None:
             positions = positions._replace(rope_lengths=slots + 1)
@@ -302,29 +310,29 @@ def _step_of(
         return tuple(tables[layer.rope, layer.rope_theta] for layer in kinds)
 
     position_ids = slots if positions.position_ids is None else positions.position_ids
-    own, scale = rope(position_ids), None
+    token_rope, scale = rope(position_ids), None
     if config.query_scaling is not None:
         scaling = config.query_scaling
         counted = position_ids + scaling.offset if scaling.offset else position_ids
         scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
         scale = scale[:, None, :, None, None]
 
-    def by_chunk(seen: AttentionMask) -> tuple[AttentionMask, ...]:
-        return tuple(_in_chunks(config, seen, chunk, positions) for chunk in dict.fromkeys(chunks))
+    def by_chunk(mask: AttentionMask) -> tuple[AttentionMask, ...]:
+        return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
     if cache is None:
-        return _Step(own, by_chunk(AttentionMask.whole(new, positions.segment_ids)), query_scale=scale)
+        return _Step(token_rope, by_chunk(AttentionMask.whole(length, positions.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
-    seen = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
-    return _Step(own, seen, sink_rope, scale, paged)
+    masks = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
+    return _Step(token_rope, masks, sink_rope, scale, paged)
 
 
 class _Heads(NamedTuple):
-    """Of the new tokens: queries [B, K, T, G, H], also as the sinks see them, keys and values [B, K, T, H]."""
+    """Queries [B, K, T, G, H] of the new tokens, the same as the sinks see them, and keys and values [B, K, T, H]."""
 
     queries: jax.Array
     sink_queries: jax.Array | None

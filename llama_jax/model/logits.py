@@ -45,7 +45,7 @@ def observe(
     """`forward` without a cache, with what `tap` takes from every layer as a second result.
 
     Args:
-      tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
+      tap: from a `LayerActivations` to a tree of arrays; under `jit` XLA computes nothing else for it.
 
     Returns:
       hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.

@@ -1,4 +1,4 @@
-"""LoRA: a frozen model with learnt low-rank changes of its matrices (Hu et al. 2021).
+"""LoRA: a frozen model with learned low-rank changes of its matrices (Hu et al. 2021).
 
 Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a separate tree, which
 is trained, kept and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
@@ -57,7 +57,7 @@ class Lora:
       dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
 
     Raises:
-      ConfigError: an impossible value, or a target that is not a matrix of a Llama.
+      ConfigError: an invalid value, or a target that is not a matrix of a Llama.
     """
 
     rank: int = 16
@@ -97,7 +97,7 @@ def init_adapters(
     gradient, and both stay zero. Their magnitudes stay constant likewise.
 
     Args:
-      base: for DoRA: the base model, the norms of whose rows are the initial magnitudes.
+      base: for DoRA, the base model: the norms of its rows are the initial magnitudes.
 
     Raises:
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
@@ -105,15 +105,15 @@ def init_adapters(
     if lora.dora and base is None:
         raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
 
-    def magnitude_of(row: ParamSpec) -> jax.Array:
-        lengths = row_lengths(attrgetter(row.path)(base)).astype(dtype)
-        own = [name in lora.targets for name in _names_at(row.path)]
-        if len(own) == 1:
+    def magnitude_of(spec: ParamSpec) -> jax.Array:
+        lengths = row_lengths(attrgetter(spec.path)(base)).astype(dtype)
+        is_target = [name in lora.targets for name in _names_at(spec.path)]
+        if len(is_target) == 1:
             return lengths
         groups = config.queries_per_kv_head
-        return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
+        return lengths * jnp.asarray([is_target[0]] * groups + is_target[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
 
-    def start(row: ParamSpec, shape: LowRank) -> LowRank:
+    def start(spec: ParamSpec, shape: LowRank) -> LowRank:
         layers, *_, rank, columns = shape.a.shape
         bound = 1 / math.sqrt(columns)
 
@@ -123,8 +123,8 @@ def init_adapters(
             its_key = jax.random.fold_in(key, list(TARGETS).index(name))
             return jax.random.uniform(its_key, (layers, rank, columns), jnp.float32, -bound, bound).astype(dtype)
 
-        parts = jnp.stack([draw(name) for name in _names_at(row.path)], axis=1)
-        magnitude = magnitude_of(row) if lora.dora else None
+        parts = jnp.stack([draw(name) for name in _names_at(spec.path)], axis=1)
+        magnitude = magnitude_of(spec) if lora.dora else None
         return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype), magnitude)
 
     return build_adapters(config, lora, start)
@@ -136,7 +136,7 @@ def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike 
     Raises:
       ConfigError: as `init_adapters`.
     """
-    return build_adapters(config, lora, lambda row, shape: shape, dtype)
+    return build_adapters(config, lora, lambda spec, shape: shape, dtype)
 
 
 def build_adapters(
@@ -161,13 +161,13 @@ def build_adapters(
         )
     paths = {TARGETS[name].path for name in lora.targets}
 
-    def leaf(row: ParamSpec) -> Any:
-        if row.path not in paths:
+    def leaf(spec: ParamSpec) -> Any:
+        if spec.path not in paths:
             return None
-        shape = row.shape_of_all(config)
-        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank))
+        shape = spec.shape_of_all(config)
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(spec.path, shape, lora.rank))
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
-        return pair_of(row, LowRank(a, b, magnitude))
+        return pair_of(spec, LowRank(a, b, magnitude))
 
     return build(config, leaf)
 
@@ -177,10 +177,10 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
     widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
     numbers = 0
 
-    def count(row: ParamSpec, shape: LowRank) -> None:
+    def count(spec: ParamSpec, shape: LowRank) -> None:
         nonlocal numbers
         layers, *_, columns = shape.a.shape
-        for name in set(_names_at(row.path)) & set(lora.targets):
+        for name in set(_names_at(spec.path)) & set(lora.targets):
             outputs = math.prod(shape.b.shape[1:-1])
             if name in widths:
                 outputs = outputs // sum(widths.values()) * widths[name]
@@ -247,20 +247,20 @@ def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[
         if pair is None:
             return leaf
         needed = _shapes(_path(path), tuple(leaf.shape), rank)
-        found = tuple(pair.a.shape), tuple(pair.b.shape)
-        if found != needed:
+        shapes = tuple(pair.a.shape), tuple(pair.b.shape)
+        if shapes != needed:
             raise ConfigError(
-                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={rank} of a matrix"
+                f"adapter of {_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}; rank={rank} of a matrix"
                 f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
             )
         return joined(leaf, pair)
 
-    found = jax.tree_util.tree_map_with_path(
+    joined_params = jax.tree_util.tree_map_with_path(
         join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
     )
     if pairs:
         raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
-    return found
+    return joined_params
 
 
 def base_of(params: Llama) -> Llama:
@@ -270,7 +270,7 @@ def base_of(params: Llama) -> Llama:
 
 
 def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
-    """A layout for training a `TrainState` whose parameters are adapters: `train_step` joins them with the base.
+    """A `Sharding` to train a `TrainState` of adapters: `train_step` joins them with the base.
 
     Only the parameters in the state are differentiated, so the base gets no gradient. Make the base an argument of the
     compiled function, which would otherwise contain a copy of it.
@@ -309,7 +309,7 @@ def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ..
 
 
 def _path(path: tuple[Any, ...]) -> str:
-    """In the table, of a place in a `Llama`."""
+    """The path of a `ParamSpec` from a path in a `Llama`."""
     return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
 
 

@@ -66,22 +66,22 @@ def stack_adapters(
     dora = any(lora.dora for _, lora in adapters)
     whole = Lora(rank=count * rank, targets=tuple(name for name in TARGETS if name in used), dora=dora)
 
-    def join(row: ParamSpec, shape: LowRank) -> LowRank:
+    def join(spec: ParamSpec, shape: LowRank) -> LowRank:
         a = np.zeros((*shape.a.shape[:-2], count, rank, shape.a.shape[-1]), jnp.dtype(dtype))
         b = np.zeros((*shape.b.shape[:-1], count, rank), jnp.dtype(dtype))
         magnitude = np.zeros((*shape.b.shape[:-1], count), np.float32) if dora else None
         for i, (tree, _) in enumerate(adapters):
-            pair = attrgetter(row.path)(tree)
+            pair = attrgetter(spec.path)(tree)
             if pair is None:
                 continue
-            own, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
+            rank_of_pair, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
             if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
                 raise ConfigError(
-                    f"adapter {i} of {row.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not of a"
-                    " matrix of this model; is it the adapter's base?"
+                    f"adapter {i} of {spec.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not"
+                    " of a matrix of this model; is it the adapter's base?"
                 )
-            a[..., i, :own, :] = pair.a
-            b[..., i, :own] = pair.b
+            a[..., i, :rank_of_pair, :] = pair.a
+            b[..., i, :rank_of_pair] = pair.b
             if magnitude is not None and pair.magnitude is not None:
                 magnitude[..., i] = pair.magnitude
         a, b = a.reshape(shape.a.shape), b.reshape(shape.b.shape)

@@ -1,4 +1,4 @@
-"""The parameters of a Llama: an immutable tree of arrays, and a table with one row for each of them.
+"""The parameters of a Llama: an immutable tree of arrays, and a table with one spec for each of them.
 
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
 checks, the sizes of `estimate`, and every format's loading and saving (`formats.tensor_names` has their names there). A
@@ -98,12 +98,12 @@ class ParamSpec:
       path: in the tree: "blocks.attention.qkv".
       axes: of one layer: "K G+2 H D".
       mesh: the mesh axes that cut each of them.
-      start: how it begins: drawn with standard deviation 0.02 ("normal"); that over sqrt(2 L), for what ends in the residual
-        stream ("residual"); "ones", or "zeros".
-      draw: which of a seed's random keys it is drawn with, and of two parameters drawn together which it is. While these
-        stay, a seed gives the same model.
+      start: how it is initialized: drawn with standard deviation 0.02 ("normal"); that over sqrt(2 L), for what ends in the
+        residual stream ("residual"); "ones", or "zeros".
+      draw: which of a seed's random keys it is drawn with, and its index among parameters drawn together. While these stay,
+        a seed gives the same model.
       outputs: the axes, from the last, that are the outputs of a matrix whose inputs are the last axis: what Muon
-        orthogonalises. None for what it leaves to AdamW.
+        orthogonalizes. None for what it leaves to AdamW.
       when: whether a model of a configuration has it.
     """
 
@@ -136,11 +136,11 @@ class ParamSpec:
         return self.axes.startswith("V")
 
     def shape(self, config: LlamaConfig) -> tuple[int, ...]:
-        """Of one layer."""
+        """The shape for one layer."""
         return shape_of(self.axes, config)
 
     def shape_of_all(self, config: LlamaConfig) -> tuple[int, ...]:
-        """Of all layers as one array."""
+        """The shape for all layers as one array."""
         return (config.n_layers, *self.shape(config)) if self.in_blocks else self.shape(config)
 
 
@@ -196,7 +196,7 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec("final_norm", "D", P(), "ones"),
     ParamSpec("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
 )
-_BY_PATH = {row.path: row for row in reversed(PARAM_SPECS)}
+_BY_PATH = {spec.path: spec for spec in reversed(PARAM_SPECS)}
 
 
 @cache
@@ -226,21 +226,21 @@ def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
 @cache
 def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
     """The parameters that a model of this configuration has."""
-    return tuple(row for row in PARAM_SPECS if row.when(config))
+    return tuple(spec for spec in PARAM_SPECS if spec.when(config))
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
-    row = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
-    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][row.path.count(".") :]
-    return row.is_matrix and all(name in ("base", "parts") for name in inside)
+    spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
+    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
+    return spec.is_matrix and all(name in ("base", "parts") for name in inside)
 
 
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:
-    """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama`.
+    """The spec of the leaf at a path in a `Llama`, as `jax.tree_util.tree_map_with_path` passes it.
 
-    Of several rows for one place the first: they differ in shape and condition alone. The arrays inside of what stands in
-    the place of a weight are all of its row.
+    Where several specs have one path, the first: they differ only in shape and condition. All arrays inside a quantized or
+    adapted weight have the spec of the weight.
     """
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     starts = (".".join(names[:end]) for end in range(1, len(names) + 1))

@@ -42,7 +42,7 @@ def rotary_frequencies(
 def scaled_frequencies(
     config: LlamaConfig, slots: jax.Array, positions: Positions, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """The same of a pass whose tokens stand in `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
+    """`rotary_frequencies` for tokens at `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
     lengths = positions.rope_lengths
     if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
         lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)

@@ -61,12 +61,12 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
         its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
-    def start(row: ParamSpec) -> jax.Array:
-        shape = row.shape_of_all(config)
-        if not row.decays:
-            return jnp.full(shape, 1 - config.norm_offset if row.start == "ones" else 0, dtype)
-        std = 0.02 if row.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
-        number, *half = row.draw
+    def start(spec: ParamSpec) -> jax.Array:
+        shape = spec.shape_of_all(config)
+        if not spec.decays:
+            return jnp.full(shape, 1 - config.norm_offset if spec.start == "ones" else 0, dtype)
+        std = 0.02 if spec.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
+        number, *half = spec.draw
         if not half:
             return drawn(number, shape, std)
         return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half[0], :]
@@ -76,7 +76,7 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
 
 def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
     """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not."""
-    table = {row.path: row for row in specs_for(config)}
+    table = {spec.path: spec for spec in specs_for(config)}
 
     def leaf(path: str) -> Leaf | None:
         return leaf_of(table[path]) if path in table else None
@@ -92,7 +92,7 @@ def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
 
 def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """A `Llama` of `jax.ShapeDtypeStruct`: what `init` would give, without allocating it."""
-    return build(config, lambda row: jax.ShapeDtypeStruct(row.shape_of_all(config), jnp.dtype(dtype)))
+    return build(config, lambda spec: jax.ShapeDtypeStruct(spec.shape_of_all(config), jnp.dtype(dtype)))
 
 
 def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
@@ -105,32 +105,34 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
     `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantized parameters, of any kind.
 
     Raises:
-      ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
+      ConfigError: a kind that is only read from files, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     if kind not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MIXTURES)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
-        row = spec_at(path)
-        if not row.is_matrix:
+        spec = spec_at(path)
+        if not spec.is_matrix:
             return leaf
         if isinstance(leaf, LowRankWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
-        layers = leaf.shape[0] if row.in_blocks else 1
-        each = [kinds_of_parameter(row.path, kind, layer, layers) for layer in range(layers)]
+        layers = leaf.shape[0] if spec.in_blocks else 1
+        each = [kinds_of_parameter(spec.path, kind, layer, layers) for layer in range(layers)]
         if len(set(each)) > 1 or len(each[0]) > 1:
             leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
-        return in_kinds(leaf, each, partial(in_kind, row))
+        return in_kinds(leaf, each, partial(in_kind, spec))
 
-    def in_kind(row: ParamSpec, leaf: Leaf, own: str) -> Leaf:
-        form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
+    def in_kind(spec: ParamSpec, leaf: Leaf, kind: str) -> Leaf:
+        form = with_fallback(kind, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
         if leaf.shape[-1] % form.block:
-            raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {own} needs multiples of {form.block}")
+            raise ConfigError(
+                f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
+            )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if is_weight(leaf) else leaf, own)
+            return quantized(leaf.decoded() if is_weight(leaf) else leaf, kind)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
@@ -147,14 +149,14 @@ def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any,
     """
     count = max(map(len, each))
     if count > 1:
-        own = [kinds if len(kinds) == count else kinds * count for kinds in each]
-        parts = zip(_parts(leaf, count), zip(*own, strict=True), strict=True)
+        kinds_of_parts = [kinds if len(kinds) == count else kinds * count for kinds in each]
+        parts = zip(_parts(leaf, count), zip(*kinds_of_parts, strict=True), strict=True)
         return JoinedWeight(tuple(in_kinds(part, [(kind,) for kind in kinds], in_kind) for part, kinds in parts))
     kinds = [kind for (kind,) in each]
     different = list(dict.fromkeys(kinds))
     if len(different) == 1:
         return in_kind(leaf, kinds[0])
-    layers = {kind: [layer for layer, own in enumerate(kinds) if own == kind] for kind in different}
+    layers = {kind: [layer for layer, kind_of_layer in enumerate(kinds) if kind_of_layer == kind] for kind in different}
     places = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
     return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), places)
 
@@ -231,7 +233,7 @@ def kinds_in_memory(params: Any) -> str:
 
 def parameter_count(config: LlamaConfig) -> int:
     """How many parameters a Llama of this configuration has, without allocating any."""
-    return sum(math.prod(row.shape_of_all(config)) for row in specs_for(config))
+    return sum(math.prod(spec.shape_of_all(config)) for spec in specs_for(config))
 
 
 def layers_of(params: Llama) -> tuple[Block, ...]:
@@ -266,7 +268,8 @@ def _join(leaves: Sequence[Any]) -> Any:
     different = [form for i, form in enumerate(forms) if form not in forms[:i]]
     join = lambda *arrays: (np if isinstance(arrays[0], np.ndarray) else jnp).stack(arrays)
     stacks = [
-        jax.tree.map(join, *(leaf for leaf, own in zip(leaves, forms, strict=True) if own == form)) for form in different
+        jax.tree.map(join, *(leaf for leaf, form_of_layer in zip(leaves, forms, strict=True) if form_of_layer == form))
+        for form in different
     ]
     stacks = [stack.arranged() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
     places = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))

@@ -6,10 +6,9 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
 from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
-from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
+from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy, token_logprobs
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.layers import embed, feed_forward, project, rms_norm
-from llama_jax.ops.logprobs import token_logprobs
 from llama_jax.ops.moe import ExpertSharding, Routing, experts
 from llama_jax.ops.rope_layout import half_from_interleaved
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table

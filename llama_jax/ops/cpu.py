@@ -70,7 +70,7 @@ def is_short(*arrays: Any) -> bool:
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-PARTS, LEAST, MOST = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
+ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
 NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most where it has no tiles
 LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # numbers of a weight
 
@@ -82,8 +82,8 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
     for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        found = multiply(plain, _flat(x), _flat(weight), out_dtype)
-        return found.reshape(*x.shape[:-1], *weight.shape[:-1])
+        product = multiply(plain, _flat(x), _flat(weight), out_dtype)
+        return product.reshape(*x.shape[:-1], *weight.shape[:-1])
     if _is_read_once(x, weight):
         return _multiply_few(x, weight).astype(out_dtype)
     if not is_short(x):
@@ -96,11 +96,11 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
 
 def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[1, D] by [N, D], as a batch of matmuls with parts of the weight."""
-    divisible = weight.ndim == 2 and weight.shape[0] % PARTS == 0 and LEAST <= weight.size < MOST
+    divisible = weight.ndim == 2 and weight.shape[0] % ROW_PARTS == 0 and LEAST_SPLIT <= weight.size < MOST_SPLIT
     if not divisible or is_divided() or lowering_platform() != "cpu":
         return plain(x, weight, out_dtype)
-    parts = weight.reshape(PARTS, -1, weight.shape[1])
-    rows = jnp.broadcast_to(x, (PARTS, *x.shape))  # else there is no batch
+    parts = weight.reshape(ROW_PARTS, -1, weight.shape[1])
+    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # else there is no batch
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
@@ -148,8 +148,8 @@ def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax
 def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
-    of_x = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return of_x.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
+    dx = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
 
 
 _multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
@@ -169,9 +169,9 @@ def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
         return lax.dot_general(a, b, (((a.ndim - 2,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=out_dtype)
     if a.shape[-1] > b.shape[-1]:
         return _outer_short(b, a, out_dtype).swapaxes(-1, -2)
-    turned = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
+    transposed = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
     dimensions = (((a.ndim - 1,), (a.ndim - 2,)), (batch, batch))
-    return lax.dot_general(turned, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
+    return lax.dot_general(transposed, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
 
 
 def _by_rows(rows: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -188,7 +188,7 @@ LEAST_ROWS = 8  # of integers by integers: 4,096 x 4,096 numbers take 1.16, 1.00
 
 
 def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tuple[jax.Array, ...], form: Any) -> jax.Array:
-    """`weights.multiply`: by `native` where there is a compiler; it knows nothing of meshes.
+    """`quantized_matmul.multiply`: by `native` where there is a compiler; it knows nothing of meshes.
 
     Else, where there is a factor for each row of the weight, integers by integers. Weights converted to floats would be
     written before they are read, and XLA takes such a conversion out of the loop over tokens: the whole model would lie
@@ -205,8 +205,8 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     missing = max(0, LEAST_ROWS - len(both))
     dimensions = (((1,), (1,)), ((), ()))
     padded = jnp.pad(both, ((0, missing), (0, 0)))
-    found = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
-    coarse, fine = jnp.split(found, 2)
+    products = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
+    coarse, fine = jnp.split(products, 2)
     return (coarse + fine / FINER) * factors * scales
 
 
@@ -223,12 +223,12 @@ def multiply_group(
 
 def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
     """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
-    found = plain(weight, rows, groups)
+    blocks = plain(weight, rows, groups)
     is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
     most = min(_most_rows(weight.dtype), max(NATIVE_ROWS.values())) if native_code.value and is_float else 0
     if rows > most * groups:
-        return found
-    return found._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
+        return blocks
+    return blocks._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
 
 
 def is_native(kind: str) -> bool:
@@ -276,7 +276,7 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
-    """`weights.multiply`: numbers that are decoded at a time, 1 MB in float32, which the second cache of a core holds."""
+    """`quantized_matmul.decoded_at_once`: 1 MB in float32, which the second cache of a core holds."""
     return min(plain(), 1 << 18)
 
 
@@ -364,7 +364,7 @@ class Bits(struct.PyTreeNode):
 
 
 def pack_bits(tree: Any) -> Any:
-    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`, to be undone by `restore`; both cost nothing."""
+    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`; `unpack_bits` undoes it, and both cost nothing."""
     if lowering_platform() != "cpu":
         return tree
 
@@ -375,7 +375,7 @@ def pack_bits(tree: Any) -> Any:
 
 
 def unpack_bits(tree: Any) -> Any:
-    """What was given to `keep`."""
+    """Undo `pack_bits`."""
 
     def unpacked(x: Any) -> jax.Array:
         return lax.bitcast_convert_type(x.bits, x.dtype) if isinstance(x, Bits) else x
@@ -415,7 +415,7 @@ SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by ex
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """`attention.write_paged`'s write: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
+    """`paged.write_paged`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
@@ -440,7 +440,7 @@ def _divided_by_xla() -> bool:
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`attention.rows`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
+    """`dense.with_keys` and `dense.with_values`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)

@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary, without ever holding all logits."""
+"""Cross-entropy over the vocabulary and log-probabilities of tokens, without ever holding all logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from llama_jax.ops.layers import Weight, project, weight_gradient
 
-Constrain = Callable[[jax.Array, str], jax.Array]  # told what an array is, lays it out over devices
+Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array sharded over devices
 
 
 class LossSums(NamedTuple):
@@ -39,7 +39,7 @@ class LogitOptions:
       vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
       shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
         of them once in the end: else XLA sums it over the devices for every chunk.
-      constrain: told what it is, lays out an array over devices: "head_shares" and "head" [V, D], which are gathered between
+      constrain: given its name, shards an array over devices: "head_shares" and "head" [V, D], which are gathered between
         the two, "logits" [B, chunk, V], "head_gradient" [shares, D, V].
     """
 
@@ -60,27 +60,64 @@ def cross_entropy(
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
-      head: [V, D], an array, whose gradient is summed over the chunks in its dtype, and only where one is asked for; or what
-        else `project` takes, such as a quantized one or one with an adapter, through whose own derivative the logits are
-        then computed a second time.
+      head: [V, D], an array; its gradient is summed over the chunks in its dtype, and only if it is differentiated. Or what
+        else `project` takes, such as a quantized or an adapted one, which has a derivative of its own: the logits are then
+        computed a second time.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
     """
     sums = _sums_by_project if hasattr(head, "project") else _sums
-    found = sums(options, hidden, head, targets, weights)
-    return LossSums(found.loss, lax.stop_gradient(found.nll))
+    total = sums(options, hidden, head, targets, weights)
+    return LossSums(total.loss, lax.stop_gradient(total.nll))
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    head: jax.Array | Weight,
+    targets: jax.Array,
+    options: LogitOptions,
+    temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+    """The logarithm of the probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
+
+    The logits are made chunk by chunk, and a second time in the backward pass, so that those of one chunk exist at a time.
+
+    Args:
+      hidden: [B, T, D], in the dtype of the products.
+      head: [V, D], or what else `project` takes.
+      targets: int[B, T]; one below 0 gives 0, without a gradient.
+      options: `z_loss` has no meaning here.
+      temperature: above 0; of the distribution that the tokens were sampled from.
+
+    Returns:
+      float32[B, T], float64 for `hidden` in float64.
+    """
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weight: Any = gathered_head(head, hidden.dtype, options.constrain)
+    columns = jnp.arange(weight.shape[0], dtype=targets.dtype)
+
+    @jax.checkpoint
+    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = options.constrain(project(hidden, weight, out_dtype=wide), "logits") / temperature
+        if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
+            logits = jnp.where(columns < options.vocab_size, logits, -jnp.inf)
+        target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
+
+    chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
+    return join_chunks(lax.map(lambda chunk: of_chunk(*chunk), chunks), targets.shape[1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
-    cast = _gathered(head, hidden.dtype, options.constrain)
+    cast = gathered_head(head, hidden.dtype, options.constrain)
 
     def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         sums, _ = _chunk_sums(options, cast, *part)
         return LossSums(*map(jnp.add, total, sums)), None
 
-    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, found))
+    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, totals))
 
 
 def _sums_by_project(
@@ -93,8 +130,8 @@ def _sums_by_project(
         sums, _ = _chunk_sums(options, head, *part)
         return LossSums(*map(jnp.add, total, sums)), None
 
-    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, found))
+    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, totals))
 
 
 @partial(_sums.defjvp, symbolic_zeros=True)
@@ -105,12 +142,12 @@ def _sums_and_tangents(
 
     A head that is not differentiated has a tangent that is known to be zero: its gradient, [V, D], is then not made.
     """
-    of_hidden, of_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    wants_hidden, wants_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     hidden, head, *rest = primals
-    found, gradients = _sums_and_gradients(options, of_head, hidden, head, *rest)
-    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((of_hidden, of_head)) if wanted]
-    zero = jnp.zeros_like(found.loss)  # the likelihood has no gradient, see `cross_entropy`
-    return found, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
+    total, gradients = _sums_and_gradients(options, wants_head, hidden, head, *rest)
+    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((wants_hidden, wants_head)) if wanted]
+    zero = jnp.zeros_like(total.loss)  # the likelihood has no gradient, see `cross_entropy`
+    return total, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
 
 
 def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
@@ -122,27 +159,30 @@ def _sums_and_gradients(
 ) -> tuple[LossSums, list[Any]]:
     """The sums, and their gradients for `hidden` and, `with_head`, for `head`."""
     shares, constrain = options.shares, options.constrain
-    cast = _gathered(head, hidden.dtype, constrain)
+    cast = gathered_head(head, hidden.dtype, constrain)
 
     def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        total, of_head = carry
-        sums, of_logits = _chunk_sums(options, cast, *part)
-        of_logits = of_logits.astype(cast.dtype)
-        if of_head is not None:
-            rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
-            of_head = constrain(of_head + weight_gradient(rows, of_rows, of_head.dtype), "head_gradient")
-        of_hidden = project(of_logits, cast.T)
-        return (LossSums(*map(jnp.add, total, sums)), of_head), of_hidden
+        total, d_head = carry
+        sums, d_logits = _chunk_sums(options, cast, *part)
+        d_logits = d_logits.astype(cast.dtype)
+        if d_head is not None:
+            rows, d_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], d_logits))
+            d_head = constrain(d_head + weight_gradient(rows, d_rows, d_head.dtype), "head_gradient")
+        d_hidden = project(d_logits, cast.T)
+        return (LossSums(*map(jnp.add, total, sums)), d_head), d_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
     empty = constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient") if with_head else None
-    (total, of_head), of_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
+    (total, d_head), d_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
-    of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return LossSums(*map(jnp.sum, total)), [of_hidden, None if of_head is None else jnp.sum(of_head, axis=0).T]
+    d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
+    return LossSums(*map(jnp.sum, total)), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
 
 
-def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Constrain) -> jax.Array:
+def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
+    """The head [V, D] cast where it lies and then gathered for all chunks; a quantized or adapted one as it is."""
+    if hasattr(head, "project"):
+        return head
     return constrain(constrain(head.astype(dtype), "head_shares"), "head")
 
 
@@ -174,13 +214,17 @@ def _zeros(hidden: jax.Array) -> LossSums:
     return LossSums(zeros, zeros)
 
 
+def split_chunks(x: jax.Array, chunk: int, fill: int = 0) -> jax.Array:
+    """[B, T, ...] as [chunks, B, chunk, ...], padded with `fill`; devices may share B, so it stays an axis."""
+    chunk = min(chunk, x.shape[1])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+
+def join_chunks(chunks: jax.Array, length: int) -> jax.Array:
+    """Undo `split_chunks` of numbers [B, T]: [chunks, B, chunk] as [B, T]."""
+    return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)[:, :length]
+
+
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] as [chunks, B, chunk, ...] each, padded with zeros; devices may share B, so it stays an axis."""
-    length = arrays[0].shape[1]
-    chunk = min(chunk, length)
-
-    def cut(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)])
-        return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    return tuple(map(cut, arrays))
+    return tuple(split_chunks(x, chunk) for x in arrays)

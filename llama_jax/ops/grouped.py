@@ -82,11 +82,11 @@ def _forward(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: 
 def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     (gather, is_whole, dtype), (x, weight, sizes) = settings, residuals
     matrices = weight if is_whole else _whole(gather, weight, x.dtype)
-    of_x = _multiply("columns", gradient, matrices, sizes, x.dtype)
-    of_weight = _multiply("outer", gradient, x, sizes, dtype)
+    dx = _multiply("columns", gradient, matrices, sizes, x.dtype)
+    d_weight = _multiply("outer", gradient, x, sizes, dtype)
     if gather is not None:
-        of_weight = lax.psum_scatter(of_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
-    return of_x, of_weight, None
+        d_weight = lax.psum_scatter(d_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
+    return dx, d_weight, None
 
 
 _cast_and_gathered.defvjp(_forward, _backward)
@@ -193,8 +193,8 @@ def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _S
     }
     mode, *operands = gradients[settings.mode, of_first]
     settings = settings._replace(mode=mode, out_dtype=(a if of_first else b).aval.dtype)
-    found = grouped_matmul.bind(*operands, sizes, settings=settings)
-    return [found, None, None] if of_first else [None, found, None]
+    cotangent = grouped_matmul.bind(*operands, sizes, settings=settings)
+    return [cotangent, None, None] if of_first else [None, cotangent, None]
 
 
 def _batched(arrays: Any, axes: Any, *, settings: _Settings) -> tuple[jax.Array, int]:
@@ -280,7 +280,7 @@ class RowBlocks(NamedTuple):
 
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
-    """Of even groups a sixteenth is computed in vain."""
+    """Blocks for groups of about the same size: a sixteenth of the rows is then computed in vain."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
@@ -321,23 +321,23 @@ def _by_blocks(
     rows, groups = len(x), len(sizes)
     blocks = _blocks_for(weight, rows, groups)
     padded = cpu.pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
-    found = cpu.pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
+    results = cpu.pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
 
-    def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
+    def of_block(group: jax.Array, length: int, start: jax.Array, results: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
         put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return jax.tree.map(put, found, cpu.pack_bits(product.astype(out.dtype)))
+        return jax.tree.map(put, results, cpu.pack_bits(product.astype(out.dtype)))
 
-    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, found: Any) -> Any:
-        return blocks.of_group(start, size, partial(of_block, group), found)
+    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, results: Any) -> Any:
+        return blocks.of_group(start, size, partial(of_block, group), results)
 
     if rows <= groups and lowering_platform() != "cpu":
         # A loop of known length: a GPU otherwise waits for the host before each turn.
         group_of = _groups_of_rows(sizes, rows)
-        found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of[i], 1, i, found), found)
+        results = lax.fori_loop(0, rows, lambda i, results: of_block(group_of[i], 1, i, results), results)
     else:
-        found = _for_each_group(sizes, of_group, found)
-    return cpu.unpack_bits(found)[:rows]
+        results = _for_each_group(sizes, of_group, results)
+    return cpu.unpack_bits(results)[:rows]
 
 
 def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
@@ -395,8 +395,8 @@ def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: An
         put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
         return jax.tree.map(put, out, cpu.pack_bits(total.astype(out_dtype)))
 
-    found = cpu.pack_bits(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
-    return cpu.unpack_bits(_for_each_group(sizes, of_group, found))
+    empty = cpu.pack_bits(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
+    return cpu.unpack_bits(_for_each_group(sizes, of_group, empty))
 
 
 # --- by the kernel of TPUs -------------------------------------------------------------------------------------------------

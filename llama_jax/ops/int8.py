@@ -12,7 +12,7 @@ from flax import struct
 
 from llama_jax.ops.layers import project
 
-MOST = 127  # -128 is left out, so that a row and its negative have the same factor
+LARGEST_INTEGER = 127  # -128 is left out, so that a row and its negative have the same factor
 
 
 class Quantized(struct.PyTreeNode):
@@ -28,18 +28,18 @@ class Quantized(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers."""
+        """The shape of the numbers."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the numbers as they are kept: int8."""
+        """The dtype in which the numbers are kept: int8."""
         return self.values.dtype
 
 
 def quantize(x: jax.Array) -> Quantized:
     """The nearest integers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
-    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / MOST
+    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INTEGER
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 
@@ -83,11 +83,11 @@ def smooth_keys(
         factors = factors[None, :, None, None]
         queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
     every = [keys[..., None, :], *queries]
-    turned = project(
+    rotated_rows = project(
         jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
     )
     ends = np.cumsum([x.shape[-2] for x in every])[:-1].tolist()
-    first, *rest = jnp.split(turned.astype(keys.dtype), ends, axis=-2)
+    first, *rest = jnp.split(rotated_rows.astype(keys.dtype), ends, axis=-2)
     return first[..., 0, :], *rest
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.cross_entropy import Constrain, LogitOptions
+from llama_jax.ops.cross_entropy import LogitOptions, gathered_head, join_chunks, split_chunks
 from llama_jax.ops.layers import Weight, project
 
 
@@ -21,7 +21,7 @@ class Logits(NamedTuple):
 
 
 class TokenDivergence(NamedTuple):
-    """Of each position, float32[B, T] (float64 for states in float64).
+    """The results for each position, float32[B, T] (float64 for states in float64).
 
     Attributes:
       divergence: KL(teacher || student) at the temperature, in nats.
@@ -51,7 +51,7 @@ def token_divergence(
     student: Logits,
     teacher: Logits,
     targets: jax.Array,
-    made: tuple[LogitOptions, LogitOptions],
+    logit_options: tuple[LogitOptions, LogitOptions],
     options: DivergenceOptions = DivergenceOptions(),
 ) -> TokenDivergence:
     """The divergence of the student's distribution from the teacher's at every position, made chunk by chunk.
@@ -60,44 +60,37 @@ def token_divergence(
 
     Args:
       targets: int[B, T]; of one below 0 both numbers are 0, without a gradient.
-      made: how the logits of student and teacher are made; `z_loss` and `shares` have no meaning here. The chunk is the
-        student's.
+      logit_options: how the logits of student and teacher are computed; `z_loss` and `shares` have no meaning here. The
+        chunk is the student's.
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
-    own, other = made
-    heads = _head(student, own.constrain), lax.stop_gradient(_head(teacher, other.constrain))
+    student_options, teacher_options = logit_options
+    heads = tuple(
+        gathered_head(model.head, model.hidden.dtype, options.constrain)
+        for model, options in ((student, student_options), (teacher, teacher_options))
+    )
+    heads = heads[0], lax.stop_gradient(heads[1])
 
     def logits_of(hidden: jax.Array, head: Any, options: LogitOptions) -> jax.Array:
-        found = options.constrain(project(hidden, head, out_dtype=wide), "logits")
-        size = options.vocab_size or found.shape[-1]
-        return found if size == found.shape[-1] else jnp.where(jnp.arange(found.shape[-1]) < size, found, -jnp.inf)
+        logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
+        size = options.vocab_size or logits.shape[-1]
+        return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 
     @jax.checkpoint
-    def of_chunk(hidden: jax.Array, theirs: jax.Array, targets: jax.Array) -> TokenDivergence:
-        logits = logits_of(hidden, heads[0], own)
-        wanted = lax.stop_gradient(logits_of(theirs, heads[1], other))
+    def of_chunk(hidden: jax.Array, teacher_hidden: jax.Array, targets: jax.Array) -> TokenDivergence:
+        logits = logits_of(hidden, heads[0], student_options)
+        wanted = lax.stop_gradient(logits_of(teacher_hidden, heads[1], teacher_options))
         chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
-        found = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
-        return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (found, nll)))
+        divergence = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
+        return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (divergence, nll)))
 
-    batch, length = targets.shape
-    chunk = min(own.chunk, length)
-    padding = -length % chunk
-
-    def parts(x: jax.Array, fill: int) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
-        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    given = parts(student.hidden, 0), parts(lax.stop_gradient(teacher.hidden), 0), parts(targets, -1)
-    found = lax.map(lambda part: of_chunk(*part), given)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
-
-
-def _head(model: Logits, constrain: Constrain) -> Any:
-    if hasattr(model.head, "project"):
-        return model.head
-    return constrain(constrain(model.head.astype(model.hidden.dtype), "head_shares"), "head")
+    chunks = (
+        split_chunks(student.hidden, student_options.chunk),
+        split_chunks(lax.stop_gradient(teacher.hidden), student_options.chunk),
+        split_chunks(targets, student_options.chunk, fill=-1),
+    )
+    return jax.tree.map(lambda x: join_chunks(x, targets.shape[1]), lax.map(lambda chunk: of_chunk(*chunk), chunks))
 
 
 def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
@@ -105,18 +98,18 @@ def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
     logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(wanted, axis=-1)
     if not 0 < top_k < logp.shape[-1]:
         return _sum_of(logp, logq, logp > -jnp.inf)
-    kept = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # of the same probability all
-    others = ~kept & (logp > -jnp.inf)
+    in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # of the same probability all
+    others = ~in_top_k & (logp > -jnp.inf)
     some = jnp.any(others, axis=-1, keepdims=True)
 
     def of_others(one: jax.Array) -> jax.Array:
         # Where there are none, numbers whose sum has a derivative.
         return jax.nn.logsumexp(jnp.where(some, jnp.where(others, one, -jnp.inf), 0), axis=-1, keepdims=True)
 
-    return _sum_of(logp, logq, kept) + _sum_of(of_others(logp), of_others(logq), some)
+    return _sum_of(logp, logq, in_top_k) + _sum_of(of_others(logp), of_others(logq), some)
 
 
 def _sum_of(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:
-    """Sum of p (log p - log q) over the last axis where that is asked for."""
+    """Sum of p (log p - log q) over the last axis, of the entries that `where` selects."""
     logp, logq = jnp.where(where, logp, 0), jnp.where(where, logq, 0)
     return jnp.sum(jnp.where(where, jnp.exp(logp) * (logp - logq), 0), axis=-1)

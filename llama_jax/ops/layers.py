@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import jax
@@ -12,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.mixed_precision import multiply_cast
 from llama_jax.ops.platform import recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,49 +54,6 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
 def embed(table: Any, rows: jax.Array) -> jax.Array:
     """Some rows of a table [V, D], an array or what has an `embed` of its own: [*rows, D]."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
-
-
-@for_cpu(cpu.multiply, to_plan=True)
-def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
-    if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
-        return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
-    return _multiply(x, weight.astype(x.dtype), out_dtype)
-
-
-def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
-
-
-@for_cpu(cpu.weight_gradient)
-def weight_gradient(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
-
-    Args:
-      a: [*batch, rows, A].
-      b: [*batch, rows, B].
-      out_dtype: of the sum and the result, by default float32 at least.
-
-    Returns:
-      [*batch, A, B].
-    """
-    wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
-    batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)
-    return lax.dot_general(a, b, ((rows, rows), (batch, batch)), preferred_element_type=wide)
-
-
-def remat(function: F) -> F:
-    """The same function of arrays, which saves only its arguments for the backward pass and computes the rest again.
-
-    For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
-    can be differentiated in every way that JAX knows, but for 16-bit numbers on a CPU: those in reverse mode only.
-    """
-
-    def variant(plain: Callable[..., Any], *args: Any) -> Any:
-        return cpu.remat(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
-
-    # No common subexpressions to be kept apart: layers are scanned where they are trained.
-    return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *, checked: bool = False) -> jax.Array:
@@ -155,3 +112,77 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
 def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
     """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
+
+
+@for_cpu(cpu.multiply, to_plan=True)
+def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
+    if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
+        return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
+    return _multiply(x, weight.astype(x.dtype), out_dtype)
+
+
+def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training: [..., D] by [*out, D].
+
+    It has a derivative of its own so that the weight's gradient, a sum over all tokens and devices, is computed in the
+    weight's dtype. JAX's own would be rounded to that of `x` before it is summed.
+
+    Args:
+      settings: whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype.
+    """
+    return _multiply_cast_forward(settings, x, weight)[0]
+
+
+def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    matrix = weight.astype(x.dtype)
+    product = jnp.tensordot(x, matrix, axes=((-1,), (-1,)), preferred_element_type=x.dtype)
+    return product, (x, matrix if settings[0] else weight)
+
+
+def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
+    outputs = tuple(range(matrix.ndim - 1))
+    dx = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
+    rows = tuple(range(x.ndim - 1))
+    d_weight = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
+    return dx, d_weight
+
+
+multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
+
+
+@for_cpu(cpu.weight_gradient)
+def weight_gradient(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+    """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
+
+    Args:
+      a: [*batch, rows, A].
+      b: [*batch, rows, B].
+      out_dtype: of the sum and the result, by default float32 at least.
+
+    Returns:
+      [*batch, A, B].
+    """
+    wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
+    batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)
+    return lax.dot_general(a, b, ((rows, rows), (batch, batch)), preferred_element_type=wide)
+
+
+def remat(function: F) -> F:
+    """The same function of arrays, which saves only its arguments for the backward pass and computes the rest again.
+
+    For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
+    can be differentiated in every way that JAX knows, but for 16-bit numbers on a CPU: those in reverse mode only.
+    """
+
+    def variant(plain: Callable[..., Any], *args: Any) -> Any:
+        return cpu.remat(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
+
+    # No common subexpressions to be kept apart: layers are scanned where they are trained.
+    return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))

@@ -1,4 +1,4 @@
-"""Several feed-forward layers, of which a router chooses some for each token."""
+"""Mixture of experts: feed-forward layers among which a router chooses some for each token."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
     Args:
       x: [..., H]. Features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
-        2i + 1 are: the scores are the same when rows of projections are reordered by `rotary_order.half_from_interleaved`.
+        2i + 1 are: the scores are the same when rows of projections are reordered by `rope_layout.half_from_interleaved`.
       cos, sin: [..., H/2], broadcast against `x` on the leading axes.
 
     Returns:

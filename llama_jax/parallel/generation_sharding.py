@@ -40,17 +40,17 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     """
     target, placement = padded_shapes_config(config, sizes), param_shardings(config, sizes)
 
-    def move(row: ParamSpec, array: Any) -> Any:
-        place = attrgetter(row.path)(placement)
-        if array.sharding == place or not (row.has_vocabulary or has_groups(row)):  # nothing was to be fitted
+    def move(spec: ParamSpec, array: Any) -> Any:
+        place = attrgetter(spec.path)(placement)
+        if array.sharding == place or not (spec.has_vocabulary or has_groups(spec)):  # nothing was to be fitted
             return array
         if isinstance(array, QuantizedWeight):
             place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
         if isinstance(array, JoinedWeight):
-            return pad_array(target, row, array)  # as it is, or refused
-        found = jax.block_until_ready(jax.jit(partial(pad_array, target, row), out_shardings=place)(array))
+            return pad_array(target, spec, array)  # as it is, or refused
+        padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
         jax.tree.map(lambda given: given.delete(), array)
-        return found.arranged() if isinstance(found, QuantizedWeight) else found
+        return padded.arranged() if isinstance(padded, QuantizedWeight) else padded
 
     return map_params(params, move)
 

@@ -72,12 +72,12 @@ def parse_mesh(text: str) -> MeshSizes:
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII)
-        if not found:
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII)
+        if not match:
             raise MeshError(
                 f"mesh {shown(text, 80)}: {shown(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
             )
-        axis, size = found[1], int(found[2])
+        axis, size = match[1], int(match[2])
         if axis not in AXES:
             raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
         if axis in sizes:

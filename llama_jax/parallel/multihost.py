@@ -113,16 +113,16 @@ class Processes:
             self._arrived(0, message)
         else:
             self._send(0, message)
-        found = answer.get()
+        reply = answer.get()
         del self._answers[message["at"]]
-        return found
+        return reply
 
     def tell(self, content: bytes) -> None:
         """In process 0: give something to all the others, from any thread."""
         self._tell_all({"told": base64.b64encode(content).decode()})
 
     def hear(self) -> bytes:
-        """In the others: what process 0 has told next; waits for it."""
+        """In the others: the next message of process 0; waits for it."""
         return self._told.get()
 
     def fail(self, reason: str, code: int) -> None:
@@ -232,7 +232,7 @@ def join_job(
 ) -> Iterator[Processes]:
     """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
 
-    An error inside the block is told to the others, who end with it; this process prints it and ends at once, with 2 for a
+    An error inside the block is sent to the others, which end with it; this process prints it and ends at once, with 2 for a
     `UserError` and 1 for any other, for an orderly end of JAX would wait for them. Where a process is gone without a word
     the others end with 75. Without arguments, and for a job of one process, nothing of all this is done.
 
@@ -245,7 +245,7 @@ def join_job(
       resumes: whether a job that ended can go on from where it was, which the others then say where one dies.
 
     Raises:
-      MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
+      MeshError: missing or invalid values, a cluster that cannot be found, an address that cannot be bound or
         reached, processes that were started otherwise or that did not come: the message names them.
     """
     rank = _find_rank(coordinator, processes, process_id, detect, timeout)
@@ -300,14 +300,14 @@ def _find_rank(
         )
     if coordinator is None or processes is None or process_id is None:
         raise MeshError(f"{', '.join(missing)} is missing; give all of --coordinator, --processes and --process-id, or none")
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
-    if not found or not 0 < int(found[2]) < 1 << 16:
+    address = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
+    if not address or not 0 < int(address[2]) < 1 << 16:
         raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
     if processes < 1:
         raise MeshError(f"--processes {processes} must be at least 1")
     if not 0 <= process_id < processes:
         raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
-    return Rank(found[1], int(found[2]), processes, process_id, local_devices)
+    return Rank(address[1], int(address[2]), processes, process_id, local_devices)
 
 
 def _detect(
@@ -323,13 +323,13 @@ def _detect(
             f"how jax {jax.__version__} finds a cluster is not known here; give --coordinator, --processes and --process-id"
         ) from None
     try:
-        found = detect(coordinator, processes, process_id, None, None, int(timeout))
+        detected = detect(coordinator, processes, process_id, None, None, int(timeout))
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
             f"the cluster does not tell this process its number ({reason}); give --coordinator, --processes, --process-id"
         ) from None
-    return found[0], found[1], found[2], None if found[3] is None else list(found[3])
+    return detected[0], detected[1], detected[2], None if detected[3] is None else list(detected[3])
 
 
 def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:

@@ -86,30 +86,30 @@ def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     return map_params(params, partial(pad_array, padded_shapes_config(config, sizes)))
 
 
-def has_groups(row: ParamSpec) -> bool:
+def has_groups(spec: ParamSpec) -> bool:
     """Whether a parameter has an entry for each key/value head with its queries, and so may hold heads several times."""
-    return row.axes.startswith("K G+2")
+    return spec.axes.startswith("K G+2")
 
 
-def pad_array(target: LlamaConfig, row: ParamSpec, array: Any) -> Any:
+def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
     """One parameter as a mesh holds it.
 
     Args:
       target: what `padded_shapes_config` gave.
-      row: of the table.
+      spec: of the table.
     """
-    if row.has_vocabulary:
+    if spec.has_vocabulary:
         return _over_planes(array, partial(pad_rows, rows=target.vocab_size))
-    return _over_groups(copy_heads, row, array, target.n_kv_heads) if has_groups(row) else array
+    return _over_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
 
 
 def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
     """Undo `pad_params`: the parameters in the shape of the model's own configuration, without padding and copies."""
 
-    def undone(row: ParamSpec, array: Any) -> Any:
-        if row.has_vocabulary:
+    def undone(spec: ParamSpec, array: Any) -> Any:
+        if spec.has_vocabulary:
             return _over_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
-        return _over_groups(_merge_heads, row, array, config.n_kv_heads) if has_groups(row) else array
+        return _over_groups(_merge_heads, spec, array, config.n_kv_heads) if has_groups(spec) else array
 
     return map_params(params, undone)
 
@@ -141,14 +141,14 @@ def _changed_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any
     return change(vector[..., None])[..., 0] if vector.ndim < ndim else change(vector)
 
 
-def _over_groups(change: Callable[..., Any], row: ParamSpec, leaf: Any, heads: int) -> Any:
+def _over_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: int) -> Any:
     if isinstance(leaf, LowRankWeight | LowRank):
-        return over_rows_of(leaf, lambda part: _over_groups(change, row, part, heads))
-    leading = leaf.ndim - len(row.axes.split())
+        return over_rows_of(leaf, lambda part: _over_groups(change, spec, part, heads))
+    leading = leaf.ndim - len(spec.axes.split())
     if isinstance(leaf, JoinedWeight):
         if leaf.shape[leading] != heads:
             raise MeshError(
-                f"{row.path} is kept in blocks of several kinds, so its heads cannot be copied; read it without a mesh"
+                f"{spec.path} is kept in blocks of several kinds, so its heads cannot be copied; read it without a mesh"
             )
         return leaf
     return _over_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
@@ -166,8 +166,8 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     Args:
       leading: how many axes stand before K.
     """
-    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, heads // found
+    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, heads // held_heads
     if copies == 1:
         return qkv
     before = (slice(None),) * (leading + 1)
@@ -178,9 +178,9 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
 
 def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """Undo `copy_heads`: of the copies of a key and value the first."""
-    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, found // heads
-    if found % heads or copies < 2:
+    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, held_heads // heads
+    if held_heads % heads or copies < 2:
         return qkv
     before = (slice(None),) * leading
     asking = qkv[(*before, slice(None), slice(None, queries))].reshape(*layers, heads, queries * copies, *rest)

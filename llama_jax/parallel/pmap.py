@@ -1,6 +1,6 @@
 """Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
 
-It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices, and the same prefill and
+It runs the same `train_step` that `jax.jit` runs, with an `axis_name` to sum over the devices, and the same prefill and
 decode loop. JAX keeps `pmap` but develops it no further; `parallel.sharding` does the same with data=N, and more.
 
 What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or
@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.inference.compiled_decode import checked_chunk, whole_capacity
 from llama_jax.inference.decode import STEPS_PER_CHUNK
-from llama_jax.inference.generate import Generation, checked_chunk, continuations, whole_capacity
+from llama_jax.inference.generate import Generation, continuations
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete
@@ -33,7 +34,7 @@ from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
-AXIS = "data"
+PMAP_AXIS = "data"
 Tree = TypeVar("Tree")
 
 
@@ -82,8 +83,8 @@ def pmap_step(
 def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]) -> Any:
     """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
     return jax.pmap(
-        partial(step, sharding=Sharding(axis_name=AXIS)),
-        axis_name=AXIS,
+        partial(step, sharding=Sharding(axis_name=PMAP_AXIS)),
+        axis_name=PMAP_AXIS,
         in_axes=(None, 0),
         out_axes=None,
         devices=devices,
@@ -109,7 +110,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     everywhere, shares = _placements(devices)
     mapped = jax.pmap(
         complete,
-        axis_name=AXIS,
+        axis_name=PMAP_AXIS,
         in_axes=(None, None, None, 0, 0, 0),
         static_broadcasted_argnums=(0, 1),
         devices=devices,
@@ -127,15 +128,15 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
         capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
-        found = mapped(config, capacity, params, *jax.device_put(rows, shares))
-        piece = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
-        return continuations([piece], stop_tokens)
+        parts = mapped(config, capacity, params, *jax.device_put(rows, shares))
+        chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in parts))
+        return continuations([chunk], stop_tokens)
 
     return run
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(devices), (PMAP_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
@@ -143,7 +144,7 @@ def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedShar
     if jax.process_count() > 1:
         raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
     mesh = _mesh(devices)
-    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(PMAP_AXIS))
 
 
 def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:

@@ -6,7 +6,7 @@ pass keys and values go around once more and their gradients with them, until th
 
 In causal attention the device with the first tokens would have little to compute and the one with the last nearly
 everything. A row is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and
-the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all devices compute equally
+the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every hop all devices compute equally
 many scores.
 
 To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
@@ -41,11 +41,11 @@ AXIS = "context"
 BATCH = ("data", "fsdp")  # what cuts the rows of a batch
 PARTS = (*BATCH, AXIS)  # what cuts the n * B rows that `split_sequence` gives
 Segments = tuple[jax.Array, jax.Array]  # of the queries and of the keys of a device
-Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `keep` gives them, and their segments
+Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `pack_bits` returns them, and their segments
 
 
 class _Ring(NamedTuple):
-    """What is the same for all devices and turns."""
+    """What is the same for all devices and hops."""
 
     mesh: Mesh
     scale: float
@@ -140,12 +140,12 @@ def ring_attention(mesh: Mesh) -> Attend:
     """
 
     def attend(
-        queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: float, window: int | None = None
+        queries: jax.Array, view: KVView, mask: AttentionMask, *, scale: float, window: int | None = None
     ) -> jax.Array:
         """As `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
-        if not seen.ordered:
+        if not mask.ordered:
             raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
-        segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
+        segments = None if mask.query_segments is None else (mask.query_segments, mask.key_segments)
         keys, values = view
         log_backend("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
         return _attend(_Ring(mesh, scale, window), queries, keys, values, segments)
@@ -158,25 +158,25 @@ def _attend(ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array,
     return _forward(ring, queries, keys, values, segments)[0]
 
 
-def _forward_and_kept(ring, queries, keys, values, segments):
-    mixed, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(ring, queries, keys, values, segments))
-    return mixed, (pack_bits((queries, keys, values, mixed)), normalizer, segments)
+def _attend_fwd(ring, queries, keys, values, segments):
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(ring, queries, keys, values, segments))
+    return out, (pack_bits((queries, keys, values, out)), lse, segments)
 
 
-def _backward(ring: _Ring, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
-    arrays, normalizer, segments = kept
-    queries, keys, values, mixed = unpack_bits(arrays)
-    run = _per_device(_gradients_of_device, ring, results=3)
-    found = run(QueryGradientInputs.of(queries, normalizer, mixed, of_mixed), keys, values, segments)
-    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+def _attend_bwd(ring: _Ring, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    arrays, lse, segments = residuals
+    queries, keys, values, out = unpack_bits(arrays)
+    run = _per_device(_device_backward, ring, results=3)
+    gradients = run(QueryGradientInputs.of(queries, lse, out, d_out), keys, values, segments)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (queries, keys, values), strict=True)), None
 
 
-_attend.defvjp(_forward_and_kept, _backward)
+_attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """What is mixed [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
-    return _per_device(_mixed_of_device, ring, results=2)(*arrays)
+    """The attention output [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
+    return _per_device(_device_forward, ring, results=2)(*arrays)
 
 
 def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
@@ -187,41 +187,41 @@ def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
     return jax.shard_map(run, mesh=ring.mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)
 
 
-def _mixed_of_device(
+def _device_forward(
     ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    def mix(turn: jax.Array | int, travelling: Travelling, found: Any) -> Any:
-        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, queries.shape[-3])
-        return merge(found, forward_part(queries, keys, values, seen, scale=ring.scale, window=ring.window))
+    def attend_to(hop: jax.Array | int, travelling: Travelling, out_lse: Any) -> Any:
+        keys, values, mask = _arrived(ring.devices, hop, travelling, segments, queries.shape[-3])
+        return merge(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
 
-    def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
-        travelling, found = carry
-        return (_sent(ring.devices, travelling), mix(turn, travelling, found)), None  # neither waits for the other
+    def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+        travelling, out_lse = carry
+        return (_sent(ring.devices, travelling), attend_to(hop, travelling, out_lse)), None  # neither waits for the other
 
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     nothing = jnp.zeros(queries.shape, precise), jnp.full((*queries.shape[:-1], 1), -jnp.inf, precise)
     start = _departing(keys, values, segments), nothing
-    (travelling, found), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
-    mixed, normalizer = mix(ring.devices - 1, travelling, found)
-    return mixed.astype(queries.dtype), normalizer
+    (travelling, out_lse), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
+    out, lse = attend_to(ring.devices - 1, travelling, out_lse)
+    return out.astype(queries.dtype), lse
 
 
-def _gradients_of_device(
-    ring: _Ring, of_queries: QueryGradientInputs, keys: jax.Array, values: jax.Array, segments: Segments | None
+def _device_backward(
+    ring: _Ring, inputs: QueryGradientInputs, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def add(turn: jax.Array | int, travelling: Travelling, sums: Any) -> Any:
-        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, of_queries.queries.shape[-3])
-        found = backward_part(of_queries, keys, values, seen, scale=ring.scale, window=ring.window)
-        sum_of_queries, *of_travelling = map(jnp.add, sums, found)
-        return sum_of_queries, *_sent(ring.devices, of_travelling)
+    def add(hop: jax.Array | int, travelling: Travelling, sums: Any) -> Any:
+        keys, values, mask = _arrived(ring.devices, hop, travelling, segments, inputs.queries.shape[-3])
+        gradients = backward_part(inputs, keys, values, mask, scale=ring.scale, window=ring.window)
+        dq, *d_travelling = map(jnp.add, sums, gradients)
+        return dq, *_sent(ring.devices, d_travelling)
 
-    def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+    def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, sums = carry
-        return (_sent(ring.devices, travelling), add(turn, travelling, sums)), None
+        return (_sent(ring.devices, travelling), add(hop, travelling, sums)), None
 
-    zeros = tuple(jnp.zeros(x.shape, of_queries.normalizer.dtype) for x in (of_queries.queries, keys, values))
+    zeros = tuple(jnp.zeros(x.shape, inputs.lse.dtype) for x in (inputs.queries, keys, values))
     start = _departing(keys, values, segments), zeros
-    (travelling, sums), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
+    (travelling, sums), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
     return add(ring.devices - 1, travelling, sums)  # sent once more, the sums are where their keys and values come from
 
 
@@ -232,20 +232,20 @@ def _departing(keys: jax.Array, values: jax.Array, segments: Segments | None) ->
 
 def _arrived(
     devices: int,
-    turn: jax.Array | int,
+    hop: jax.Array | int,
     travelling: Travelling,
     segments: Segments | None,
     length: int,
 ) -> tuple[jax.Array, jax.Array, AttentionMask]:
-    """Keys and values that are here at a turn, from as many devices before, and what stands where."""
+    """Keys and values that are here at a hop, from as many devices before, and their mask."""
     keys, values, key_segments = travelling
     here = lax.axis_index(AXIS)
     whole = devices * length
-    of_queries, of_keys = (positions_of(part, devices, whole)[None] for part in (here, (here - turn) % devices))
+    query_positions, key_positions = (positions_of(part, devices, whole)[None] for part in (here, (here - hop) % devices))
     return (
         unpack_bits(keys),
         unpack_bits(values),
-        AttentionMask(of_queries, of_keys, None if segments is None else segments[0], key_segments),
+        AttentionMask(query_positions, key_positions, None if segments is None else segments[0], key_segments),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading prompts whose tokens are divided over devices: a long one in one pass, by ring attention."""
+"""Prefill of prompts with their tokens divided over devices: a long one in one pass, by ring attention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     Returns:
       A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
       real, int32[B], at least 1. It gives the cache and the state [B, D] of each row's last token:
-      together a `PrefillState`, for `start` of `inference.decode`.
+      together a `PrefillState`, for `begin_decode` of `inference.decode`.
 
     Raises:
       MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
@@ -72,14 +72,14 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
 
 def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Of divided rows [n * B, T / n, D] the state [B, D] of the last real token, which one device of each ring has."""
+    """The state [B, D] of the last real token of divided rows [n * B, T / n, D]; one device of each ring has it."""
     parts = mesh.shape[AXIS]
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
         positions = positions_of(lax.axis_index(AXIS), parts, parts * hidden.shape[1])
-        own = positions == lengths[:, None] - 1
-        found = jnp.take_along_axis(hidden, jnp.argmax(own, axis=1)[:, None, None], axis=1)[:, 0]
-        return lax.psum(jnp.where(jnp.any(own, axis=1)[:, None], found, 0), AXIS)
+        is_last = positions == lengths[:, None] - 1
+        last = jnp.take_along_axis(hidden, jnp.argmax(is_last, axis=1)[:, None, None], axis=1)[:, 0]
+        return lax.psum(jnp.where(jnp.any(is_last, axis=1)[:, None], last, 0), AXIS)
 
     run = jax.shard_map(pick, mesh=mesh, in_specs=(P(PARTS), P(BATCH)), out_specs=P(BATCH), check_vma=False)
     return run(hidden, lengths)

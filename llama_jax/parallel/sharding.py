@@ -2,7 +2,7 @@
 
 The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
 over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
-which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring`.
+which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring_attention`.
 
 What `fsdp` cuts, `context` cuts with it. Its devices see different tokens and must sum their gradients in any case, as if
 they had rows of their own; so they can as well keep the state in parts, as those of `fsdp` do (Rajbhandari et al. 2020):
@@ -56,16 +56,16 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
       MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
     """
     check_model(config, sizes)
-    changed = () if padded else _fitted_arrays(config, sizes)
+    padded_paths = () if padded else _padded_paths(config, sizes)
 
-    def spec(row: ParamSpec) -> P:
-        found = row.mesh
-        if row.path in changed:
-            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
-        found = _with_context(found, sizes)
-        return P(None, *found) if row.in_blocks else found
+    def partition(spec: ParamSpec) -> P:
+        axes = spec.mesh
+        if spec.path in padded_paths:
+            axes = P(*(None,) * (len(axes) - 1), ("fsdp", "tensor")) if spec.axes.endswith("D") else P()
+        axes = _with_context(axes, sizes)
+        return P(None, *axes) if spec.in_blocks else axes
 
-    return build(config, spec)
+    return build(config, partition)
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
@@ -91,14 +91,11 @@ def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: 
     """
     specs = param_specs(config, sizes, padded=padded)
 
-    def spec(row: ParamSpec, shape: LowRank) -> LowRank:
-        return _specs_of_pair(attrgetter(row.path)(specs), shape)
-
-    return build_adapters(config, lora, spec)
+    return build_adapters(config, lora, lambda spec, shape: _specs_of_pair(attrgetter(spec.path)(specs), shape))
 
 
 def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
-    """Of the adapter of a matrix whose spec has an entry for each of its axes."""
+    """The partition specs of the adapter of a matrix; the spec of the matrix has an entry for each of its axes."""
     magnitude = None if pair.magnitude is None else P(*matrix[:-1])
     return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
 
@@ -159,7 +156,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
       length: T, tokens of a row to be predicted, which a step divides over `context`; None where nothing does.
 
     Raises:
-      MeshError: `batch` rows cannot be, or the tokens of a row.
+      MeshError: the rows of the batch, or the tokens of a row, cannot be split so.
     """
     _check("batch", batch, "data*fsdp", sizes.rows, batch)
     if length is not None:
@@ -170,12 +167,12 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
     """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
     padding.padded_config(config, sizes)
-    if _fitted_arrays(config, sizes):
+    if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
         _check("dim", config.dim, axes, sizes.columns * sizes.tensor, config.dim)
 
 
-def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
+def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
     """Paths of the parameters that `pad_params` changes."""
     padded = padding.padded_vocab(config, sizes) != config.vocab_size
     copied = config.n_kv_heads % sizes.tensor != 0
@@ -183,7 +180,7 @@ def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
-    """`pad_params` is the number whose divisors would do: the value itself, or what several values have in common."""
+    """`fit` is the number with the divisors that would do: the value itself, or what several values have in common."""
     if value % size:
         small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
         nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
@@ -194,9 +191,9 @@ def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
 def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """The `constrain` of `forward` and `next_token_loss` for a mesh.
 
-    XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
-    whole batch on every device instead of gathering the weights; hence these points. Rows are here those that `ring.divide`
-    makes, where the mesh splits them.
+    XLA propagates the parameters' shardings to most activations by itself. Without these constraints it would keep the
+    whole batch on every device instead of gathering the weights. Rows are here those of `ring_attention.split_sequence`,
+    where the mesh splits them.
     """
     sizes = MeshSizes(**mesh.shape)
     tensor, shares = sizes.tensor, sizes.rows * sizes.context
@@ -238,21 +235,21 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
     if sizes.devices == 1:
         return config, Sharding(mesh=mesh.abstract_mesh)
     specs = shardings(mesh, param_specs(config, sizes, padded=True))
-    changed = _fitted_arrays(config, sizes)
+    is_padded = bool(_padded_paths(config, sizes))
 
-    def gather_heads(row: ParamSpec, leaf: Any) -> Any:
-        if not padding.has_groups(row):
+    def gather_heads(spec: ParamSpec, leaf: Any) -> Any:
+        if not padding.has_groups(spec):
             return leaf
 
         def gather(array: jax.Array) -> jax.Array:
-            has_columns = len(row.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
-            columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if has_columns else None)
+            has_columns = len(spec.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            columns = P(*[None] * (array.ndim - 1), spec.mesh[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
         return padding.over_rows_of(leaf, gather)
 
     def fit_params(params: Llama) -> Llama:
-        if not changed:
+        if not is_padded:
             return params
         if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
             params = padding.map_params(params, gather_heads)

@@ -31,12 +31,12 @@ from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserE
 from llama_jax.formats.huggingface import write_config
 from llama_jax.formats.orbax_format import (
     describe,
-    error_of_writing,
     name_of,
     read_arrays,
     wait_for_writers,
     with_short_errors,
     without_tracebacks,
+    write_error,
 )
 from llama_jax.formats.step_dirs import (
     ABOUT,
@@ -331,7 +331,7 @@ class CheckpointManager:
         if isinstance(error, OSError) and "://" in str(error.filename):
             cause, said = error, f"{error.filename}: {error.strerror}"
         else:
-            cause = error_of_writing(error)
+            cause = write_error(error)
             said = cause.strerror or str(cause)
         why = f"({said}){remedy_for(cause)}{left}"
         return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")

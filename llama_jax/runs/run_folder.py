@@ -23,7 +23,7 @@ from pathlib import Path
 
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats.orbax_index import MANIFEST, add_index
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, OF_NUMBERS, SUMS, fetch_files, files_in, is_step, sums_of
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, NUMBER_FILES, SUMS, fetch_files, files_in, is_step, sums_of
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.locks import LEASE, Lease, folder_lock
 from llama_jax.runs.log import Log
@@ -259,7 +259,7 @@ class StoredRun(RunFolder):
         if self._processes.first_of_host:
             shutil.rmtree(self._downloaded, ignore_errors=True)
             names = files_in(written)
-            numbers = [name for name in names if OF_NUMBERS.fullmatch(name)]
+            numbers = [name for name in names if NUMBER_FILES.fullmatch(name)]
             self._put_step_files(written, step, numbers)
             if self._lease is None:
                 small = [name for name in names if name not in numbers]
@@ -275,7 +275,7 @@ class StoredRun(RunFolder):
 
     def put_step(self, written: Path, step: int) -> None:
         last = f"{ABOUT}/{SUMS}"
-        names = [name for name in files_in(written) if name != last and not OF_NUMBERS.fullmatch(name)]
+        names = [name for name in files_in(written) if name != last and not NUMBER_FILES.fullmatch(name)]
         self._put_step_files(written, step, names)
         self._put_step_files(written, step, [last])
         shutil.rmtree(written)
@@ -313,7 +313,7 @@ class StoredRun(RunFolder):
                 self._lease.check()
             ask()
 
-        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.WAITS, *PATIENCE))
+        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.RETRY_WAITS, *PATIENCE))
 
     def _write(self, path: StoredPath, content: Path | bytes) -> None:
         self._with_lease(path, lambda: path.view.store().write(path.key, content))

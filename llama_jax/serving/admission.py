@@ -17,7 +17,7 @@ from llama_jax.serving.served_model import STOPS, ServedModel
 
 
 class Queue:
-    """Requests that wait, in the order in which they came; bounded by their number and by the tokens of their prompts.
+    """The waiting requests in order of arrival; their number and the tokens of their prompts are bounded.
 
     Attributes:
       tokens: number of tokens of all prompts that wait.
@@ -46,7 +46,7 @@ class Queue:
         if full and (self._waiting or requests > 1):
             seconds = self.tokens / tokens_per_second if tokens_per_second > 0 else 1.0
             raise BusyError(
-                f"{len(self)} requests with {self.tokens} tokens are waiting, as many as may; try again later",
+                f"{len(self)} requests with {self.tokens} tokens are waiting, which is the limit; try again later",
                 min(max(seconds, 1.0), 60.0),
             )
 
@@ -84,7 +84,7 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
     """The request for a state of one row, after all checks.
 
     Raises:
-      GenerationError: the request is impossible.
+      GenerationError: the request is invalid.
     """
     (prompt,) = checked_prompts(model.config, [request.prompt])
     least = 0 if request.score_prompt else 1

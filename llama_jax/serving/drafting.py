@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +22,7 @@ FORGETTING = 1.001  # factor by which the estimate for drafts falls after each p
 CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
 
 Shape = tuple[int, int]  # rows and tokens
-Kind = tuple[Any, int]  # what decides how long a turn takes: the shape, and how many tokens each row drafts
-
-
-class KnownRow(Protocol):
-    """A row that may have drafts: its tokens that the host knows."""
-
-    row: list[int]
-
-    def learn(self, token: int) -> None:
-        """Take the next token, whether or not it was drafted."""
+StepKind = tuple[Any, int]  # what determines how long a turn takes: the shape, and how many tokens each row drafts
 
 
 class Drafting(ABC):
@@ -46,9 +37,17 @@ class Drafting(ABC):
         self.numbers = numbers
         self.offered = self.accepted = 0
 
+    def follow(self, request: GenerationRequest) -> Any:
+        """What is known of a row that begins with a prompt; None where a constraint decides what follows."""
+        return self.begin(request.prompt) if request.constraint is None else None
+
     @abstractmethod
-    def follow(self, request: GenerationRequest) -> KnownRow | None:
-        """A row that begins with a prompt; None where nothing may be drafted because a constraint decides what follows."""
+    def begin(self, prompt: Sequence[int]) -> Any:
+        """What is known of a row that begins with a prompt."""
+
+    @abstractmethod
+    def learn(self, row: Any, token: int) -> None:
+        """Take the next token of a row, whether or not it was drafted."""
 
     @abstractmethod
     def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
@@ -63,11 +62,11 @@ class Drafting(ABC):
         """The input of the device for this number of drafts, int32[B, any], -1 for a row without any."""
 
     def settle(self, rows: Sequence[Any], number: int, counts: Sequence[int]) -> None:
-        """Record how many tokens a turn with `number` drafts has given the running rows."""
+        """Record how many tokens each running row got in a turn with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
     @abstractmethod
-    def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
+    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
         """Record how long turns of these kinds took; None if other work was in that time."""
 
 
@@ -76,19 +75,6 @@ def drafting_by(draft: Drafter | None) -> Drafting | None:
     if isinstance(draft, DraftModel):
         return ModelDrafting(draft)
     return LookupDrafting(draft) if isinstance(draft, PromptLookup) else None
-
-
-class FollowedRow(Following):
-    """A row of an engine; each of its tokens tells the drafting of all rows whether it would have been drafted."""
-
-    def __init__(self, drafting: LookupDrafting, prompt: Sequence[int], shortest: int) -> None:
-        super().__init__(prompt, shortest)
-        self._drafting = drafting
-
-    def learn(self, token: int) -> None:
-        """See `KnownRow.learn`."""
-        offered = self.draft is not None
-        self._drafting.learn(offered, self.append(token))
 
 
 class LookupDrafting(Drafting):
@@ -100,17 +86,22 @@ class LookupDrafting(Drafting):
         self._hits = self._trials = 0.0
         self._seconds: dict[tuple[Shape, bool], float] = {}
 
-    def follow(self, request: GenerationRequest) -> FollowedRow | None:
-        """See `Drafting.follow`."""
-        return FollowedRow(self, request.prompt, self._shortest) if request.constraint is None else None
+    def begin(self, prompt: Sequence[int]) -> Following:
+        """See `Drafting.begin`."""
+        return Following(prompt, self._shortest)
 
-    def learn(self, offered: bool, right: bool) -> None:
+    def learn(self, row: Following, token: int) -> None:
+        """See `Drafting.learn`."""
+        offered = row.draft is not None
+        self.record(offered, row.append(token))
+
+    def record(self, offered: bool, right: bool) -> None:
         """Record whether a token would have been drafted, and whether the draft was right."""
-        kept = 0.5 ** (1 / MEMORY)
-        self._trials = self._trials * kept + offered
-        self._hits = self._hits * kept + right
+        decay = 0.5 ** (1 / MEMORY)
+        self._trials = self._trials * decay + offered
+        self._hits = self._hits * decay + right
 
-    def propose(self, rows: Sequence[FollowedRow | None], number: int) -> np.ndarray:
+    def propose(self, rows: Sequence[Following | None], number: int) -> np.ndarray:
         """See `Drafting.propose`: the drafts themselves."""
         drafts = np.full((len(rows), number), -1, np.int32)
         for i, row in enumerate(rows):
@@ -120,8 +111,8 @@ class LookupDrafting(Drafting):
                 self.offered += len(following)
         return drafts
 
-    def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
-        """See `Drafting.observe`; the time of several turns at once tells nothing about each."""
+    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
+        """See `Drafting.observe`; the time of several turns at once says nothing about each."""
         if len(kinds) != 1 or seconds is None:
             return
         shape, drafted = kinds[0][0], bool(kinds[0][1])
@@ -131,7 +122,7 @@ class LookupDrafting(Drafting):
         if not drafted and (shape, True) in self._seconds:
             self._seconds[shape, True] = max(self._seconds[shape, True] / FORGETTING, believed)
 
-    def choose(self, shape: Shape, rows: Sequence[FollowedRow | None]) -> int:
+    def choose(self, shape: Shape, rows: Sequence[Following | None]) -> int:
         """See `Drafting.choose`."""
         plain, (count,) = self._seconds.get((shape, False)), self.numbers
         offering = sum(row is not None and row.draft is not None for row in rows)
@@ -140,16 +131,6 @@ class LookupDrafting(Drafting):
         acceptance = self._hits / (self._trials + 1)
         more = offering * sum(acceptance**i for i in range(1, count + 1)) / len(rows)
         return count if 1 + more > MARGIN * self._seconds.get((shape, True), GUESS * plain) / plain else 0
-
-
-class _Text:
-    """A row that keeps its tokens."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.row = list(prompt)
-
-    def learn(self, token: int) -> None:
-        self.row.append(token)
 
 
 class ModelDrafting(Drafting):
@@ -166,20 +147,24 @@ class ModelDrafting(Drafting):
         self._looked_at = self._right = self._rows = 0  # since the last update
         self._read = 0.0  # seconds for reading tokens that the draft model had missed, since it last drafted
 
-    def follow(self, request: GenerationRequest) -> _Text | None:
-        """See `Drafting.follow`."""
-        return _Text(request.prompt) if request.constraint is None else None
+    def begin(self, prompt: Sequence[int]) -> list[int]:
+        """See `Drafting.begin`: its tokens."""
+        return list(prompt)
 
-    def choose(self, shape: Shape, rows: Sequence[_Text | None]) -> int:
+    def learn(self, row: list[int], token: int) -> None:
+        """See `Drafting.learn`."""
+        row.append(token)
+
+    def choose(self, shape: Shape, rows: Sequence[list[int] | None]) -> int:
         """See `Drafting.choose`."""
         return self._at(shape).choose() if any(row is not None for row in rows) else 0
 
-    def propose(self, rows: Sequence[_Text | None], number: int) -> np.ndarray:
+    def propose(self, rows: Sequence[list[int] | None], number: int) -> np.ndarray:
         """See `Drafting.propose`: the last two tokens of each row, which the draft model continues."""
         self.offered += number * sum(row is not None for row in rows)
-        return np.array([(-1, -1) if row is None else row.row[-2:] for row in rows], np.int32)
+        return np.array([(-1, -1) if row is None else row[-2:] for row in rows], np.int32)
 
-    def settle(self, rows: Sequence[_Text | None], number: int, counts: Sequence[int]) -> None:
+    def settle(self, rows: Sequence[list[int] | None], number: int, counts: Sequence[int]) -> None:
         """See `Drafting.settle`: a row that may not have drafts counts as one whose drafts are wrong."""
         super().settle(rows, number, counts)
         right = [max(count - 1, 0) for count in counts]
@@ -187,7 +172,7 @@ class ModelDrafting(Drafting):
         self._right += sum(right)
         self._looked_at += sum(right) + sum(each < number for each in right)
 
-    def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
+    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
         """See `Drafting.observe`."""
         rows, right, looked_at = self._rows, self._right, self._looked_at
         self._looked_at = self._right = self._rows = 0

@@ -1,6 +1,6 @@
 """The engine: many requests on one model; each gets the tokens that it would get alone.
 
-One thread runs it, turn by turn. A turn is one step of the device: it reads a piece of a prompt, or several short prompts,
+One thread runs it, turn by turn. A turn is one step of the device: it reads a chunk of a prompt, or several short prompts,
 and gives every other row a token; the results are collected one turn later, so that the device never waits for the host. A
 row that is alone gets several tokens in a turn of a fast model, because starting a program for each token would take a good
 part of the time.
@@ -24,11 +24,12 @@ from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked, room_of
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import digests_of
+from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
 from llama_jax.serving.row_sampling import ChosenTokens, unpack
-from llama_jax.serving.rows import Pending, ServedRow, scored, scores_of
+from llama_jax.serving.rows import LaunchedStep, ServedRow, scored_token, scores_of
 from llama_jax.serving.scheduler import Scheduler
-from llama_jax.serving.served_model import BURST, ServedModel
+from llama_jax.serving.served_model import ServedModel
 from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
@@ -43,7 +44,7 @@ class Engine:
 
     Args:
       config, params: the model; on a mesh that does not divide rows.
-      model: the same as a `ServedModel`, where it is not `ServedModel.of` them: as `group.leading` gives it.
+      model: the same as a `ServedModel`, where it is not `ServedModel.of` them: such as `multihost_engine.leading` returns.
 
     Raises:
       GenerationError: a context beyond the model's or draft model's; a draft model with another vocabulary.
@@ -64,7 +65,7 @@ class Engine:
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
-        self._pending: Pending | None = None
+        self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
         self._timed: list[Ticket] = []
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
@@ -88,8 +89,8 @@ class Engine:
         begun = time.monotonic()
         scheduler, drafting = self.scheduler, self.scheduler.drafting
         numbers = () if drafting is None else drafting.numbers
-        told = progress or (lambda done, of: None)
-        scheduler.state = warm(self.model, scheduler.state, self.options, scheduler.width, numbers, told)
+        report = progress or (lambda done, of: None)
+        scheduler.state = warm(self.model, scheduler.state, self.options, scheduler.width, numbers, report)
         self._compiled.begin()
         return time.monotonic() - begun
 
@@ -97,13 +98,13 @@ class Engine:
         """Queue a request. From any thread; `deliver` is called on the engine's thread.
 
         Raises:
-          GenerationError: the request is impossible.
+          GenerationError: the request is invalid.
           BusyError: the queue is full.
           ClosedError: the engine is shutting down.
         """
         arrays = checked(request, self.model, self.context)
         digests: list[bytes] = []
-        if not request.score_prompt:  # which another program does, so its pieces are neither kept nor taken from what was
+        if not request.score_prompt:  # which another program does, so its chunks are neither kept nor taken from what was
             roots = *(each.rope_root(len(request.prompt)) for each in self.model.models), request.adapter
             digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
         with self._changed:
@@ -162,7 +163,7 @@ class Engine:
         return bool(self._queue or self.scheduler.rows or self._pending or self._cancelled)
 
     def turn(self) -> bool:
-        """Read pieces of prompts, and give every other row a token or more; False when there was nothing to do."""
+        """Read chunks of prompts, and give every other row a token or more; False when there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy and not self._timed:
             return False
@@ -254,7 +255,7 @@ class Engine:
             update.cached = row.cached
             update.prompt = scores_of(row) if request.score_prompt else None
             row.scores = []
-        token = scored(choice, at, request.alternatives)
+        token = scored_token(choice, at, request.alternatives)
         if token.logprob != token.logprob:  # NaN
             update.finish, update.error = "failed", "the model's logits are not numbers: its weights overflow; try float32"
         elif request.max_new_tokens == 0:
@@ -265,7 +266,7 @@ class Engine:
             update.tokens.append(token)
             row.tokens.append(token.id)
             if row.followed is not None:
-                row.followed.learn(token.id)
+                self.scheduler.drafting.learn(row.followed, token.id)  # type: ignore[union-attr]
             self._counts["generated_tokens"] += 1
             if row.count == request.max_new_tokens:
                 update.finish = "length"

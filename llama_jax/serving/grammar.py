@@ -130,12 +130,12 @@ class GrammarConstraint:
 
     def _as_words(self, mask: bytes) -> np.ndarray:
         """uint32[ceil(V / 32)] of a mask; of one that allows nothing: the tokens that end the text."""
-        found = np.zeros(self._words, np.uint32)
-        found.view(np.uint8)[: len(mask)] = np.frombuffer(mask, np.uint8)[: 4 * self._words]
-        if not found.any():
+        words = np.zeros(self._words, np.uint32)
+        words.view(np.uint8)[: len(mask)] = np.frombuffer(mask, np.uint8)[: 4 * self._words]
+        if not words.any():
             for token in self._ends:
-                found[token // 32] |= np.uint32(1 << token % 32)
-        return found
+                words[token // 32] |= np.uint32(1 << token % 32)
+        return words
 
 
 def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
@@ -146,7 +146,7 @@ def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
     names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
     special = {*names, *ends}
 
-    class Own(GrammarVocabulary):
+    class TokenizerVocabulary(GrammarVocabulary):
         def __call__(self, text: str) -> list[int]:
             """Ids of a text that continues another: no space may be added before it."""
             if not isinstance(text, str):
@@ -155,7 +155,7 @@ def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
             return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else super().__call__(text)
 
     tokens = [names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-    return Own(tokens, sorted(special), ends)
+    return TokenizerVocabulary(tokens, sorted(special), ends)
 
 
 def _library() -> Any:

@@ -62,11 +62,11 @@ class GrammarVocabulary:
         """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
         content, ids = text.encode(), list[int]()
         while content:
-            found = next((n for n in range(min(self._longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
-            if not found:
+            length = next((n for n in range(min(self._longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
+            if not length:
                 return [*ids, self.eos_token_id]
-            ids.append(self._ids[content[:found]])
-            content = content[found:]
+            ids.append(self._ids[content[:length]])
+            content = content[length:]
         return ids
 
 

@@ -78,12 +78,12 @@ def fit(
     Raises:
       UserError: what was chosen does not fit; the message names the options that help.
     """
-    found = [(smaller, plan_of(smaller)) for smaller in options.smaller(config, chosen)]
+    plans = [(smaller, plan_of(smaller)) for smaller in options.smaller(config, chosen)]
     for share in shares:
-        for smaller, plan in found:
+        for smaller, plan in plans:
             if plan.fits(share):
                 return smaller, plan
-    smallest, plan = found[-1]
+    smallest, plan = plans[-1]
     fitting = next((smaller for smaller in options.smaller(config) if plan_of(smaller).fits(shares[-1])), None)
     if fitting is None:
         remedy = "choose fewer bits (--quantize q4_0), or a smaller model"
@@ -118,16 +118,18 @@ def _free_of_system() -> int | None:
 
 def _free_of_groups() -> list[int]:
     """What each control group of this process with a limit (version 2) has left; files that it caches can be given back."""
-    found = []
+    left = []
     with suppress(OSError):
-        own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
-        folder = CGROUPS / own.strip("/")
+        group_path = next(
+            (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/"
+        )
+        folder = CGROUPS / group_path.strip("/")
         for group in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # "max" is no limit
                 limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
                 stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                found.append(limit - used + int(stats.get("inactive_file", 0)))
-    return found
+                left.append(limit - used + int(stats.get("inactive_file", 0)))
+    return left
 
 
 def return_freed_memory() -> None:

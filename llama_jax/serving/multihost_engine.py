@@ -24,29 +24,26 @@ from llama_jax.ops.platform import native_code
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
-OWN = ("config", "params", "cache", "compute", "sharding")  # arguments that every process has itself
+LOCAL_FIELDS = ("static", "params", "static.sharding")  # arguments that every process has itself
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _LocalField:
     """A field of the model, or of its draft model."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """An array that all processes have."""
+class _ArrayRef:
+    """An array by its number, which all processes have from this call on.
+
+    Attributes:
+      values: of an array that only the first process had before; otherwise None.
+    """
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """An array of the first process alone, which all have from this call on."""
-
-    number: int
-    values: np.ndarray
+    values: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +52,24 @@ class _Call:
 
     Attributes:
       first: number of the first array that it returns; the others follow.
-      gone: numbers of arrays that are no longer needed.
+      dropped: numbers of arrays that are no longer needed.
       native: the context in which it is made, see `ops.platform.native_code`.
     """
 
     program: str
     args: tuple[Any, ...]
     first: int
-    gone: tuple[int, ...]
+    dropped: tuple[int, ...]
     native: bool
 
 
-def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
+def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
     """The model for the engine of the first process: every program call is sent to the others, and then made.
 
     Args:
-      tell: sends the others, in the order of the calls, what `follow` receives.
+      send: sends a message to the others, in the order of the calls; `follow` receives it.
     """
-    leader = _Leader(model, tell)
+    leader = _Leader(model, send)
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
@@ -83,49 +80,49 @@ def launched(program: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Leader:
-    def __init__(self, model: ServedModel, tell: Callable[[bytes], None]) -> None:
+    def __init__(self, model: ServedModel, send: Callable[[bytes], None]) -> None:
         self._model = model
-        self._tell = tell
-        self._fields = [*OWN, *(f"draft.{name}" for name in OWN if model.draft is not None)]
+        self._send = send
+        self._fields = [*LOCAL_FIELDS, *(f"draft.{name}" for name in LOCAL_FIELDS if model.draft is not None)]
         self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and its finalizer
         self._values: dict[int, np.ndarray] = {}  # of arrays that only this process has
-        self._gone: deque[int] = deque()  # may grow on any thread, as arrays are collected
+        self._dropped: deque[int] = deque()  # may grow on any thread, as arrays are collected
         self._next = 0
 
     def call(self, program: str, *args: Any) -> Any:
-        told = tuple(self._told(arg) for arg in args)
-        gone = tuple(self._gone.popleft() for _ in range(len(self._gone)))
-        call = _Call(program, told, self._next, gone, native_code.value)
-        self._tell(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
-        result = launched(getattr(self._model.programs, program), *map(self._here, args))
+        encoded = tuple(self._encode(arg) for arg in args)
+        dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+        call = _Call(program, encoded, self._next, dropped, native_code.value)
+        self._send(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
+        result = launched(getattr(self._model.programs, program), *map(self._local, args))
         for leaf in jax.tree.leaves(result):
             if id(leaf) in self._numbers:  # an argument, returned unchanged
-                self._gone.append(self._next)
+                self._dropped.append(self._next)
                 self._next += 1
             else:
                 self._number(leaf)
         return result
 
-    def _told(self, arg: Any) -> Any:
-        name = self._own(arg)
-        return jax.tree.map(self._told_leaf, arg) if name is None else _Own(name)
+    def _encode(self, arg: Any) -> Any:
+        name = self._field_name(arg)
+        return jax.tree.map(self._encode_leaf, arg) if name is None else _LocalField(name)
 
-    def _told_leaf(self, leaf: Any) -> Any:
+    def _encode_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         if (known := self._numbers.get(id(leaf))) is not None:
-            return _Known(known[0])
+            return _ArrayRef(known[0])
         number = self._number(leaf)
         self._values[number] = np.array(leaf)  # a copy: a view would keep the array alive forever
-        return _Given(number, self._values[number])
+        return _ArrayRef(number, self._values[number])
 
-    def _here(self, arg: Any) -> Any:
+    def _local(self, arg: Any) -> Any:
         """The argument as this process passes it: the values of an array that only one process has."""
-        if self._own(arg) is not None or not self._values:
+        if self._field_name(arg) is not None or not self._values:
             return arg
         return jax.tree.map(lambda leaf: self._values.get(self._numbers.get(id(leaf), (-1,))[0], leaf), arg)
 
-    def _own(self, arg: Any) -> str | None:
+    def _field_name(self, arg: Any) -> str | None:
         return next((name for name in self._fields if arg is attrgetter(name)(self._model)), None)
 
     def _number(self, array: jax.Array) -> int:
@@ -137,7 +134,7 @@ class _Leader:
     def _forget(self, key: int, number: int) -> None:
         self._numbers.pop(key, None)
         self._values.pop(number, None)
-        self._gone.append(number)
+        self._dropped.append(number)
 
 
 class Follower:
@@ -151,29 +148,32 @@ class Follower:
         self.arrays: dict[int, Any] = {}
         self._model = model
 
-    def take(self, told: bytes) -> Any:
+    def take(self, message: bytes) -> Any:
         """Make a call and return its results. Only for messages of process 0 of the same job: they decide what is run."""
-        call: _Call = pickle.loads(told)
-        for number in call.gone:
+        call: _Call = pickle.loads(message)
+        for number in call.dropped:
             del self.arrays[number]
         with native_code(call.native):
-            result = launched(getattr(self._model.programs, call.program), *map(self._here, call.args))
+            result = launched(getattr(self._model.programs, call.program), *map(self._decode, call.args))
         for number, leaf in enumerate(jax.tree.leaves(result), call.first):
             self.arrays[number] = leaf
         return result
 
-    def _here(self, arg: Any) -> Any:
-        return attrgetter(arg.name)(self._model) if isinstance(arg, _Own) else jax.tree.map(self._leaf, arg)
+    def _decode(self, arg: Any) -> Any:
+        if isinstance(arg, _LocalField):
+            return attrgetter(arg.name)(self._model)
+        return jax.tree.map(self._decode_leaf, arg)
 
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, _Given):
+    def _decode_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _ArrayRef):
+            return leaf
+        if leaf.values is not None:
             self.arrays[leaf.number] = leaf.values
-            return leaf.values
-        return self.arrays[leaf.number] if isinstance(leaf, _Known) else leaf
+        return self.arrays[leaf.number]
 
 
-def follow(model: ServedModel, hear: Callable[[], bytes]) -> None:
+def follow(model: ServedModel, receive: Callable[[], bytes]) -> None:
     """Make every call that is received, until `b""` is."""
     follower = Follower(model)
-    while told := hear():
-        follower.take(told)
+    while message := receive():
+        follower.take(message)

@@ -62,7 +62,7 @@ class Job:
 
 
 def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
-    """Yield the jobs as they end, which is not the order in which they were given.
+    """Yield the jobs as they end, in any order.
 
     Raises:
       GenerationError: a prompt that cannot be continued.
@@ -97,7 +97,8 @@ def batch(
 ) -> Iterator[tuple[int, Generation]]:
     """Continue any number of prompts, a few at a time: when one ends the next begins, and none waits for a longer one.
 
-    Each gets what `generate` gives it alone. Common prefixes are read once, as far as `options.prefix_bytes` allows.
+    Each continuation is that of `generate` for the prompt alone. Common prefixes are read once, as far as
+    `options.prefix_bytes` allows.
 
     Args:
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
@@ -110,27 +111,27 @@ def batch(
       The index of a prompt and its continuation, as they end.
 
     Raises:
-      GenerationError: an impossible request, when the first prompt is asked for; an invalid draft; or weights that
+      GenerationError: an invalid request, when the first prompt is requested; an invalid draft; or weights that
         overflow.
       MeshError: parameters on a mesh that divides rows; a draft model on other devices.
     """
     if draft is not None:
         if options.draft is not None:
-            raise GenerationError("draft is given twice, beside the options and in them; give one")
+            raise GenerationError("draft is set twice, as an argument and in the options; set it once")
         options = replace(options, draft=draft)
     if not len(prompts):
         return
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()
     each = sampling.per_row(len(prompts))
     if len(adapters) not in (0, len(prompts)):
-        raise GenerationError(f"adapters are {len(adapters)} numbers for {len(prompts)} prompts; give one for each, or none")
+        raise GenerationError(f"adapters are {len(adapters)} numbers for {len(prompts)} prompts; pass one for each, or none")
 
     def job(number: int) -> Job:
-        own = jax.tree.map(lambda values: values[number].item(), each)
+        row_sampling = jax.tree.map(lambda values: values[number].item(), each)
         request = GenerationRequest(
             prompt=prompts[number],
             max_new_tokens=limits[number],
-            sampling=own,
+            sampling=row_sampling,
             stop_tokens=stop_tokens,
             adapter=adapters[number] if len(adapters) else -1,
         )

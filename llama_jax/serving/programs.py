@@ -1,7 +1,7 @@
 """The device side of the engine: pure functions from one state to the next, and their compilation.
 
-One function reads pieces of prompts and decodes rows in the same pass. Its shapes are a number of rows and a number of
-tokens, of which the engine has a few, so that every program is known before the first request.
+One function reads chunks of prompts and decodes rows in the same pass. Its shapes are a number of rows and a number of
+tokens, a few of each, so that every program is known before the first request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
-from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.decode import DecodeState, Request, logits_of
+from llama_jax.inference.decode import DecodeState, logits_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
@@ -29,13 +28,24 @@ from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
-    RowOptions,
+    RowSettings,
     choose_packed,
     logprob_of,
     most_probable,
     pack,
     packed_width,
 )
+from llama_jax.xla_flags import decode_options_on_tpu
+
+BURST = 8  # most tokens of a row in a turn without drafts
+
+
+class StaticModel(NamedTuple):
+    """What a program knows of a model when it is compiled."""
+
+    config: LlamaConfig
+    compute: Compute
+    sharding: Sharding
 
 
 class ServingState(struct.PyTreeNode):
@@ -55,7 +65,7 @@ class ServingState(struct.PyTreeNode):
 
 
 class StepBatch(NamedTuple):
-    """The rows of a step, of which each reads some tokens and may then get one.
+    """The rows of a step: each reads some tokens and may then get one.
 
     Attributes:
       tokens: int32[T], those of each row after each other; -1 for the last that was chosen in the row's seat.
@@ -78,21 +88,12 @@ class StepBatch(NamedTuple):
     live: Any
 
 
-class RowSettings(NamedTuple):
-    """What each row of a batch is asked for; as it changes seldom, it stays on the device."""
-
-    request: Request
-    row_options: RowOptions
-
-
-def empty(
-    config: LlamaConfig, params: Llama, draft: LlamaConfig | None, seats: int, count: int, dtype: str, sharding: Sharding
-) -> ServingState:
+def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: int, count: int, dtype: str) -> ServingState:
     """The state before the first step, with `count` pages."""
-    drafts = None if draft is None else init_pages(draft, count, dtype)
-    seen = jnp.zeros((seats, head_of(config, params).shape[0]), bool)
-    state = ServingState(init_pages(config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
-    return _laid_out(state, sharding)
+    drafts = None if draft is None else init_pages(draft.config, count, dtype)
+    seen = jnp.zeros((seats, head_of(model.config, params).shape[0]), bool)
+    state = ServingState(init_pages(model.config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
+    return _laid_out(state, model.sharding)
 
 
 def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Sharding) -> ServingState:
@@ -101,58 +102,38 @@ def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Shard
 
 
 def step(
-    config: LlamaConfig,
-    params: Llama,
-    state: ServingState,
-    batch: StepBatch,
-    settings: RowSettings,
-    compute: Compute,
-    sharding: Sharding,
+    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
-    state, hidden = _read(config, params, state, batch, settings, compute, sharding)
+    sharding = model.sharding
+    state, hidden = _read(model, params, state, batch, settings)
     with sharding.context():
-        logits = logits_of(config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
-        rows, packed = choose_packed(settings.row_options, _rows_of(state, batch, settings, sharding), logits, sharding)
+        logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
+        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
 def burst(
-    config: LlamaConfig,
-    params: Llama,
-    state: ServingState,
-    batch: StepBatch,
-    settings: RowSettings,
-    count: jax.Array,
-    most: int,
-    compute: Compute,
-    sharding: Sharding,
+    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, count: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """`step` for `count` tokens of each row, int32[], of at most `most`: [R, most, any]; the others are not valid."""
+    """`step` for `count` tokens of each row, int32[], at most `BURST`: [R, BURST, any]; the others are not valid."""
 
     def once(i: jax.Array, carry: tuple[ServingState, StepBatch, jax.Array]) -> tuple[ServingState, StepBatch, jax.Array]:
-        state, batch, found = carry
-        state, packed = step(config, params, state, batch, settings, compute, sharding)
+        state, batch, chosen = carry
+        state, packed = step(model, params, state, batch, settings)
         following = batch._replace(
             tokens=jnp.full_like(batch.tokens, -1), lengths=batch.lengths + 1, counts=batch.counts + 1
         )
-        return state, following, lax.dynamic_update_slice_in_dim(found, packed, i, 1)
+        return state, following, lax.dynamic_update_slice_in_dim(chosen, packed, i, 1)
 
-    shape = len(batch.seats), most, packed_width(head_of(config, params).shape[0])
-    nothing = sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
-    state, _, found = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
-    return state, found
+    shape = len(batch.seats), BURST, packed_width(head_of(model.config, params).shape[0])
+    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    state, _, chosen = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
+    return state, chosen
 
 
 def verify_drafts(
-    config: LlamaConfig,
-    params: Llama,
-    state: ServingState,
-    batch: StepBatch,
-    settings: RowSettings,
-    drafts: jax.Array,
-    compute: Compute,
-    sharding: Sharding,
+    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: jax.Array
 ) -> tuple[ServingState, jax.Array]:
     """Up to K + 1 more tokens of every live row: those of int32[R, K] drafts that the model chooses too, and one; packed.
 
@@ -160,33 +141,30 @@ def verify_drafts(
       batch: of one token of each row, the live ones first; they have pages for K + 1.
       drafts: -1 for none.
     """
-    width = drafts.shape[1] + 1
+    width, sharding = drafts.shape[1] + 1, model.sharding
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
-    state, hidden = _read(config, params, state, whole, settings, compute, sharding)
+    state, hidden = _read(model, params, state, whole, settings)
     with sharding.context():
-        logits = unembed(config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
-        choose = partial(choose_packed, settings.row_options)
-        rows, found = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
+        logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
+        choose = partial(choose_packed, settings)
+        rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
-    packed = sharding.constrain(found.logprobs, "everywhere")
+    packed = sharding.constrain(chosen.logprobs, "everywhere")
     return _with_chosen(state, batch, rows, sharding).replace(seen=seen), packed
 
 
 def verify_own_drafts(
-    config: LlamaConfig,
+    model: StaticModel,
     params: Llama,
-    draft_config: LlamaConfig,
+    draft: StaticModel,
     draft_params: Llama,
     state: ServingState,
     batch: StepBatch,
     settings: RowSettings,
-    two: jax.Array,
+    last_two: jax.Array,
     count: int,
-    compute: Compute,
-    sharding: Sharding,
-    draft_layout: Sharding,
 ) -> tuple[ServingState, jax.Array]:
     """`verify_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
 
@@ -194,19 +172,19 @@ def verify_own_drafts(
     first of the two tokens, it writes the same keys and values again.
 
     Args:
-      two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
+      last_two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row without a draft.
     """
-    vocab = min(state.seen.shape[-1], head_of(draft_config, draft_params).shape[0])
+    vocab = min(state.seen.shape[-1], head_of(draft.config, draft_params).shape[0])
     sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
 
     def draw(pages: Any, seen: jax.Array, i: jax.Array, tokens: jax.Array) -> Any:
-        """Read [R, any] tokens, of which the first is at position `lengths + i`, and choose what follows them."""
+        """Read [R, any] tokens, the first at position `lengths + i`, and choose the next one of each row."""
         many = tokens.shape[1]
         read = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * many, lengths=batch.lengths + i)
-        pages, hidden = read_by(draft_config, draft_params, pages, read, Compute(), draft_layout)
-        with draft_layout.context():
+        pages, hidden = read_by(draft, draft_params, pages, read)
+        with draft.sharding.context():
             last = hidden.reshape(*tokens.shape, -1)[:, -1]
-            logits = unembed(draft_config, draft_params, last).astype(jnp.float32)[:, :vocab]
+            logits = unembed(draft.config, draft_params, last).astype(jnp.float32)[:, :vocab]
             token = sample(logits, sampling, seen, batch.counts + i + many - 1)
         seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
         return pages, seen, token
@@ -215,54 +193,39 @@ def verify_own_drafts(
         pages, seen, token = draw(carry[0], carry[1], i, carry[2][:, None])
         return (pages, seen, token), token
 
-    first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(two, 0))
+    first = draw(state.draft_pages, seen, jnp.int32(-1), jnp.maximum(last_two, 0))
     (pages, _, _), rest = lax.scan(next_one, first, jnp.arange(1, count, dtype=jnp.int32))
-    drafts = jnp.where(two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
-    return verify_drafts(config, params, state.replace(draft_pages=pages), batch, settings, drafts, compute, sharding)
+    drafts = jnp.where(last_two[:, :1] < 0, -1, jnp.concatenate([first[2][:, None], rest.T], axis=1))
+    return verify_drafts(model, params, state.replace(draft_pages=pages), batch, settings, drafts)
 
 
-def read_draft(config: LlamaConfig, params: Llama, pages: Any, batch: StepBatch, sharding: Sharding) -> Any:
+def read_draft(model: StaticModel, params: Llama, pages: Any, batch: StepBatch) -> Any:
     """The draft model's pages after it has read the tokens of a batch."""
-    return read_by(config, params, pages, batch, Compute(), sharding)[0]
+    return read_by(model, params, pages, batch)[0]
 
 
 def score(
-    config: LlamaConfig,
-    params: Llama,
-    state: ServingState,
-    batch: StepBatch,
-    settings: RowSettings,
-    targets: jax.Array,
-    compute: Compute,
-    sharding: Sharding,
+    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, targets: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """Read a piece of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
+    """Read a chunk of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
 
     Args:
       targets: int32[T], the tokens that follow.
     """
-    state, hidden = _read(config, params, state, batch, settings, compute, sharding)
-    with sharding.context():
-        logits = unembed(config, params, hidden).astype(jnp.float32)  # [T, V]
+    state, hidden = _read(model, params, state, batch, settings)
+    with model.sharding.context():
+        logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
             logprob_of(logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
-            *most_probable(logits, settings.row_options.alternatives[0] > 0),
+            *most_probable(logits, settings.alternatives[0] > 0),
         )
-        return state, sharding.constrain(pack(choice), "everywhere")
+        return state, model.sharding.constrain(pack(choice), "everywhere")
 
 
-def read_by(
-    config: LlamaConfig,
-    params: Llama,
-    pages: Any,
-    batch: StepBatch,
-    compute: Compute,
-    sharding: Sharding,
-    adapter: Any = None,
-) -> tuple[Any, jax.Array]:
-    """The pages after the tokens of a batch, int32[T] of which none is negative, and their hidden states [T, D].
+def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
+    """The pages after the tokens of a batch, int32[T] and not negative, and their hidden states [T, D].
 
     Args:
       adapter: int32[R], of each row.
@@ -272,6 +235,7 @@ def read_by(
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
     positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
+    config, compute, sharding = model
     hidden, cache = forward(
         config, params, batch.tokens[:, None], cache, positions=positions, compute=compute, sharding=sharding
     )
@@ -279,23 +243,17 @@ def read_by(
 
 
 def _read(
-    config: LlamaConfig,
-    params: Llama,
-    state: ServingState,
-    batch: StepBatch,
-    settings: RowSettings,
-    compute: Compute,
-    sharding: Sharding,
+    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).tokens(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
     batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
-    pages, hidden = read_by(config, params, state.pages, batch, compute, sharding, settings.row_options.adapter)
+    pages, hidden = read_by(model, params, state.pages, batch, settings.adapter)
     return state.replace(pages=pages), hidden
 
 
 def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
-    """The rows of a batch as a generation's, of which those that are not live are done."""
+    """The rows of a batch as a generation's; those that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
     return DecodeState(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
@@ -338,16 +296,16 @@ class Programs(NamedTuple):
 @functools.cache
 def programs_for(platform: str) -> Programs:
     """The programs for "cpu", "gpu" or "tpu"."""
-    options = decoding_on_tpu() if platform == "tpu" else None
+    options = decode_options_on_tpu() if platform == "tpu" else None
     return Programs(
-        empty=compiled.jit(empty, static_argnums=(0, 2, 3, 4, 5, 6)),
+        empty=compiled.jit(empty, static_argnums=(0, 2, 3, 4, 5)),
         enter=compiled.jit(enter, static_argnums=3, donate_argnums=0),
-        step=compiled.jit(step, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
-        burst=compiled.jit(burst, static_argnums=(0, 6, 7, 8), donate_argnums=2, compiler_options=options),
-        score=compiled.jit(score, static_argnums=(0, 6, 7), donate_argnums=2),
-        verify_drafts=compiled.jit(verify_drafts, static_argnums=(0, 6, 7), donate_argnums=2, compiler_options=options),
+        step=compiled.jit(step, static_argnums=0, donate_argnums=2, compiler_options=options),
+        burst=compiled.jit(burst, static_argnums=0, donate_argnums=2, compiler_options=options),
+        score=compiled.jit(score, static_argnums=0, donate_argnums=2),
+        verify_drafts=compiled.jit(verify_drafts, static_argnums=0, donate_argnums=2, compiler_options=options),
         verify_own_drafts=compiled.jit(
-            verify_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=4, compiler_options=options
+            verify_own_drafts, static_argnums=(0, 2, 8), donate_argnums=4, compiler_options=options
         ),
-        read_draft=compiled.jit(read_draft, static_argnums=(0, 4), donate_argnums=2),
+        read_draft=compiled.jit(read_draft, static_argnums=0, donate_argnums=2),
     )

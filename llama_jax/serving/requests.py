@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -26,8 +25,8 @@ class BusyError(UserError):
       retry_after: seconds until there should be room.
     """
 
-    def __init__(self, said: str, retry_after: float) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
         self.retry_after = retry_after
 
 
@@ -54,12 +53,12 @@ class GenerationRequest:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: maximum number of tokens to generate; 0 only with `score_prompt`.
-      sampling: numbers, not arrays; the same seed gives the same tokens whatever else is being served.
+      sampling: numbers, not arrays; what a seed gives does not depend on other requests.
       stop_tokens: ids that end the continuation.
       min_new_tokens: number of tokens before which none of `stop_tokens` is chosen.
       alternatives: how many of the most probable tokens are reported for each position, up to 20.
       score_prompt: report the log-probability of each token of the prompt as well.
-      constraint: what may be generated; such a request's row waits after every token until that is known.
+      constraint: what may be generated; the row waits after every token until it is known.
       adapter: number in the table of the model's adapters; -1 for the model alone.
       deadline: by `time.monotonic`, when the request ends as "timeout" in any stage; None for never.
     """
@@ -95,7 +94,7 @@ class Update:
 
     Attributes:
       tokens: generated tokens, without a stop token that ended the request.
-      prompt: the scored prompt, once, with or before the first token, where it was asked for.
+      prompt: the scored prompt, once, with or before the first token; None without `score_prompt`.
       ended_by: the stop token that ended the request, with its log-probabilities; None where something else did.
       cached: tokens of the prompt whose keys and values were found in the prefix cache; known with the first update.
       finish: why the request ended; None while it continues. No updates follow it.
@@ -117,10 +116,9 @@ class Ticket:
     Attributes:
       arrays: the request of a state of one row.
       deliver: called on the engine's thread with what is new.
-      arrived: by `time.monotonic`.
-      digests: of the prompt's pieces, see `pages.digests_of`.
+      digests: of the prompt's chunks, see `pages.digests_of`.
       number: in the order of arrival.
-      row: while it is served; the engine's own, as is the following.
+      row: while it is served; used by the engine alone, as is `ended`.
       ended: it has had its last update.
     """
 
@@ -129,7 +127,6 @@ class Ticket:
     deliver: Callable[[Update], None]
     _cancel: Callable[[Ticket], None]
     digests: Sequence[bytes] = ()
-    arrived: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=itertools.count().__next__)
     row: Any = None
     ended: bool = False

@@ -1,4 +1,4 @@
-"""The settings of each row for a turn, the choice of its token, and how the host reads it."""
+"""The settings of each row, the choice of its token, and how the host reads it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.inference.decode import DecodeState, sample_next
+from llama_jax.inference.decode import DecodeState, Request, sample_next
 from llama_jax.inference.sampling import LogitMask
 from llama_jax.model.forward_options import Sharding
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
-class RowOptions(NamedTuple):
-    """What the host sets for every row.
+class RowSettings(NamedTuple):
+    """The settings of each row of a batch; as they seldom change, they stay on the device.
 
     Attributes:
-      least: int32[B], minimum number of tokens before a stop token may be chosen.
-      alternatives: int32[B], how many alternatives are wanted for each token.
-      constrained: bool[B], whether `allowed` applies to the row.
-      allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
-      adapter: int32[B], which of the model's adapters the row uses, -1 for none.
+      request: sampling, limits and stop tokens.
+      min_tokens: int32[R], number of tokens before a stop token may be chosen.
+      alternatives: int32[R], how many alternatives are reported for each token.
+      constrained: bool[R], whether `allowed` applies to the row.
+      allowed: uint32[R, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+      adapter: int32[R], the number of the row's adapter, -1 for none.
     """
 
-    least: Any
+    request: Request
+    min_tokens: Any
     alternatives: Any
     constrained: Any
     allowed: Any
     adapter: Any
-
-    @classmethod
-    def none(cls, rows: int, vocab: int) -> RowOptions:
-        """For rows without settings."""
-        numbers = np.zeros(rows, np.int32)
-        allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
-        return cls(numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
 
 
 class ChosenTokens(NamedTuple):
@@ -48,7 +43,7 @@ class ChosenTokens(NamedTuple):
       token: int32[B].
       logprob: float32[B].
       valid: bool[B]; False for a row that was done before.
-      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row wants any.
+      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row reports any.
     """
 
     token: Any
@@ -59,26 +54,26 @@ class ChosenTokens(NamedTuple):
 
 
 def choose_packed(
-    row_options: RowOptions, state: DecodeState, logits: jax.Array, sharding: Sharding
+    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
     """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
-    rest, packed = _choose_without_cache(row_options, state.replace(cache=None), logits, sharding)
+    rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, sharding)
     return rest.replace(cache=state.cache), packed
 
 
 @partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
 def _choose_without_cache(
-    row_options: RowOptions, state: DecodeState, logits: jax.Array, sharding: Sharding
+    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
     valid = ~state.done
-    barred = state.count < row_options.least
+    barred = state.count < settings.min_tokens
 
     def permitted(logits: jax.Array) -> jax.Array:
-        allowed = _permitted(state, row_options, barred, logits.shape[-1])
+        allowed = _permitted(state, settings, barred, logits.shape[-1])
         return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
-    chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(row_options.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(row_options.alternatives > 0))
+    chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
+    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
     return chosen, sharding.constrain(pack(choice), "everywhere")
 
@@ -88,11 +83,11 @@ def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _permitted(state: DecodeState, row_options: RowOptions, barred: jax.Array, vocab: int) -> jax.Array:
+def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
     """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
-    bits = (row_options.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (settings.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
-    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~row_options.constrained[:, None]
+    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~settings.constrained[:, None]
     stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
     stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
     return allowed & ~(stops & barred[:, None])

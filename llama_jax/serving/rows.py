@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE
-from llama_jax.serving.drafting import Kind, KnownRow
-from llama_jax.serving.programs import RowSettings, StepBatch
+from llama_jax.serving.drafting import StepKind
+from llama_jax.serving.programs import StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
-from llama_jax.serving.row_sampling import ChosenTokens, RowOptions, unpack
+from llama_jax.serving.row_sampling import ChosenTokens, RowSettings, unpack
 from llama_jax.serving.served_model import STOPS
 
 
@@ -28,14 +28,14 @@ class ServedRow:
       seat: its number.
       tokens: of prompt and continuation, as far as the host knows them.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
-      followed: its tokens as those see it that draft; None where nothing is drafted.
+      followed: what the drafting knows of it, see `Drafting.follow`; None where nothing is drafted.
       pages: of its tokens in order, and of some more.
       read: tokens in these pages once all steps so far have run.
       read_by_draft: the same of the draft model.
       chosen: tokens that it has got after those steps.
       cached: tokens of the prompt that were found in kept prefixes.
       scoring: its prompt is to be scored, and is not yet.
-      scores: packed `ChosenTokens` of the pieces of a prompt that is scored.
+      scores: packed `ChosenTokens` of the chunks of a prompt that is scored.
       accepting: while its constraint takes in the last token, during which it gets no other; None otherwise.
       ended: nobody wants its tokens any more.
     """
@@ -44,7 +44,7 @@ class ServedRow:
     seat: int
     tokens: list[int]
     allowed: np.ndarray | None
-    followed: KnownRow | None
+    followed: Any
     pages: list[int] = field(default_factory=list)
     read: int = 0
     read_by_draft: int = 0
@@ -89,8 +89,8 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-class Pending(NamedTuple):
-    """Tokens that the device is computing, and their rows.
+class LaunchedStep(NamedTuple):
+    """A step that the device is computing.
 
     Attributes:
       packed: `ChosenTokens` [R, any, any], packed; those after the end of a row or after a wrong draft are not valid.
@@ -101,7 +101,7 @@ class Pending(NamedTuple):
 
     packed: jax.Array
     rows: Sequence[ServedRow]
-    kind: Kind
+    kind: StepKind
     steps: int = 1
     settle: Callable[[list[int]], None] | None = None
 
@@ -139,36 +139,37 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
-    """What `count` rows are asked for, of which these are the first."""
-    row_options = RowOptions.none(count, vocab)
-    stop = np.full((count, STOPS), -1, np.int32)
-    request = Request(Sampling().per_row(count), np.ones(count, np.int32), stop)
+    """The settings of `count` rows, the first of which are these."""
+    numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
+    request = Request(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
+    constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
+    settings = RowSettings(request, numbers[0], numbers[1], constrained, allowed, adapter)
     for r, row in enumerate(rows):
         jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
-        row_options.least[r] = row.request.min_new_tokens
-        row_options.alternatives[r] = row.request.alternatives
-        row_options.adapter[r] = row.request.adapter
+        settings.min_tokens[r] = row.request.min_new_tokens
+        settings.alternatives[r] = row.request.alternatives
+        settings.adapter[r] = row.request.adapter
         if row.allowed is not None:
-            row_options.constrained[r] = True
-            row_options.allowed[r] = row.allowed
-    return RowSettings(request, row_options)
+            settings.constrained[r] = True
+            settings.allowed[r] = row.allowed
+    return settings
 
 
-def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
+def scored_token(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
     """One token of a choice."""
-    beside: Iterator[tuple[int, float]] = zip(
+    alternative_tokens: Iterator[tuple[int, float]] = zip(
         choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
     )
-    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
+    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(alternative_tokens) if alternatives else ())
 
 
 def scores_of(row: ServedRow) -> list[ScoredToken]:
-    """The tokens of a prompt, each with its log-probability given those before it."""
-    found = [ScoredToken(row.tokens[0], None)]
+    """The tokens of a prompt, each with its log-probability after those before it."""
+    scored = [ScoredToken(row.tokens[0], None)]
     for packed in row.scores:  # by whole columns: rows of all requests wait for this
         choice = unpack(packed)
         ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
-        beside = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
-        rows = zip(choice.token.tolist(), choice.logprob.tolist(), beside, strict=True)
-        found += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
-    return found[: len(row.request.prompt)]  # what follows the last token is not part of the prompt
+        others = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+        rows = zip(choice.token.tolist(), choice.logprob.tolist(), others, strict=True)
+        scored += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
+    return scored[: len(row.request.prompt)]  # what follows the last token is not part of the prompt

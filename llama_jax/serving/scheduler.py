@@ -17,9 +17,9 @@ from llama_jax.model.cache import PAGE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import PagePool
-from llama_jax.serving.programs import RowSettings
 from llama_jax.serving.requests import Ticket
-from llama_jax.serving.rows import Pending, RowPart, ServedRow, batch_of, pages_of, settings_of
+from llama_jax.serving.row_sampling import RowSettings
+from llama_jax.serving.rows import LaunchedStep, RowPart, ServedRow, batch_of, pages_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
 
@@ -53,7 +53,7 @@ class Scheduler:
         self._settings: tuple[list[object], RowSettings] | None = None  # on the device, and what they were made of
 
     def readers(self, queue: Iterable[Ticket], oldest_first: bool) -> list[Ticket]:
-        """Those that read in the next step: the first a piece, and others all that they lack, where that fits in as well.
+        """Those that read in the next step: the first a chunk, and others all that they lack, where that fits in as well.
 
         They are taken from the rows that have more to read and the requests that wait, by age or by what they have to read:
         by turns, so that a short prompt does not wait for a long one, and a long one advances at half the speed whatever
@@ -109,18 +109,18 @@ class Scheduler:
         row.ended = True
         self.rows.remove(row)
         self._seats.append(row.seat)
-        self.pages.give(row.pages)
+        self.pages.release(row.pages)
         row.pages = []
 
     def _find_prefix(self, row: ServedRow) -> None:
-        """Take the pieces that come next from those that are kept."""
+        """Take the chunks that come next from those that are kept."""
         size, digests = self._options.chunk, row.ticket.digests
         while not row.read % size and row.read // size < len(digests):
             pages = self.pages.find(digests[row.read // size])
             if pages is None:
                 break
             own = slice(row.read // PAGE, (row.read + size) // PAGE)
-            self.pages.give(row.pages[own])
+            self.pages.release(row.pages[own])
             row.pages[own] = pages
             row.read += size
             row.read_by_draft = row.read
@@ -141,13 +141,13 @@ class Scheduler:
 
     def _preempt(self, row: ServedRow) -> None:
         """Take a row's pages, so that it must read its tokens again."""
-        self.pages.give(row.pages)
+        self.pages.release(row.pages)
         row.pages, row.scores, row.read, row.read_by_draft = [], [], 0, 0
         row.scoring = row.request.score_prompt and not row.chosen
         row.cached = row.cached if row.chosen else 0
         self.counts["preempted"] += 1
 
-    def launch(self, readers: Sequence[ServedRow], number: int, most: int) -> Pending | None:
+    def launch(self, readers: Sequence[ServedRow], number: int, most: int) -> LaunchedStep | None:
         """Start a step: what readers read, and `number` drafts of each other row, or `most` tokens of a single one."""
         able = [row for row in self.rows if row not in readers and not row.reads and row.left and row.accepting is None]
         many = number + 1
@@ -174,7 +174,7 @@ class Scheduler:
             parts = [part._replace(size=1) for part in parts]
         return self._step(parts, CATCHING_UP if number else 0)
 
-    def _step(self, parts: list[RowPart], number: int) -> Pending:
+    def _step(self, parts: list[RowPart], number: int) -> LaunchedStep:
         rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk
         whole = any(row.reads and count == chunk for row, _, count in parts)
         shapes = self._options.steps
@@ -197,10 +197,10 @@ class Scheduler:
             row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
             if own == chunk and not begin % own and begin // own < len(digests):
                 self.pages.keep(digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
-        return Pending(packed, [part.row for part in parts], (shape, number), max(count, 1))
+        return LaunchedStep(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
     def _score(self, part: RowPart) -> None:
-        """Read a piece of a prompt, and score its tokens."""
+        """Read a chunk of a prompt, and score its tokens."""
         row, begin, count = part
         size = self._options.chunk
         targets = np.zeros(size, np.int32)
@@ -258,14 +258,14 @@ class Scheduler:
         self._read_draft(parts)
         return all(row.read - row.read_by_draft <= 1 for row in behind)
 
-    def _verify(self, parts: list[RowPart], number: int) -> Pending:
+    def _verify(self, parts: list[RowPart], number: int) -> LaunchedStep:
         assert self.drafting is not None
         shape, rows = self._shape(len(parts)), [part.row for part in parts]
         batch = batch_of(parts, shape, self.width, self._options.rows)
         told = self.drafting.propose([*(row.followed for row in rows), *[None] * (shape[0] - len(rows))], number)
         settings = self._settings_of(parts, shape[0])
         self.state, packed = self._model.verify(self.state, batch, settings, told, number)
-        return Pending(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
+        return LaunchedStep(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
 
     def _settle(self, rows: Sequence[ServedRow], number: int, counts: list[int]) -> None:
         """Record how many tokens a step with drafts has given each row."""

@@ -14,25 +14,24 @@ from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.inference.speculation import DraftModel
 from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
 from llama_jax.model.forward import head_of
-from llama_jax.model.forward_options import Compute, Sharding
+from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
-from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch, programs_for
+from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
+from llama_jax.serving.row_sampling import RowSettings
 
 STOPS = 16  # places for stop tokens in each row
-BURST = 8  # most tokens of a row in a turn without drafts
+StateAndTokens = tuple[ServingState, jax.Array]  # with packed `ChosenTokens`
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model, layout and programs of an engine, and the smaller model that drafts for it."""
+    """Model, sharding and programs of an engine, and the smaller model that drafts for it."""
 
-    config: LlamaConfig
+    static: StaticModel
     params: Llama
     cache: CacheOptions
-    compute: Compute
-    sharding: Sharding
     programs: Programs
     native: bool  # see `ops.native_anyway`
     adapters: int = 0  # how many there are in the parameters' table
@@ -48,15 +47,20 @@ class ServedModel:
           GenerationError: a draft model with another vocabulary.
           MeshError: a mesh that divides rows, because a step has all rows' tokens in one; a draft model on other devices.
         """
-        beside = None
+        draft_model = None
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
-            beside = cls.of(draft.config, draft.params, cache, Compute())
+            draft_model = cls.of(draft.config, draft.params, cache, Compute())
         sharding = sharding_of(params)
         check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
         native, programs = ops.decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
-        return cls(config, params, cache, compute, sharding, programs, native, adapters_in(params), beside)
+        static = StaticModel(config, compute, sharding)
+        return cls(static, params, cache, programs, native, adapters_in(params), draft_model)
+
+    @property
+    def config(self) -> LlamaConfig:
+        return self.static.config
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -89,45 +93,39 @@ class ServedModel:
 
     def empty(self, seats: int, count: int) -> ServingState:
         """The state before the first step, of so many seats and pages."""
-        draft = None if self.draft is None else self.draft.config
-        return self.programs.empty(self.config, self.params, draft, seats, count, self.cache_dtype, self.sharding)
+        draft = None if self.draft is None else self.draft.static
+        return self.programs.empty(self.static, self.params, draft, seats, count, self.cache_dtype)
 
     def enter(self, state: ServingState, seat: int, seen: np.ndarray) -> ServingState:
-        return self.programs.enter(state, np.int32(seat), seen, self.sharding)
+        return self.programs.enter(state, np.int32(seat), seen, self.static.sharding)
 
-    def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> tuple[ServingState, jax.Array]:
+    def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> StateAndTokens:
         """A token of each live row, after what the rows read."""
         with ops.native_anyway(self.native):
-            return self.programs.step(self.config, self.params, state, batch, settings, self.compute, self.sharding)
+            return self.programs.step(self.static, self.params, state, batch, settings)
 
-    def burst(
-        self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int
-    ) -> tuple[ServingState, jax.Array]:
+    def burst(self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int) -> StateAndTokens:
         """`count` tokens, at most `BURST`, of a single row."""
-        args = state, batch, settings, np.int32(count), BURST, self.compute, self.sharding
         with ops.native_anyway(self.native):
-            return self.programs.burst(self.config, self.params, *args)
+            return self.programs.burst(self.static, self.params, state, batch, settings, np.int32(count))
 
-    def score(
-        self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray
-    ) -> tuple[ServingState, jax.Array]:
-        args = state, batch, settings, targets, self.compute, self.sharding
-        return self.programs.score(self.config, self.params, *args)
+    def score(self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray) -> StateAndTokens:
+        """See `programs.score`."""
+        return self.programs.score(self.static, self.params, state, batch, settings, targets)
 
     def verify(
-        self, state: ServingState, batch: StepBatch, settings: RowSettings, told: np.ndarray, count: int
-    ) -> tuple[ServingState, jax.Array]:
-        """A step with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
-        draft, rest = self.draft, (state, batch, settings, told)
+        self, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: np.ndarray, count: int
+    ) -> StateAndTokens:
+        """A step with `count` drafts: these, or the draft model's continuation of these tokens."""
+        draft, args = self.draft, (state, batch, settings, drafts)
         with ops.native_anyway(self.native):
             if draft is None:
-                return self.programs.verify_drafts(self.config, self.params, *rest, self.compute, self.sharding)
-            both = self.config, self.params, draft.config, draft.params
-            return self.programs.verify_own_drafts(*both, *rest, count, self.compute, self.sharding, draft.sharding)
+                return self.programs.verify_drafts(self.static, self.params, *args)
+            return self.programs.verify_own_drafts(self.static, self.params, draft.static, draft.params, *args, count)
 
     def read_draft(self, state: ServingState, batch: StepBatch) -> ServingState:
-        """Let the draft model read the tokens of a batch, none of which is the device's own."""
+        """Let the draft model read the tokens of a batch; all of them are known to the host."""
         draft = self.draft
         assert draft is not None
-        args = draft.config, draft.params, state.draft_pages, batch, draft.sharding
-        return state.replace(draft_pages=self.programs.read_draft(*args))
+        pages = self.programs.read_draft(draft.static, draft.params, state.draft_pages, batch)
+        return state.replace(draft_pages=pages)

@@ -46,7 +46,9 @@ class DaemonThreadPool:
         with self._changed:
             unfinished = len(self._work) + self._busy
             if self._most_waiting is not None and unfinished >= self._threads + self._most_waiting:
-                raise BusyError(f"{len(self._work)} requests wait for {self._name}, as many as may; try again later", 2.0)
+                raise BusyError(
+                    f"{len(self._work)} requests wait for {self._name}, which is the limit; try again later", 2.0
+                )
             self._work.append((future, run))
             if self._idle < len(self._work) and self._alive < self._threads:
                 self._alive += 1
@@ -59,9 +61,9 @@ class DaemonThreadPool:
         while True:
             with self._changed:
                 self._idle += 1
-                found = self._changed.wait_for(lambda: self._work, IDLE_SECONDS)
+                has_work = self._changed.wait_for(lambda: self._work, IDLE_SECONDS)
                 self._idle -= 1
-                if not found:
+                if not has_work:
                     self._alive -= 1
                     return
                 future, run = self._work.popleft()

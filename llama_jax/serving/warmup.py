@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.programs import Programs, RowSettings, ServingState, StepBatch
+from llama_jax.serving.programs import Programs, ServingState, StepBatch
+from llama_jax.serving.row_sampling import RowSettings
 from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
-Step = Callable[[ServedModel, ServingState], tuple[ServingState, Any]]
+MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
 
 
 def warm(
@@ -37,56 +38,45 @@ def warm(
       numbers: of tokens that rows may draft.
       progress: called after each program with the number done and the total.
     """
-    steps = list(_steps(model, options, width, numbers))
+    calls = list(_calls(model, options, width, numbers))
+    ahead = model.static.sharding.mesh is None  # over a mesh only a compiled program knows the sharding of its results
 
     def run(model: ServedModel) -> ServingState:
-        found = state
-        for done, step in enumerate(steps, 1):
-            found, _ = step(model, found)
+        current = state
+        for done, (method, args) in enumerate(calls, 1):
+            result = getattr(model, method)(current, *args)
+            current = result if isinstance(result, ServingState) else result[0]
             if not ahead:
-                jax.block_until_ready(found)
-                progress(done, len(steps))
-        return found
+                jax.block_until_ready(current)
+                progress(done, len(calls))
+        return current
 
-    ahead = model.sharding.mesh is None  # over a mesh only a compiled program knows the sharding of its results
     if ahead:
         compile_ahead(model, run, progress)
     return jax.block_until_ready(run(model))
 
 
-def _steps(model: ServedModel, options: EngineOptions, width: int, numbers: tuple[int, ...]) -> Iterator[Step]:
+def _calls(
+    model: ServedModel, options: EngineOptions, width: int, numbers: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Methods of a `ServedModel`, and their arguments after the state."""
+
     def batch(shape: tuple[int, int]) -> tuple[StepBatch, RowSettings]:
         settings = jax.device_put(settings_of([], shape[0], model.config.vocab_size))
         return batch_of([], shape, width, options.rows), settings
 
     one, *others = options.steps
-    first = lambda model, state: model.burst(state, *batch(one), 1)
-    yield first
-    yield first  # of a state that comes from a program: the first may lie otherwise
-    for shape in others:
-        yield partial(_step, batch(shape))
-    nothing = np.zeros(options.chunk, np.int32)
-    yield lambda model, state: model.score(state, *batch((1, options.chunk)), nothing)
-    yield lambda model, state: (model.enter(state, 0, np.zeros(model.vocab, bool)), None)
+    burst = "burst", (*batch(one), 1)
+    yield from (burst, burst)  # the second on a state that comes from a program, whose layout may differ
+    yield from (("step", batch(shape)) for shape in others)
+    yield "score", (*batch((1, options.chunk)), np.zeros(options.chunk, np.int32))
+    yield "enter", (0, np.zeros(model.vocab, bool))
     if model.draft is not None:
-        yield lambda model, state: (model.read_draft(state, batch(options.steps[-1])[0]), None)
+        yield "read_draft", batch(options.steps[-1])[:1]
     for shape in options.steps:
         for number in numbers if shape[0] == shape[1] else ():
-            told = np.full((shape[0], number if model.draft is None else 2), -1, np.int32)
-            yield partial(_verify, batch(shape), told, number)
-
-
-def _step(batch: tuple[StepBatch, RowSettings], model: ServedModel, state: ServingState) -> Any:
-    return model.step(state, *batch)
-
-
-def _verify(
-    batch: tuple[StepBatch, RowSettings], told: np.ndarray, number: int, model: ServedModel, state: ServingState
-) -> Any:
-    return model.verify(state, *batch, told, number)
-
-
-MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
+            drafts = np.full((shape[0], number if model.draft is None else 2), -1, np.int32)
+            yield "verify", (*batch(shape), drafts, number)
 
 
 def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progress: Callable[[int, int], None]) -> None:
@@ -119,13 +109,13 @@ class _Lowering:
     def call(self, program: Any, *args: Any) -> Any:
         """The shapes of a program's results; the program is compiled if it was not yet."""
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
-        key = program, structure, tuple(map(_kind, leaves))
+        key = program, structure, tuple(map(_signature, leaves))
         if key not in self._results:
             self._results[key], compile_or_load = program.ahead(*args)
             self.compiling.append(self._threads.submit(compile_or_load))
         return self._results[key]
 
 
-def _kind(leaf: Any) -> Hashable:
+def _signature(leaf: Any) -> Hashable:
     """The part of an argument that a program depends on: shape and dtype of an array, all of anything else."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)) else leaf

@@ -31,7 +31,7 @@ except ImportError:  # on Windows, where nothing is locked
 
 # Beside the name until it is complete ("partial"), and what had the name until then ("old").
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _temporary(path: Path, kind: str) -> Path:
@@ -56,8 +56,8 @@ def write_atomically(
     Args:
       check: called before the renaming or the upload; what it raises prevents it.
       raises: makes the error of a text that says that `path` cannot be written, and why.
-      last: for a folder in a store, the names of files without which nobody recognizes it, one of which it has: that one is
-        deleted first and uploaded last.
+      last: for a folder in a store: the one of these files that it has, without which it is not recognized, is deleted first
+        and uploaded last.
     """
     check = check or (lambda: None)
     if isinstance(path, StoredPath):
@@ -79,7 +79,13 @@ def write_atomically(
     path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for links that lead to one another
     made = [parent for parent in path.parents if not parent.exists()]
     with ExitStack() as cleanup:
-        cleanup.callback(_remove_empty, made)
+
+        @cleanup.callback
+        def remove_empty_parents() -> None:
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path.parent)
@@ -93,8 +99,10 @@ def write_atomically(
             check()
             replace_path(target, path)
         except OSError as error:
-            if error.filename is not None and not _is_in(error.filename, (target, path, path.parent)):
-                raise  # about something that was read meanwhile
+            if isinstance(error.filename, str | bytes):
+                named = Path(os.fsdecode(error.filename)).absolute()
+                if named not in (path, path.parent) and not named.is_relative_to(target):
+                    raise  # about something that was read meanwhile
             raise raises(cannot_write(path, error)) from None
 
 
@@ -102,7 +110,7 @@ def replace_path(target: Path, path: Path) -> None:
     """Rename `target` to `path`, in one step where the system can; a folder that had the name is `target` afterwards.
 
     Raises:
-      OSError: the system refuses, or `target` is a file and `path` a folder, of which all content would be lost.
+      OSError: the system refuses, or `target` is a file and `path` a folder, whose content would be lost.
     """
     if path.is_dir() and not path.is_symlink() and not target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -325,9 +333,9 @@ def remedy_for(error: BaseException) -> str:
     """The remedy for an error of writing, after a semicolon; "" if none is known. Libraries give only its text."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
-    if number in FULL or any(os.strerror(full) in text for full in FULL):
+    if number in DISK_FULL_ERRNOS or any(os.strerror(full) in text for full in DISK_FULL_ERRNOS):
         return "; the disk is full: make room there, or write to another one"
-    if "requested and" in text:  # NumPy's short write, of which it tells no reason
+    if "requested and" in text:  # NumPy's error for a short write, without a reason
         return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
         return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
@@ -364,15 +372,3 @@ def _flush_entry(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_in(name: object, places: tuple[Path, ...]) -> bool:
-    """Whether a file that an error names is one of these places, or in the first of them."""
-    found = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes | os.PathLike) else Path()
-    return found in places or found.is_relative_to(places[0])
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()  # only if it is empty

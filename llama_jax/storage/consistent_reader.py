@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 # Seconds before each retry, a minute in all; each is shortened at random, so that not all hosts retry at once.
-WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-SLOW_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
-MOST_OPEN = 1 << 26  # bytes requested at a time: more are requested in parts
+RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+TIMEOUT_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
+MAX_REQUEST_BYTES = 1 << 26  # bytes requested at a time: more are requested in parts
 
 _log = logging.getLogger("llama_jax.storage")
-Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 class StoreEntry(NamedTuple):
@@ -104,7 +104,7 @@ class StoreView:
         if self._alone.get(key) is not None:
             return self._alone[key]
         parent, _, name = key.rpartition("/")
-        if key and any(folder in self._folders for folder in _and_above(parent)):
+        if key and any(folder in self._folders for folder in _with_parents(parent)):
             within = parent in self._folders or parent == "" or self.look(parent) == FOLDER
             return self.names(parent).get(name) if within else None
         if self.names(key):
@@ -114,42 +114,30 @@ class StoreView:
         return self._alone.get(key)
 
     def size(self, key: str) -> int:
-        """Bytes of an object.
-
-        Raises:
-          OSError: there is none.
-        """
+        """Bytes of an object."""
         return self._object(key)[0]
 
     def read(self, key: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an object, all of them, as it was when it was first seen.
-
-        Raises:
-          OSError: it is missing, unreadable or was replaced, or the store gave no complete answer in all tries.
-        """
+        """Bytes [start, stop) of an object, all of them, as it was when it was first seen."""
         _, version = self._object(key)
         url = self.url(key)
 
-        def ask(first: int, last: int) -> memoryview:
+        def request(first: int, last: int) -> memoryview:
             found = self.store().read(key, first, last, version)
             if len(found) != last - first:
                 raise TransientError(f"{len(found)} of {last - first} bytes came")
             return found
 
-        if stop - start <= MOST_OPEN:
-            return with_retries(url, partial(ask, start, stop))
+        if stop - start <= MAX_REQUEST_BYTES:
+            return with_retries(url, partial(request, start, stop))
         whole = memoryview(bytearray(stop - start))
-        for first in range(start, stop, MOST_OPEN):
-            last = min(first + MOST_OPEN, stop)
-            whole[first - start : last - start] = with_retries(url, partial(ask, first, last))
+        for first in range(start, stop, MAX_REQUEST_BYTES):
+            last = min(first + MAX_REQUEST_BYTES, stop)
+            whole[first - start : last - start] = with_retries(url, partial(request, first, last))
         return whole
 
     def write(self, key: str, file: Path) -> None:
-        """Put a file of this machine under a key: all of it at once, replacing what is there.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Put a file of this machine under a key: all of it at once, replacing what is there."""
         with_retries(self.url(key), lambda: self.store().write(key, file))
 
     def create(self, key: str, content: bytes) -> None:
@@ -161,23 +149,19 @@ class StoreView:
         """
         tries = 0
 
-        def ask() -> None:
+        def request() -> None:
             nonlocal tries
             tries += 1
             try:
                 self.store().write(key, content, only_new=True)
             except FileExistsError:
                 if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
-                    raise  # not our own write of an earlier try, whose answer was lost
+                    raise  # unless an earlier try of ours has written it, and its answer was lost
 
-        with_retries(self.url(key), ask)
+        with_retries(self.url(key), request)
 
     def delete(self, key: str) -> None:
-        """Remove an object.
-
-        Raises:
-          OSError: it cannot be removed.
-        """
+        """Remove an object."""
         with_retries(self.url(key), lambda: self.store().delete(key))
 
     def again(self) -> StoreView:
@@ -200,30 +184,27 @@ class StoreView:
         return found.size, found.version
 
 
-def with_retries(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
-    """The result of `ask`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
+def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float] | None = None) -> Result:
+    """The result of `request`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
 
     Args:
-      waits: seconds; None is WAITS.
-
-    Raises:
-      OSError: the last retry failed too, or SLOW_TRIES tries timed out.
+      waits: seconds; None is RETRY_WAITS. An OSError if the last retry fails too, or TIMEOUT_TRIES tries timed out.
     """
-    waits = WAITS if waits is None else waits
+    waits = RETRY_WAITS if waits is None else waits
     slow = 0
     for tried, wait in enumerate((*waits, None), 1):
         try:
-            return ask()
+            return request()
         except TransientError as error:
             slow += isinstance(error, TimedOutError)
-            if wait is None or slow == SLOW_TRIES:
+            if wait is None or slow == TIMEOUT_TRIES:
                 raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
             _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
             time.sleep(wait * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")
 
 
-def _and_above(folder: str) -> list[str]:
+def _with_parents(folder: str) -> list[str]:
     """A folder and its parents, up to the root of the store."""
     found = [folder]
     while folder:

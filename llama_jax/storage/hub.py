@@ -16,26 +16,22 @@ from typing import Any, TypeVar
 from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TransientError
 
-Given = TypeVar("Given")
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
-DATA = "datasets/"  # prefix of the names of dataset repositories
+Result = TypeVar("Result")
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+DATASETS_PREFIX = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
     """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for data sets
     hf://datasets/ORGANIZATION/NAME.
-
-    Raises:
-      UserError: huggingface_hub is not installed.
-      OSError: no such repository or revision, or no permission to read it.
     """
     try:
         from huggingface_hub import HfApi, HfFileSystem
     except ImportError:
         raise UserError(f"{root} is read by huggingface_hub, which is not installed; pip install huggingface_hub") from None
     name, _, revision = root.removeprefix("hf://").partition("@")
-    kind, at = ("dataset", name.removeprefix(DATA)) if name.startswith(DATA) else ("model", name)
-    commit = _asked(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
+    kind, at = ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)
+    commit = _call(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
     return Repository(root, name, str(commit), HfFileSystem())
 
 
@@ -51,7 +47,7 @@ class Repository:
 
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
         try:
-            found = _asked(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
+            found = _call(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
         if len(found) == 1 and found[0]["name"] == self._path(folder):  # the path is a file: the library lists it as itself
@@ -60,7 +56,7 @@ class Repository:
 
     def head(self, key: str) -> StoreEntry | None:
         try:
-            return self._listed(_asked(self._url(key), lambda: self._files.info(self._path(key))))
+            return self._listed(_call(self._url(key), lambda: self._files.info(self._path(key))))
         except FileNotFoundError:
             return None
 
@@ -71,12 +67,12 @@ class Repository:
                 file.seek(start)
                 return memoryview(file.read(stop - start))
 
-        def ask() -> bytes:
+        def request() -> bytes:
             with self._files.open(self._path(key), "rb", cache_type="none") as file:
                 file.seek(start)
                 return file.read(stop - start)
 
-        return memoryview(_asked(self._url(key), ask))
+        return memoryview(_call(self._url(key), request))
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         raise OSError(errno.EROFS, "nothing is written to the hub; upload it with `hf upload`", self._url(key))
@@ -92,23 +88,20 @@ class Repository:
 
         Returns:
           The folder that holds them under their keys.
-
-        Raises:
-          TransientError, OSError: as for `Store`; and errors of the disk.
         """
         from huggingface_hub import snapshot_download
 
         names = [glob.escape(key) for key in keys]
-        ask = partial(snapshot_download, self._name, revision=revision, allow_patterns=names, local_dir=folder)
-        return Path(_asked(self._root, ask))
+        request = partial(snapshot_download, self._name, revision=revision, allow_patterns=names, local_dir=folder)
+        return Path(_call(self._root, request))
 
     def in_cache(self, key: str) -> Path | None:
         """An object's file in the library's cache; None where it has not been downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
-            kind = "dataset" if self._name.startswith(DATA) else "model"
-            name = self._name.removeprefix(DATA)
+            kind = "dataset" if self._name.startswith(DATASETS_PREFIX) else "model"
+            name = self._name.removeprefix(DATASETS_PREFIX)
             found = try_to_load_from_cache(name, key, revision=self._commit, repo_type=kind)
             self._cached[key] = Path(found) if isinstance(found, str) else None
         return self._cached[key]
@@ -138,12 +131,12 @@ def _page(url: str) -> str:
     return f"{constants.ENDPOINT}/{name.partition('@')[0]}"
 
 
-def _asked(url: str, ask: Callable[[], Given]) -> Given:
+def _call(url: str, request: Callable[[], Result]) -> Result:
     """The result of the library, which retries by itself; its errors become ones that name object and cause."""
     from huggingface_hub import errors
 
     try:
-        return ask()
+        return request()
     except errors.GatedRepoError:
         why = f"its license must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
@@ -168,6 +161,6 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
     except Exception as error:  # from the HTTP library that it uses, which depends on its version
-        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             raise
         raise TransientError(f"{type(error).__name__}: {reason_of(error)}") from None

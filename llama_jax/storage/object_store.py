@@ -17,40 +17,36 @@ from typing import Any, NamedTuple, TypeVar
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
 
-EXTRA = 'pip install -e ".[stores]"'
+INSTALL_COMMAND = 'pip install -e ".[stores]"'
 # Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
 # because obstore ignores that setting when it is given these.
-CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
+CLIENT_OPTIONS: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
 # Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
-# and in between the time of its bytes at LEAST_RATE bytes per second.
-QUICK, LEAST_SECONDS, MOST_SECONDS, LEAST_RATE = 15.0, 120.0, 900.0, 32 << 10
+# and in between the time of its bytes at MIN_RATE bytes per second.
+SHORT_SECONDS, MIN_SECONDS, MAX_SECONDS, MIN_RATE = 15.0, 120.0, 900.0, 32 << 10
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
-STATUS = re.compile(r"status code: (\d{3})")
+STATUS_CODE = re.compile(r"status code: (\d{3})")
 # A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
-LEAST_PART, MOST_PARTS = 16 << 20, 9_000
-WAITING = {408, 425, 429}  # the 4xx statuses that are not final
-SAID = re.compile(r"<(Code|Message)>([^<]*)<")
+MIN_PART_BYTES, MAX_PARTS = 16 << 20, 9_000
+TRANSIENT_STATUSES = {408, 425, 429}  # the 4xx statuses that are not final
+XML_MESSAGE = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
-SETTINGS = {
+CREDENTIAL_VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
 }
 
-Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 def open_bucket(root: str) -> ObjectBucket:
-    """The bucket at s3://BUCKET or gs://BUCKET.
-
-    Raises:
-      UserError: obstore is not installed, or its settings in the environment are invalid.
-    """
+    """The bucket at s3://BUCKET or gs://BUCKET."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError:
-        raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
+        raise UserError(f"{root} is read by obstore, which is not installed; {INSTALL_COMMAND}") from None
 
     for name in ENDPOINTS:
         given = os.environ.get(name, "")
@@ -58,12 +54,12 @@ def open_bucket(root: str) -> ObjectBucket:
             raise UserError(f"{name}={shown(given)} must be a URL with a host, as https://HOST:PORT, or not be set")
 
     def within(seconds: float) -> Any:
-        options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
+        options: Any = CLIENT_OPTIONS | {"timeout": f"{round(seconds * 1000)}ms"}
         # Retries are made by `consistent_reader.with_retries`, which logs what it waits for.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
     try:
-        within(LEAST_SECONDS)
+        within(MIN_SECONDS)
     except (BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
     return ObjectBucket(root, within)
@@ -96,7 +92,7 @@ class ObjectBucket:
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
         import obstore
 
-        found = self._asked(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
+        found = self._call(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
         below = f"{folder}/" if folder else ""
         names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
         for each in found["objects"]:
@@ -108,7 +104,7 @@ class ObjectBucket:
         import obstore
 
         try:
-            found = self._asked(key, lambda bucket: obstore.head(bucket, key))
+            found = self._call(key, lambda bucket: obstore.head(bucket, key))
         except FileNotFoundError:
             return None
         return StoreEntry(found["size"], found["e_tag"])
@@ -118,17 +114,17 @@ class ObjectBucket:
 
         options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
         seconds = _seconds(stop - start)
-        return self._asked(key, lambda bucket: memoryview(obstore.get(bucket, key, options=options).bytes()), seconds)
+        return self._call(key, lambda bucket: memoryview(obstore.get(bucket, key, options=options).bytes()), seconds)
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        part = max(LEAST_PART, -(-size // MOST_PARTS))
+        part = max(MIN_PART_BYTES, -(-size // MAX_PARTS))
         mode: Any = "create" if only_new else "overwrite"
         try:
-            self._asked(
+            self._call(
                 key,
                 lambda bucket: obstore.put(bucket, key, content, mode=mode, chunk_size=part),
                 _seconds(min(size, part)),
@@ -140,13 +136,13 @@ class ObjectBucket:
         """A small object with its version, for `swap`; None if there is none."""
         import obstore
 
-        def ask(bucket: Any) -> VersionedObject:
+        def request(bucket: Any) -> VersionedObject:
             found = obstore.get(bucket, key)
             meta = found.meta
             return VersionedObject(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
 
         try:
-            return self._asked(key, ask, QUICK)
+            return self._call(key, request, SHORT_SECONDS)
         except FileNotFoundError:
             return None
 
@@ -161,7 +157,7 @@ class ObjectBucket:
 
         mode: Any = "create" if mark is None else mark
         try:
-            return _mark(self._asked(key, lambda bucket: obstore.put(bucket, key, content, mode=mode), QUICK))
+            return _mark(self._call(key, lambda bucket: obstore.put(bucket, key, content, mode=mode), SHORT_SECONDS))
         except AlreadyExistsError:
             return None
         except OSError as error:
@@ -172,30 +168,30 @@ class ObjectBucket:
     def delete(self, key: str) -> None:
         import obstore
 
-        self._asked(key, lambda bucket: obstore.delete(bucket, key))
+        self._call(key, lambda bucket: obstore.delete(bucket, key))
 
-    def _asked(self, key: str, ask: Callable[[Any], Given], seconds: float | None = None) -> Given:
+    def _call(self, key: str, request: Callable[[Any], Result], seconds: float | None = None) -> Result:
         """The result of obstore; its errors become a TransientError, or an OSError that names the object and the cause.
 
         Args:
-          ask: called with obstore's bucket.
-          seconds: limit for each request; None is LEAST_SECONDS.
+          request: called with obstore's bucket.
+          seconds: limit for each request; None is MIN_SECONDS.
         """
         from obstore import exceptions
 
         url = f"{self._root}/{key}" if key else self._root
-        seconds = LEAST_SECONDS if seconds is None else seconds
+        seconds = MIN_SECONDS if seconds is None else seconds
         began = time.monotonic()
         try:
-            return ask(self._within(seconds))
+            return request(self._within(seconds))
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"the store does not allow it ({_said(error)})", url) from None
+            raise PermissionError(errno.EACCES, f"the store does not allow it ({_store_message(error)})", url) from None
         except exceptions.AlreadyExistsError:
             raise
         except exceptions.PreconditionError:
             raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:
-            found = self._passing_or_final(error, url)
+            found = self._classified(error, url)
             if isinstance(found, TransientError) and time.monotonic() - began >= seconds:
                 found = TimedOutError(f"not done within {seconds:g} s")
             raise found from None
@@ -204,31 +200,31 @@ class ObjectBucket:
                 raise
             raise OSError(errno.EIO, f"obstore fails ({reason_of(error)})", url) from None
 
-    def _passing_or_final(self, error: Exception, url: str) -> Exception:
+    def _classified(self, error: Exception, url: str) -> Exception:
         text, line = str(error), _first_line(error)
         if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
             return FileNotFoundError(errno.ENOENT, f"there is no bucket {self._root}", url)
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", url)
         if any(each in line for each in NO_CREDENTIALS):
-            wanted = SETTINGS[self._root.partition(":")[0]]
+            wanted = CREDENTIAL_VARIABLES[self._root.partition(":")[0]]
             return PermissionError(errno.EACCES, f"no credentials were found: set {wanted} (docs/storage.md)", url)
         if "incorrectly configured region" in line:
             return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
-        status = STATUS.search(line)
-        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in WAITING:
-            return OSError(errno.EIO, f"the store refuses ({_said(error)})", url)
+        status = STATUS_CODE.search(line)
+        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in TRANSIENT_STATUSES:
+            return OSError(errno.EIO, f"the store refuses ({_store_message(error)})", url)
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
-        return TransientError(_said(error))
+        return TransientError(_store_message(error))
 
 
 def _seconds(size: int) -> float:
     """The time limit of a request of this many bytes: few values, because obstore needs a client for each."""
-    seconds = LEAST_SECONDS
-    while seconds * LEAST_RATE < size and seconds < MOST_SECONDS:
+    seconds = MIN_SECONDS
+    while seconds * MIN_RATE < size and seconds < MAX_SECONDS:
         seconds *= 2
-    return min(seconds, MOST_SECONDS)
+    return min(seconds, MAX_SECONDS)
 
 
 def _mark(meta: Mapping[str, Any]) -> ObjectVersion:
@@ -240,11 +236,11 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n\nDebug source")[0]
 
 
-def _said(error: Exception) -> str:
+def _store_message(error: Exception) -> str:
     """The store's own message, if any, with the status; otherwise obstore's message, without the address."""
     line = _first_line(error)
-    words = ": ".join(text for _, text in SAID.findall(line))
-    status = STATUS.search(line)
+    words = ": ".join(text for _, text in XML_MESSAGE.findall(line))
+    status = STATUS_CODE.search(line)
     if status is not None:
         return reason_of(f"{status[1]} {words}".strip(), 160)
     return reason_of(line.rpartition(" - ")[2], 160)

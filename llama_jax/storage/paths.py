@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, overload
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
 
-LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
+MAX_JSON_BYTES = 4 << 20  # bytes; parsed they take up to 25 times as many. The index of a 405B model has a thirtieth
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
@@ -194,14 +194,14 @@ def resolved(place: Location) -> Location: ...
 def resolved(place: Location) -> Location:
     """The same place without links on the way to it, or in the store as it is now.
 
-    Of links that lead to one another the path stays, and whoever opens it gets an OSError; `Path.resolve` raises a
+    Links that lead to one another stay as they are, and opening them raises an OSError; `Path.resolve` would raise a
     RuntimeError before Python 3.13.
     """
     return place.resolve() if isinstance(place, StoredPath) else Path(os.path.realpath(place))
 
 
 def on_disk(path: str | os.PathLike[str], what: str) -> Path:
-    """The path of something that can only be on this machine so far.
+    """The path of something that must be on this machine.
 
     Args:
       what: what it is, for the message.
@@ -227,12 +227,7 @@ def _open(scheme: str, root: str) -> Store:
 
 
 def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
-    """The bytes of a file.
-
-    Raises:
-      UserError: of this kind, for what is no file or has more than `largest` bytes, which no `what` of a model has.
-      OSError: it cannot be read.
-    """
+    """The bytes of a file; an error of this `kind` for what is no file, or has more than `largest` bytes."""
     if not path.is_file():  # reading a pipe would wait for ever
         raise kind(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
@@ -246,7 +241,7 @@ def read_whole(path: Location, kind: type[UserError], largest: int, what: str = 
 def read_text(path: Location, kind: type[UserError]) -> str:
     """The text of a settings file, in UTF-8; for the errors see `read_whole`."""
     try:
-        return read_whole(path, kind, LARGEST_JSON).decode("utf-8")
+        return read_whole(path, kind, MAX_JSON_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"{path} is not UTF-8 text ({error}); copy it again") from None
 

@@ -1,4 +1,7 @@
-"""Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read."""
+"""Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read.
+
+What is missing, damaged or not supported raises a `TokenizerError` of one line, which names the file and the remedy.
+"""
 
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder

@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, get_args
 
-from llama_jax.child_process import START, ChildProcess, isolated
+from llama_jax.child_process import START_SECONDS, ChildProcess, isolated
 from llama_jax.errors import GenerationError, reason_of, shown
 from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
 
@@ -205,7 +205,9 @@ class Renderer:
     def __init__(self) -> None:
         script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
         command, environment = isolated(script, RENDER_PACKAGES, *limits)
-        self._child = ChildProcess(command, environment, RENDER_SECONDS + START)  # unless halted it has a timer of its own
+        self._child = ChildProcess(
+            command, environment, RENDER_SECONDS + START_SECONDS
+        )  # unless halted it has a timer of its own
 
     def render(
         self,
@@ -238,9 +240,9 @@ class Renderer:
             "tools": list(tools) or None,
             "documents": None,
         }
-        asked = {"template": template, "values": values, "marks": marks}
+        payload = {"template": template, "values": values, "marks": marks}
         try:
-            request = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            request = json.dumps(payload, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             reason = reason_of(error)
             raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason})") from None
@@ -274,7 +276,7 @@ def template_parts(
 ) -> list[tuple[Part, bool]]:
     """The parts that the checkpoint's own template writes, and of each whether it is within ``{% generation %}``.
 
-    Its special tokens are told from those in messages by a character inside these.
+    Its special tokens are distinguished from those in messages by a character that is put inside the latter.
 
     Args:
       spans: whether texts are divided where ``{% generation %}`` begins and ends; without, nothing is within.
@@ -285,7 +287,7 @@ def template_parts(
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     pattern = special_pattern(names.values())
-    with _depth_told():
+    with _depth_errors():
         text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
     unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), 3))
     if len(unused) < 3:
@@ -299,15 +301,15 @@ def template_parts(
             return {marked(key): marked(entry) for key, entry in value.items()}
         return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    with _depth_told():
-        told, offered = marked(messages), marked(tools)
+    with _depth_errors():
+        marked_messages, marked_tools = marked(messages), marked(tools)
     rendered = (renderer or shared_renderer(os.getpid())).render(
         tokenizer.chat_template,
-        told,
+        marked_messages,
         bos_token=names.get(tokenizer.bos_id, ""),
         eos_token=names.get(tokenizer.eos_id, ""),
         reply=reply,
-        tools=offered,
+        tools=marked_tools,
         marks=(first, last) if spans else ("", ""),
     )
     parts: list[tuple[Part, bool]] = []
@@ -322,7 +324,7 @@ def template_parts(
 
 
 @contextmanager
-def _depth_told() -> Iterator[None]:
+def _depth_errors() -> Iterator[None]:
     try:
         yield
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Chats and prompts with their answers as training data: ids, and which of them the assistant says."""
+"""Chats and prompts with their answers as training data: ids, and which of them are the assistant's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
     template_parts,
 )
-from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
+from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -68,14 +67,14 @@ class ReplyEncoder:
 
     @property
     def format(self) -> Format:
-        """The format that is meant; GenerationError where there is none."""
+        """The resolved format; GenerationError if there is none."""
         if self._resolved is None:
             self._resolved = resolve_format(self.tokenizer, self._asked)
         return self._resolved
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end what is generated: of a chat, where one has been encoded."""
+        """The tokens that end generation: a chat's, if one has been encoded."""
         return self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved)
 
     def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
@@ -111,8 +110,8 @@ class ReplyEncoder:
         return self._checked(self._encoded(parts, said))
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
-        """A text that goes on as another one does, without any chat format: BOS, prompt, answer and EOS, of which the answer
-        and EOS are targets; BOS where the vocabulary's own rule says so, EOS where it has one.
+        """A prompt and its answer without any chat format: BOS, prompt, answer and EOS; the answer and EOS are targets;
+        BOS where the vocabulary's own rule says so, EOS where it has one.
 
         Args:
           special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. A BOS or an
@@ -157,7 +156,7 @@ class ReplyEncoder:
     def _by_prefixes(
         self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Part], list[bool]]:
-        """The parts of a chat, and what of them are replies: see `_joined`."""
+        """The parts of a chat, and which of them are replies, see `_joined`."""
         whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
             whole = [*whole, self.tokenizer.eos_id]
@@ -246,7 +245,7 @@ def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]
 
 
 def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
-    """How many characters and special tokens a beginning of parts has; None where it is not one."""
+    """The number of characters and special tokens in a prefix of parts; None if it is not one."""
     prefix, _ = _joined([(part, False) for part in prefix])
     if not prefix:
         return 0
@@ -259,7 +258,7 @@ def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
 
 
 def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
-    """Take the mark from white space after the token that ends a turn, where nothing that the assistant says follows."""
+    """Unmark white space after the token that ends a turn, unless the assistant goes on."""
     begin = 0
     for before, part in pairwise(parts):
         begin += _size(before)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
-from llama_jax.tokenizers.interface import ENDS, Tokenizer, ending_names, library_errors
+from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.interface import END_NAMES, SPACE, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
@@ -21,8 +21,8 @@ from llama_jax.tokenizers.tokenizer_config import Settings, pad_id_of
 
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
-NEVER = "\ufdd0<unk>\ufdd1"  # in no text
-PADDING = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
+UNKNOWN_PIECE = "\ufdd0<unk>\ufdd1"  # in no text
+PADDING_TOKEN = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
 DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos where no field has them
 # Pre-tokenizers with rules of their own.
 NO_DEFAULT_BOS = ("chatglm-bpe", "glm4", "glm5")
@@ -32,7 +32,7 @@ NO_MERGES = ("kimi-k2",)  # need not have any
 SPACES_AS_THEY_ARE = ("whitespace",)
 # What llama.cpp takes a token for by its text, where no field has its id; the last three end what is generated.
 BY_TEXT = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE_KEY> ▁<PRE_KEY> <|code_prefix|> <|prefix|>",
     "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
     "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
@@ -46,12 +46,13 @@ SWALLOWING = ("phi-3", "phi3")
 NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 # Fields of ids with the names of transformers' settings for their tokens.
 OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_token"}
-STOPS = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
-PRE = "tokenizer.ggml.pre"
+STOPS_KEY = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
+PRE_KEY = "tokenizer.ggml.pre"
+TEMPLATE_PREFIX = "tokenizer.chat_template."  # before the name of a further template
 # What other settings of a tokenizer say.
 OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
 OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
-MASK = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
+MASK_TOKEN = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
@@ -60,9 +61,6 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
 
     Args:
       fields: the metadata by key, such as "tokenizer.ggml.tokens": texts, numbers, true or false, and lists of them.
-
-    Raises:
-      TokenizerError: no vocabulary, a damaged one, or one of another kind, which is named.
     """
     reader = _Reader(fields, where)
     model = reader.text("model")
@@ -134,9 +132,9 @@ class _Reader:
 
     def stops(self, count: int) -> list[int]:
         """The ends in this library's own field."""
-        found = list(self.fields.get(STOPS, []))
+        found = list(self.fields.get(STOPS_KEY, []))
         if not all(type(token) is int and 0 <= token < count for token in found):
-            raise TokenizerError(f"{self.where}: {STOPS}={shown(found)} must be ids below {count}")
+            raise TokenizerError(f"{self.where}: {STOPS_KEY}={shown(found)} must be ids below {count}")
         return found
 
     def swallows(self) -> bool:
@@ -151,7 +149,7 @@ class _Reader:
         return frozenset(i for i in found if tokens[i] not in NOT_SWALLOWING)
 
     def settings(self, tokens: Sequence[str], kinds: list[EntryKind], pre: str, add_bos: bool) -> Settings:
-        """The settings, whose `stop_ids` are all ends; changes kinds to what llama.cpp takes these tokens for."""
+        """The settings, with all ends as `stop_ids`; changes `kinds` to those that llama.cpp assigns."""
         model, count = self.text("model"), len(tokens)
         ids = {token: i for i, token in enumerate(tokens)}
         bos, eos = DEFAULT_ENDS[model]
@@ -168,7 +166,7 @@ class _Reader:
                 kinds[found] = EntryKind.CONTROL
             if found is not None and name in ("fim_pad", "fim_rep", "fim_sep"):
                 ends.add(found)
-        named = [ids[text] for text in ENDS if text in ids]
+        named = [ids[text] for text in END_NAMES if text in ids]
         ends.update(named)
         for token in named:
             kinds[token] = EntryKind.CONTROL
@@ -177,7 +175,7 @@ class _Reader:
                 kinds[ids[text]] = EntryKind.USER_DEFINED
         ends |= set(self.stops(count))
         names = {tokens[token]: token for token in ends}
-        for text in names.keys() & ENDS - ending_names(names):
+        for text in names.keys() & END_NAMES - ending_names(names):
             kinds[names.pop(text)] = EntryKind.NORMAL if text == "</s>" else EntryKind.USER_DEFINED
         pad = self.token("padding", count)
         template = self.fields.get("tokenizer.chat_template")
@@ -194,9 +192,9 @@ class _Reader:
             pad_id=-1 if pad is None else pad,
             all_stop_ids=True,
             chat_templates={
-                called: text
+                key.removeprefix(TEMPLATE_PREFIX): text
                 for key, text in self.fields.items()
-                if (called := _template_name(key)) and isinstance(text, str)
+                if re.fullmatch(rf"{re.escape(TEMPLATE_PREFIX)}\w+", key) and isinstance(text, str)
             },
             gguf={key: value for key, value in self.fields.items() if _only_here(key, value)},
             more={
@@ -208,11 +206,6 @@ class _Reader:
 
     def error(self, name: str, value: Any, need: str) -> TokenizerError:
         return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
-
-
-def _template_name(key: str) -> str | None:
-    found = re.fullmatch(r"tokenizer\.chat_template\.(\w+)", key)
-    return found[1] if found else None
 
 
 def _only_here(key: str, value: Any) -> bool:
@@ -249,7 +242,7 @@ def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], l
     """The pieces of a model that encodes as llama.cpp, and the ids that those after the vocabulary's own stand for.
 
     llama.cpp merges to tokens of any kind, the library to normal pieces alone. It wants an unknown piece, which follows if
-    merges lead to the token, and all bytes or none: of which missing ones follow.
+    merges lead to the token, and all bytes or none; missing ones follow.
     """
     ids = {entry.text: i for i, entry in enumerate(entries)}
     pieces = [entry._replace(kind=EntryKind.NORMAL) for entry in entries]
@@ -264,10 +257,10 @@ def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], l
     name = entries[unknown].text
     is_text = len(name) == 1 or any(reached(name[:n]) and reached(name[n:]) for n in range(1, len(name)))
     if is_text or pieces[unknown].kind == EntryKind.BYTE:
-        following[NEVER] = unknown
+        following[UNKNOWN_PIECE] = unknown
     else:
         pieces[unknown] = entries[unknown]._replace(kind=EntryKind.UNKNOWN)
-    pieces += [Entry(text, 0.0, EntryKind.UNKNOWN if text == NEVER else EntryKind.BYTE) for text in following]
+    pieces += [Entry(text, 0.0, EntryKind.UNKNOWN if text == UNKNOWN_PIECE else EntryKind.BYTE) for text in following]
     return pieces, list(following.values())
 
 
@@ -329,7 +322,7 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
                         tokens[i],
                         special=special,
                         normalized=False,
-                        lstrip=tokens[i] == MASK and name in MASKED,
+                        lstrip=tokens[i] == MASK_TOKEN and name in MASKED,
                         rstrip=i in swallowing,
                     )
                     for i in sorted({*looked_for, *lines})
@@ -377,9 +370,6 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
 
     Args:
       vocab_size: of the model, where it is larger than the vocabulary: llama.cpp wants a token for every row.
-
-    Raises:
-      TokenizerError: a kind of vocabulary that GGUF has no name for.
     """
     if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
         named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}
@@ -387,7 +377,7 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
         named = _fields(tokenizer)
         named |= _noted(tokenizer.settings, named)  # type: ignore[attr-defined]
     for i in range(len(named["tokenizer.ggml.tokens"]), vocab_size or 0):
-        for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
+        for name, value in (("tokens", PADDING_TOKEN.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
             if f"tokenizer.ggml.{name}" in named:
                 named[f"tokenizer.ggml.{name}"].append(value)
     if tokenizer.chat_template is not None:
@@ -427,18 +417,18 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
         if ids[name] < 0 and more:
             ids[name] = more.pop(0)
     fields |= {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()} | ({STOPS: more} if more else {})
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()} | ({STOPS_KEY: more} if more else {})
 
 
 def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the fields do not hold: other templates, and those of a GGUF that the vocabulary came from."""
-    found = {f"tokenizer.chat_template.{name}": text for name, text in settings.chat_templates.items()}
+    found = {f"{TEMPLATE_PREFIX}{name}": text for name, text in settings.chat_templates.items()}
     found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
-    pre, wanted = settings.gguf.get(PRE), PRE_TOKENIZERS.get(named[PRE])
+    pre, wanted = settings.gguf.get(PRE_KEY), PRE_TOKENIZERS.get(named[PRE_KEY])
     if pre in PRE_TOKENIZERS and named["tokenizer.ggml.model"] == "gpt2" and wanted is not None:
         own = PRE_TOKENIZERS[pre]
         if (own.patterns, own.ignore_merges) == (wanted.patterns, wanted.ignore_merges):  # several names for one rule
-            found[PRE] = pre
+            found[PRE_KEY] = pre
     return found
 
 
@@ -470,10 +460,13 @@ def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     model = whole["model"]
     if model["type"] != "BPE":
         raise TokenizerError(f"a tokenizer.json with the model {model['type']} cannot be written into a GGUF; BPE can")
-    tokens = [PADDING.format(i) for i in range(tokenizer.vocab_size)]  # ids may have gaps
+    tokens = [PADDING_TOKEN.format(i) for i in range(tokenizer.vocab_size)]  # ids may have gaps
     kinds = [EntryKind.UNUSED] * len(tokens)
     for text, i in model["vocab"].items():
-        tokens[i], kinds[i] = text, EntryKind.BYTE if BYTE.fullmatch(text) and model["byte_fallback"] else EntryKind.NORMAL
+        tokens[i], kinds[i] = (
+            text,
+            EntryKind.BYTE if BYTE_TOKEN.fullmatch(text) and model["byte_fallback"] else EntryKind.NORMAL,
+        )
     for token in whole["added_tokens"]:
         tokens[token["id"]] = token["content"]
         kinds[token["id"]] = EntryKind.CONTROL if token["special"] else EntryKind.USER_DEFINED

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers.interface import (
+    SPACE,
     Part,
     PartsTokenizer,
     check_ids,
@@ -29,14 +30,13 @@ from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 if TYPE_CHECKING:
     import tokenizers
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
 # for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
-MARK = "\ufdd0\ufdd1"
-LONG = 4000  # characters, which take the library a few milliseconds
-MOST_UNUSED = 1 << 16  # ids
+TEXT_MARK = "\ufdd0\ufdd1"
+LONG_TEXT = 4000  # characters, which take the library a few milliseconds
+MAX_UNUSED_IDS = 1 << 16  # ids
 # The begin and end of a sequence where no file names them.
 USUAL_BOS = ("<|begin_of_text|>", "<s>")
 USUAL_EOS = ("<|end_of_text|>", "</s>")
@@ -64,11 +64,7 @@ def recognizes(start: bytes) -> bool:
 
 
 def from_json(content: bytes, where: str, settings: Settings = Settings()) -> HuggingFaceTokenizer:
-    """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`.
-
-    Raises:
-      TokenizerError: a damaged file, or a decoder of another family.
-    """
+    """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`."""
     import tokenizers
 
     with library_errors(f"{where} is not a whole tokenizer.json"):
@@ -78,7 +74,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
         ids = library.get_vocab(with_added_tokens=True).values()
         size = 1 + max(ids, default=-1)
     # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
-    if size - 1 > 2 * len(ids) + MOST_UNUSED:
+    if size - 1 > 2 * len(ids) + MAX_UNUSED_IDS:
         raise TokenizerError(f"{where} gives a token the id {size - 1}, but has {len(ids)} tokens; copy it again")
     return HuggingFaceTokenizer(library, where, size, settings)
 
@@ -105,13 +101,9 @@ class HuggingFaceTokenizer(PartsTokenizer):
         Args:
           vocab_size: its largest id plus one, without those of `spelled`.
           special_tokens: their ids by their names; by default those that the library and the settings call so.
-          user_defined: tokens of which the longest is taken first, wherever in a text it is; the library goes from left to
-            right.
+          user_defined: tokens; the longest is taken first, wherever in a text it is. The library goes from left to right.
           spelled: the ids that those of the library beyond V stand for.
-          odd: bytes of tokens whose texts in the library do not say them.
-
-        Raises:
-          TokenizerError: a decoder of another family.
+          odd: the bytes of tokens that have another text in the library.
         """
         from tokenizers import normalizers
 
@@ -123,7 +115,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
             # What removes the marks runs after the search for special tokens and before all else.
-            steps = [normalizers.Replace(MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
+            steps = [normalizers.Replace(TEXT_MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
             library.no_padding()
@@ -138,10 +130,10 @@ class HuggingFaceTokenizer(PartsTokenizer):
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
-        self._pattern = special_pattern([*self.special_tokens, MARK])
+        self._pattern = special_pattern([*self.special_tokens, TEXT_MARK])
         hidden = any(self._pattern.search(name) for name in user_defined or ())
         self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
-        self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
+        self._first = {name[0] for name in (*self.special_tokens, TEXT_MARK) if name}
         self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.settings = settings
@@ -151,11 +143,11 @@ class HuggingFaceTokenizer(PartsTokenizer):
         pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
         text = "".join(pieces)
         check_text(text)
-        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != MARK]
+        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != TEXT_MARK]
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
-            text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
+            text = TEXT_MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
-            if len(text) > LONG:  # only in batches does the library let other threads of Python run
+            if len(text) > LONG_TEXT:  # only in batches does the library let other threads of Python run
                 return self._within(self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return self._within(self._library.encode(text, add_special_tokens=False).ids)
 
@@ -177,7 +169,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             if all(character in CHARACTER_BYTES for character in piece):
                 return bytes(CHARACTER_BYTES[character] for character in piece)
             return piece.encode()
-        byte = BYTE.fullmatch(piece)
+        byte = BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
     def save(self, folder: Path) -> None:
@@ -208,12 +200,12 @@ class HuggingFaceTokenizer(PartsTokenizer):
             return self._masked(text)
         names = {i: name for name, i in self._user_defined.items()}
         parts = split_longest(text, self._user_defined)
-        return MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
+        return TEXT_MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
 
     def _masked(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
             return text
-        return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
+        return self._pattern.sub(lambda found: found.group()[0] + TEXT_MARK + found.group()[1:], text)
 
 
 def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:
@@ -286,7 +278,7 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
     if any(token.normalized or (token.content in ends and not token.special) for token in tokens):
-        described = json.loads(library.to_str())  # what is said of a token cannot be changed otherwise
+        described = json.loads(library.to_str())  # the library cannot change a token's flags otherwise
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
             entry["special"] |= entry["content"] in ends

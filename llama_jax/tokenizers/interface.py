@@ -13,15 +13,16 @@ from typing import Protocol
 from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
 # The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
 # calls its eos.
-ENDS = {
+END_NAMES = {
     *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
-MOST_COMPARED = 1 << 24  # letters
-DEEPEST = 16  # letters; a pattern of longer names would be nested too deeply
+MAX_COMPARED = 1 << 24  # letters
+MAX_DEPTH = 16  # letters; a pattern of longer names would be nested too deeply
 
 
 class Tokenizer(Protocol):
@@ -54,7 +55,7 @@ class Tokenizer(Protocol):
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
+        The end-of-sequence token, those of `END_NAMES` that are special, those that the model's own files name, and the
         begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Not the latter
         where a ``generation_config.json`` lists the ends and names the BOS apart, as a saved one does. Of a vocabulary in
         GGUF: exactly those at which llama.cpp ends.
@@ -157,7 +158,7 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Characters so far, those held back included."""
+        """The number of characters so far, with held ones."""
         return len(self.shown) + len(self._held)
 
     def push(self, token: int) -> bool:
@@ -166,7 +167,7 @@ class Text:
         return self.ended
 
     def finish(self) -> None:
-        """Give out what was held back, now that nothing follows."""
+        """Write the held text, now that nothing follows."""
         if not self.ended:
             self._add(self._stream.finish())
             if not self.ended:
@@ -183,7 +184,7 @@ class Text:
         if found:
             ready = min(found)
         else:
-            held = self._held  # of which no beginning of a stop string can be more: some have thousands of characters
+            held = self._held  # a longer beginning of a stop string cannot match: some have thousands of characters
             starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
             ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
         self._show(self._held[:ready])
@@ -206,7 +207,7 @@ def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
 
 def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
     """A pattern that tries each letter once; Gemma's 6,000 names one after the other would take a second for 100 kB."""
-    if depth == DEEPEST:
+    if depth == MAX_DEPTH:
         return f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
     rests: dict[str, list[str]] = {}
     for name in filter(None, names):
@@ -228,7 +229,7 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 
 
 def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
-    """The text with tokens as ids, of which the longest is taken first, wherever in the text it is, as in llama.cpp."""
+    """The text with tokens as ids; the longest is taken first, wherever in the text it is, as in llama.cpp."""
     parts: list[Part] = [text]
     for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
         found: list[Part] = []
@@ -246,7 +247,7 @@ def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
 def order_matters(names: Iterable[str]) -> bool:
     """Whether `split_longest` differs from `split_special` in some text, as where a longer token begins in a shorter one."""
     sizes = {name: len(name.encode(errors="surrogateescape")) for name in names if name}
-    if sum(size * size for size in sizes.values()) > MOST_COMPARED:
+    if sum(size * size for size in sizes.values()) > MAX_COMPARED:
         return True
     beginning: dict[str, list[str]] = {}
     for name in sizes:
@@ -274,8 +275,8 @@ class PartsTokenizer:
             raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
         bos = self.add_bos if bos is None else bos
         eos = self.add_eos if eos is None else eos
-        for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
-            if asked and token < 0:
+        for wanted, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
+            if wanted and token < 0:
                 raise TokenizerError(
                     f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
                     " tokenizer_config.json beside it"
@@ -308,8 +309,8 @@ def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool =
 
 
 def ending_names(names: Iterable[str]) -> set[str]:
-    """Those of the names that end what is generated; `<|end|>` and `</s>` do not beside certain others."""
-    found = ENDS.intersection(names)
+    """The names that end generation; `<|end|>` and `</s>` do not beside certain others."""
+    found = END_NAMES.intersection(names)
     calls = found & {"<|call|>", "<|calls|>"}
     if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
         found.discard("<|end|>")

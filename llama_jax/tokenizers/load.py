@@ -19,7 +19,7 @@ MAX_VOCABULARY_BYTES = 64 << 20  # bytes; no vocabulary comes near, every weight
 MAX_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
 VOCABULARY_KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
 # Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
-NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+VOCABULARY_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -32,7 +32,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         is said of its vocabulary inside.
 
     Raises:
-      TokenizerError: none there, several of which none has such a name, or a damaged one.
+      TokenizerError: there is none, a damaged one, or several without such a name.
     """
     with reading(path, TokenizerError):
         return _load(locate(path))
@@ -49,7 +49,7 @@ def _load(path: Location) -> Tokenizer:
                 return gguf.from_metadata(header.fields(), str(path))
         return _read(path, read_settings(path.parent))
     settings = read_settings(path)
-    for name in NAMES:
+    for name in VOCABULARY_NAMES:
         if (path / name).is_file():
             return _read(path / name, settings)
     others = _others(path, settings)
@@ -77,7 +77,7 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
 def _find(folder: Location, vocab_size: int) -> Tokenizer | None:
     settings = read_settings(folder)
     smaller: list[tuple[Location, Tokenizer]] = []
-    for name in NAMES:
+    for name in VOCABULARY_NAMES:
         if (folder / name).is_file():
             tokenizer = _read(folder / name, settings)
             if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # tokens for which the model has no rows
@@ -125,7 +125,7 @@ def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokeni
     if isinstance(folder, StoredPath):
         return found
     for path in sorted(folder.iterdir()):
-        if path.name not in NAMES and path.is_file() and _looks_like_one(path):
+        if path.name not in VOCABULARY_NAMES and path.is_file() and _looks_like_one(path):
             try:
                 found.append((path, _read(path, settings)))
             except TokenizerError:

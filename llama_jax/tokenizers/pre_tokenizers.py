@@ -78,7 +78,7 @@ AFTER_WORDS = rf"{SYMBOLS}[\r\n/]*|{LINES}"
 GPT_4O = rf"{_cased(UPPER, LOWER, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"
 DEEPSEEK_WORDS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
 DEEPSEEK_3 = (THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")
-# Of U+0800 to U+4E00 the white space is left out: U+1680, U+2000 to 200A, 2028, 2029, 202F, 205F and 3000.
+# Without the white space between U+0800 and U+4E00: U+1680, U+2000 to 200A, 2028, 2029, 202F, 205F and 3000.
 DEEPSEEK_ASIAN = r"(?:(?!\s)[\u0800-\u9fa5\uac00-\ud7ff])+"
 BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 NEWLINES = r"[^\n]+|\n+"
@@ -104,7 +104,7 @@ _BAILING = PreTokenizer((rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|{D
 _LINES = PreTokenizer((NEWLINES,), spells_bytes=False)
 _GEMMA_4 = replace(_LINES, add_bos=True)
 
-# Of several names for the same thing the first is written.
+# Where several names stand for the same rule, the first is written.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": _DEFAULT,
     "llama-bpe": _LLAMA_3,
@@ -296,7 +296,7 @@ def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     return described["pretokenizers"] if described["type"] == "Sequence" else [described]
 
 
-# The published spelling of what llama.cpp spells otherwise.
+# Published patterns that llama.cpp writes differently.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 PUBLISHED = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": CONTRACTION,

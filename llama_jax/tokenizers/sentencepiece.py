@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
+    SPACE,
     Part,
     PartsTokenizer,
     check_ids,
@@ -24,10 +25,9 @@ from llama_jax.tokenizers.interface import (
 )
 from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_settings
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
-LARGEST_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
-LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
+MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
+MAX_LINE_BYTES = 4000  # bytes; SentencePiece leaves out longer ones
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
@@ -77,9 +77,6 @@ class SentencePieceTokenizer(PartsTokenizer):
             the model encodes what is between them.
           swallowing: tokens that take away the white space after them.
           aliases: the ids that the model's pieces after `entries` stand for.
-
-        Raises:
-          TokenizerError: a damaged model, or added tokens that do not follow its pieces.
         """
         import sentencepiece
 
@@ -152,7 +149,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         write_settings(folder, self, self.settings, "LlamaTokenizer")
 
     def _strict_model(self) -> bytes:
-        """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
+        """A model as the format requires: one unknown token, and all 256 bytes or none."""
         unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
         texts = {entry.text for entry in self._entries}
         all_bytes = texts.issuperset(BYTES)
@@ -173,7 +170,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         return list(self._entries)
 
     def _read_entries(self, added: Sequence[Entry]) -> list[Entry]:
-        """The entries that the model has, those that were appended with what they are."""
+        """The entries of the model; appended ones as they were given."""
         p = self._processor
         kinds = (
             (EntryKind.UNKNOWN, p.IsUnknown),
@@ -185,11 +182,11 @@ class SentencePieceTokenizer(PartsTokenizer):
             Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
             for i in range(self.vocab_size - len(added))
         ]
-        # Of user-defined pieces the library says nothing; their score is 0, and their bytes are known.
+        # The library does not tell which pieces are user-defined: their score is 0, and they are found by their bytes.
         for i, entry in enumerate(own):
-            told = entry._replace(kind=EntryKind.USER_DEFINED)
-            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([told]) in self._content:
-                own[i] = told
+            candidate = entry._replace(kind=EntryKind.USER_DEFINED)
+            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in self._content:
+                own[i] = candidate
         return [*own, *added]
 
     @cached_property
@@ -202,7 +199,7 @@ class SentencePieceTokenizer(PartsTokenizer):
 
 
 def valid_text(text: str, token: int) -> str:
-    """The text of a token, in UTF-8 where its bytes are none; such a token is in no text."""
+    """The text of a token as valid UTF-8; a token that was not is in no text."""
     valid = text.encode(errors="surrogateescape").decode(errors="replace")
     return text if valid == text else f"{valid}[{token}]"
 
@@ -220,7 +217,7 @@ def _bytes_of(entry: Entry) -> bytes:
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
-    """The added tokens that the model itself has not, as pieces: their ids must go on where its own end."""
+    """The added tokens that the model lacks, as pieces; their ids must follow its own."""
     new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
     for expected, token in enumerate(new, size):
         if token.id != expected:
@@ -304,16 +301,18 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
       size: V at most; a short text gives fewer.
 
     Raises:
-      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learned.
+      TokenizerError: a size below 300 or above `MAX_VOCABULARY`, or a text from which nothing can be learned.
     """
     import sentencepiece
 
     if size < 300:
         raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
-    if size > LARGEST_VOCABULARY:
-        raise TokenizerError(f"vocab_size={size} must be at most {LARGEST_VOCABULARY}")
+    if size > MAX_VOCABULARY:
+        raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
-    lines = (line[start : start + LONGEST_LINE // 4] for text in texts for line in _lines(text) for start in _starts(line))
+    step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
+    whole = (line for text in texts for line in text.split("\n") if line.strip())
+    lines = (line[start : start + step] for line in whole for start in range(0, len(line), step))
     with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,
@@ -330,11 +329,3 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
             minloglevel=2,
         )
     return SentencePieceTokenizer(model.getvalue(), "the new vocabulary")
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.split("\n") if line.strip()]
-
-
-def _starts(line: str) -> range:
-    return range(0, len(line), LONGEST_LINE // 4)  # a character has at most 4 bytes

@@ -46,11 +46,11 @@ def main(seconds: float, memory: int) -> None:
         out.flush()
 
 
-def _answer(asked: bytes) -> bytes:
+def _answer(payload: bytes) -> bytes:
     try:
-        request = json.loads(asked.decode("utf-8", "surrogatepass"))
+        request = json.loads(payload.decode("utf-8", "surrogatepass"))
         text = rendered(request["template"], request["values"], request["marks"])
-        if len(text) > max(MAX_CHARACTERS, 4 * len(asked)):
+        if len(text) > max(MAX_CHARACTERS, 4 * len(payload)):
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
     except MemoryError:
@@ -84,7 +84,7 @@ def _compiled(template: str, first: str, last: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.marks = first, last  # type: ignore[attr-defined]
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
     environment.filters["tojson"] = _tojson
     return environment.from_string(template)
 
@@ -104,10 +104,6 @@ class _Generation(Extension):
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(

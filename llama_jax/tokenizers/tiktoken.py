@@ -21,7 +21,7 @@ from llama_jax.tokenizers.interface import (
 from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
 # How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
-SPLIT = (
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -43,10 +43,10 @@ SPECIAL_TOKENS = (
     *(f"<|reserved_special_token_{n}|>" for n in range(2, 246)),
 )
 # The pattern's lookahead overflows the stack on about a million spaces, so long texts are cut as Meta's code cuts them.
-LONGEST_TEXT = 400_000
-LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
-LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
-MOST_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
+MAX_TEXT = 400_000
+MAX_RUN = 25_000  # characters that all are, or all are not, white space
+LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN + 1},}}|(?<!\S)\S{{{MAX_RUN + 1},}}")
+MAX_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -59,11 +59,7 @@ class TiktokenTokenizer(PartsTokenizer):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
-        """Read the ranks (the content of a rank file) that were found at `where`.
-
-        Raises:
-          TokenizerError: damaged ranks.
-        """
+        """Read the ranks (the content of a rank file) that were found at `where`."""
         import tiktoken
 
         self._bytes = read_ranks(ranks, where)
@@ -73,7 +69,7 @@ class TiktokenTokenizer(PartsTokenizer):
         with library_errors(f"{where} cannot be used as ranks"):
             self._encoding = tiktoken.Encoding(
                 where,
-                pat_str=SPLIT,
+                pat_str=LLAMA3_SPLIT,
                 mergeable_ranks={token: rank for rank, token in enumerate(self._bytes)},
                 special_tokens=self.special_tokens,
             )
@@ -114,14 +110,10 @@ class TiktokenTokenizer(PartsTokenizer):
 
 
 def read_ranks(content: bytes, where: str) -> list[bytes]:
-    """The tokens of a rank file by rank.
-
-    Raises:
-      TokenizerError: a line that is not a rank, a rank or a token twice, a rank left out, or a byte that no token is.
-    """
+    """The tokens of a rank file by rank."""
     ranks: dict[int, bytes] = {}
-    if content.count(b"\n") > MOST_RANKS:
-        raise _damaged(where, f"it has over {MOST_RANKS} lines")
+    if content.count(b"\n") > MAX_RANKS:
+        raise _damaged(where, f"it has over {MAX_RANKS} lines")
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
@@ -130,8 +122,8 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
             raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
-        if not 0 <= key < MOST_RANKS:  # larger ones can be chosen to have one hash
-            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MOST_RANKS - 1}")
+        if not 0 <= key < MAX_RANKS:  # larger ones can be chosen to have one hash
+            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:
             raise _damaged(where, f"line {number} has rank {key} again" if value else f"line {number} has an empty token")
         ranks[key] = value
@@ -169,12 +161,12 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """The text in pieces that tiktoken can take: at most LONGEST_TEXT characters and no run over LONGEST_RUN."""
-    for start in range(0, len(text), LONGEST_TEXT):
-        block = text[start : start + LONGEST_TEXT]
+    """The text in pieces that tiktoken can take: at most MAX_TEXT characters and no run over MAX_RUN."""
+    for start in range(0, len(text), MAX_TEXT):
+        block = text[start : start + MAX_TEXT]
         end = 0
         for run in LONG_RUN.finditer(block):
-            for at in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            for at in range(run.start() + MAX_RUN, run.end(), MAX_RUN):
                 yield block[end:at]
                 end = at
         yield block[end:]

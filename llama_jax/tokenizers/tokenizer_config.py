@@ -13,11 +13,11 @@ from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers.interface import Tokenizer
 
-LARGEST_ID = 1 << 31
-# Of ``tokenizer_config.json``: what `Settings` says in its own words, and what is of one file or one program.
+MAX_TOKEN_ID = 1 << 31
+# In ``tokenizer_config.json``: what `Settings` has fields for, and what concerns one file or program.
 OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
 OWN_SETTINGS |= {"added_tokens_decoder"}
-OF_A_FILE = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
+PER_FILE_SETTINGS = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
 GGUF_SETTINGS = "gguf"  # under which a saved one keeps what a GGUF says of its vocabulary and no other setting does
 
 
@@ -76,9 +76,6 @@ def read_settings(folder: Location) -> Settings:
 
     ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
     ``chat_template.jinja``, which counts more; the ends of a reply from ``generation_config.json``, else ``config.json``.
-
-    Raises:
-      TokenizerError: a file that is not JSON, or a value of the wrong kind.
     """
     config = _read(folder / "tokenizer_config.json")
     names = _read(folder / "special_tokens_map.json") | config
@@ -96,7 +93,7 @@ def read_settings(folder: Location) -> Settings:
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
         pad_token=_token_text(where, "pad_token", names.get("pad_token")),
-        pad_id=pad if type(pad) is int and 0 <= pad < LARGEST_ID else -1,  # old files have -1 for none
+        pad_id=pad if type(pad) is int and 0 <= pad < MAX_TOKEN_ID else -1,  # old files have -1 for none
         stop_ids=_ids(where, "eos_token_id", generation.get("eos_token_id")),
         all_stop_ids=listed,
         add_bos=_flag(where, "add_bos_token", config.get("add_bos_token")),
@@ -104,7 +101,9 @@ def read_settings(folder: Location) -> Settings:
         chat_template=template,
         chat_templates={name: text for name, text in templates.items() if name != "default"},
         gguf=_scalars(where, config.get(GGUF_SETTINGS)),
-        more={name: value for name, value in names.items() if name not in OWN_SETTINGS | OF_A_FILE | {GGUF_SETTINGS}},
+        more={
+            name: value for name, value in names.items() if name not in OWN_SETTINGS | PER_FILE_SETTINGS | {GGUF_SETTINGS}
+        },
         added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
         extra_tokens=_extra_tokens(where, names),
         add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
@@ -112,7 +111,7 @@ def read_settings(folder: Location) -> Settings:
 
 
 def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, tokenizer_class: str) -> None:
-    """Write what `read_settings` reads of a tokenizer that is saved; the class is transformers' name for its kind."""
+    """Write the files that `read_settings` reads; `tokenizer_class` is transformers' name for the kind."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     template: Any = tokenizer.chat_template
     if settings.chat_templates:
@@ -170,13 +169,13 @@ def _flag(where: str, name: str, value: Any) -> bool | None:
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
     """One id, a list of ids, or nothing."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
+    if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in ids):
         raise _wrong(where, name, value, "a token id or a list of them")
     return tuple(ids)
 
 
 def _templates(where: str, value: Any) -> dict[str, str]:
-    """One template, or a list of named ones, of which "default" is for chats, by their names."""
+    """Chat templates by name; a single one is the "default"."""
     if isinstance(value, list):
         found: dict[Any, Any] = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
     else:
@@ -221,7 +220,7 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[Adde
 
 def _id(number: Any) -> int:
     found = int(number)
-    if not 0 <= found < LARGEST_ID:  # larger ones can be chosen to have one hash
+    if not 0 <= found < MAX_TOKEN_ID:  # larger ones can be chosen to have one hash
         raise ValueError(f"an id of {shown(found)}")
     return found
 

@@ -38,7 +38,7 @@ class DistillOptions:
         their files have them, floats in the dtype of the computation.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     teacher: str = ""
@@ -58,7 +58,7 @@ class DistillOptions:
 
 
 class Teacher(NamedTuple):
-    """A frozen teacher: its configuration and layout on the student's devices, and its parameters."""
+    """A frozen teacher: its configuration and sharding on the student's devices, and its parameters."""
 
     config: LlamaConfig
     params: Llama
@@ -84,16 +84,20 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
 
         def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
-            made = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
-            return Logits(sharding.constrain(hidden, "hidden"), head_of(*model)), made
+            logit_options = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
+            return Logits(sharding.constrain(hidden, "hidden"), head_of(*model)), logit_options
 
         with sharding.context():
-            student, made = read((config, params), sharding)
-            theirs, also = read((teacher.config, lax.stop_gradient(teacher.sharding.fit(teacher.params))), teacher.sharding)
+            student, logit_options = read((config, params), sharding)
+            teacher_logits, teacher_options = read(
+                (teacher.config, lax.stop_gradient(teacher.sharding.fit(teacher.params))), teacher.sharding
+            )
             targets = jnp.where(rows.weights, rows.targets, -1)
-            compared = DivergenceOptions(distill.temperature, distill.top_k)
-            found = token_divergence(student, theirs, targets, (made, also), compared)
-        kl, nll = jnp.sum(found.divergence), jnp.sum(found.nll)
+            divergence_options = DivergenceOptions(distill.temperature, distill.top_k)
+            per_token = token_divergence(
+                student, teacher_logits, targets, (logit_options, teacher_options), divergence_options
+            )
+        kl, nll = jnp.sum(per_token.divergence), jnp.sum(per_token.nll)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
         more = {"kl": kl, "cross_entropy": nll}
         return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, more))

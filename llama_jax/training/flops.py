@@ -29,18 +29,18 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
       all_experts: count all experts, as devices hold and send them, instead of only those that a token is routed to.
     """
     total = 0
-    for row in specs_for(config):
-        if not row.decays or (row.path == "embedding" and not config.tie_embeddings):
+    for spec in specs_for(config):
+        if not spec.decays or (spec.path == "embedding" and not config.tie_embeddings):
             continue
-        numbers = math.prod(row.shape(config)) * (config.n_layers if row.in_blocks else 1)
-        some = _is_of_expert(row) and not all_experts
+        numbers = math.prod(spec.shape(config)) * (config.n_layers if spec.in_blocks else 1)
+        some = _is_of_expert(spec) and not all_experts
         total += numbers // config.experts * config.experts_per_token if some else numbers
     return total
 
 
-def _is_of_expert(row: ParamSpec) -> bool:
+def _is_of_expert(spec: ParamSpec) -> bool:
     """Whether each expert has its own such matrix; a token is multiplied with only a few."""
-    return row.axes.startswith("E ") and len(row.axes.split()) == 3
+    return spec.axes.startswith("E ") and len(spec.axes.split()) == 3
 
 
 def step_flops(
@@ -70,8 +70,8 @@ def mean_document_length(lengths: Iterable[int]) -> float:
 
     It is longer than the average document: most tokens are in long documents.
     """
-    found = list(lengths)
-    return sum(n * n for n in found) / sum(found)
+    counts = list(lengths)
+    return sum(n * n for n in counts) / sum(counts)
 
 
 def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:

@@ -49,6 +49,6 @@ def token_logprobs(
     hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        made = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
+        logit_options = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
         targets = jnp.where(rows.weights, rows.targets, -1)
-        return ops.token_logprobs(hidden, head_of(config, params), targets, made, temperature)
+        return ops.token_logprobs(hidden, head_of(config, params), targets, logit_options, temperature)

@@ -31,11 +31,11 @@ class LossOptions:
       chunk: positions of each row whose logits are held at a time.
       z_loss: see `ops.LogitOptions`; 1e-4 is usual.
       neftune: alpha of the noise that is added to what the embedding gives of a document of L tokens: uniform within
-        alpha / sqrt(L D) (NEFTune: Jain et al. 2023, algorithm 1); 5 to 15 are usual where few conversations are learnt. It
+        alpha / sqrt(L D) (NEFTune: Jain et al. 2023, algorithm 1); 5 to 15 are usual where few conversations are learned. It
         is made of `Batch.noise`. 0 adds none.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     compute: Compute = Compute()
@@ -98,7 +98,7 @@ def total_loss(
 
     Raises:
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
-      ConfigError: noise is asked for, but the batch has no random numbers for it.
+      ConfigError: `neftune` without random numbers for its noise in the batch.
     """
     rows = sharding.arrange(shift(batch))
     positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
@@ -107,5 +107,7 @@ def total_loss(
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
         weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        made = ops.LogitOptions(options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain)
-        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, made)
+        logit_options = ops.LogitOptions(
+            options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain
+        )
+        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, logit_options)

@@ -33,22 +33,22 @@ class NoisyTable(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the table."""
+        """The shape of the table."""
         return self.table.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the table."""
+        """The dtype of the table."""
         return self.table.dtype
 
     def embed(self, rows: jax.Array) -> jax.Array:
         """Rows int32[B, T] of the table with their noise: [B, T, D]."""
-        found = ops.embed(self.table, rows)
-        columns, root = found.shape[-1], jax.random.key(0)
+        embedded = ops.embed(self.table, rows)
+        columns, root = embedded.shape[-1], jax.random.key(0)
         draw = lambda bits: jax.random.uniform(jax.random.fold_in(root, bits), (columns,), jnp.float32, -1, 1)
         within = self.alpha / jnp.sqrt(self.lengths.astype(jnp.float32) * columns)
         noise = within[..., None] * jax.vmap(jax.vmap(draw))(self.bits)
-        return (found.astype(jnp.promote_types(found.dtype, jnp.float32)) + noise).astype(found.dtype)
+        return (embedded.astype(jnp.promote_types(embedded.dtype, jnp.float32)) + noise).astype(embedded.dtype)
 
 
 def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:

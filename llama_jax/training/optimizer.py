@@ -36,7 +36,7 @@ class OptimizerSettings:
       clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     name: OptimizerName = "adamw"
@@ -162,10 +162,10 @@ def _is_after_a(params: Llama) -> Llama:
     def after(path: tuple[Any, ...], _: Any) -> bool:
         return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("b", "magnitude")
 
-    found = jax.tree_util.tree_map_with_path(after, params)
-    if not any(jax.tree.leaves(found)):
+    marked = jax.tree_util.tree_map_with_path(after, params)
+    if not any(jax.tree.leaves(marked)):
         raise ConfigError("lora_plus is a learning rate for B of adapters, and these parameters are none; leave it at 1")
-    return found
+    return marked
 
 
 def _is_matrix(params: Llama) -> Llama:

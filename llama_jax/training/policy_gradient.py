@@ -64,7 +64,7 @@ class PolicyOptions:
       length: of "dr_grpo", tokens of the longest answer that may be.
 
     Raises:
-      ConfigError: a value that cannot be, or that the kind does not read.
+      ConfigError: an invalid value, or one that the kind does not read.
     """
 
     kind: PolicyKind = "dapo"

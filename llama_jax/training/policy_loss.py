@@ -60,12 +60,12 @@ class AnswerLoss:
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
-        own = lax.stop_gradient(logprobs)
-        sampled = own if judged.sampled is None else judged.sampled
-        found = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
-        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - own, 0)))
-        more = {"tokens": found.tokens, "clipped": found.clipped, "divergence": found.divergence, "gap": gap}
-        return TaskSums(found.loss, lax.stop_gradient(found.loss), jax.tree.map(lax.stop_gradient, more))
+        detached = lax.stop_gradient(logprobs)
+        sampled = detached if judged.sampled is None else judged.sampled
+        sums = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
+        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - detached, 0)))
+        more = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
+        return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, more))
 
     def count(self, judged: ScoredAnswers) -> jax.Array:
         """float32[], the divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
@@ -84,9 +84,10 @@ class AnswerLoss:
             config: LlamaConfig, _: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
             measure = partial(token_logprobs, config, reference)
-            found = lax.map(
+            logprobs = lax.map(
                 lambda batch: measure(batch, options, sharding, self.temperature), microbatches(judged.batch, parts)
             )
-            return judged._replace(reference=found.swapaxes(0, 1).reshape(-1, found.shape[-1]))  # undoes `microbatches`
+            logprobs = logprobs.swapaxes(0, 1).reshape(-1, logprobs.shape[-1])  # undoes `microbatches`
+            return judged._replace(reference=logprobs)
 
         return prepare

@@ -64,10 +64,10 @@ def answer_logprobs(
     """Log-probabilities of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
     parts = batch.tokens, batch.segment_ids, batch.positions, batch.mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
-    found = token_logprobs(config, params, rows, options, sharding)
+    logprobs = token_logprobs(config, params, rows, options, sharding)
     numbers = 1 + jnp.arange(batch.there.shape[1])
     of = (rows.segment_ids[:, 1:, None] == numbers) & predicted(rows)[..., None]  # [B * S, T, P]
-    sums = jnp.sum(jnp.where(of, found[..., None], 0), axis=1)
+    sums = jnp.sum(jnp.where(of, logprobs[..., None], 0), axis=1)
     shape = *batch.tokens.shape[:2], batch.there.shape[1]
     return AnswerSums(sums.reshape(shape), jnp.sum(of, axis=1, dtype=sums.dtype).reshape(shape))
 
@@ -80,8 +80,8 @@ def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> 
     """
     if parts == 1:
         return function(batch)
-    found = lax.map(function, microbatches(batch, parts))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), found)
+    results = lax.map(function, microbatches(batch, parts))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), results)
 
 
 def side(batch: PairBatch, number: int) -> PairBatch:
@@ -127,7 +127,7 @@ def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions)
     logprobs = jnp.where(there[:, None], answers.logprobs, -1.0)
     if options.kind == "kto":
         ratios = logprobs[:, 0] - jnp.where(there, batch.reference[:, 0], -1.0)
-        found = kto_loss(ratios, batch.desirable, batch.divergence, options)
+        pair_losses = kto_loss(ratios, batch.desirable, batch.divergence, options)
         rewards = Pair(lax.stop_gradient(options.beta * ratios), jnp.zeros_like(ratios))
     else:
         reference = None
@@ -135,8 +135,8 @@ def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions)
             given = jnp.where(there[:, None], batch.reference, -1.0)
             reference = Pair(given[:, 0], given[:, 1])
         lengths = Pair(answers.lengths[:, 0], answers.lengths[:, 1])
-        found, rewards = preference_loss(Pair(logprobs[:, 0], logprobs[:, 1]), reference, lengths, options)
-    losses, *rewarded = (jnp.where(there, part, 0) for part in (found, *rewards))
+        pair_losses, rewards = preference_loss(Pair(logprobs[:, 0], logprobs[:, 1]), reference, lengths, options)
+    losses, *rewarded = (jnp.where(there, part, 0) for part in (pair_losses, *rewards))
     return Preferred(losses, Pair(*rewarded))
 
 
@@ -155,30 +155,30 @@ def pair_loss(
     answers these are sums over. Chosen answers of KTO are the good ones, and there is no "right".
     """
     answers = answer_logprobs(config, params, batch, options, sharding)
-    found = preferred(answers, batch, preference)
-    loss = jnp.sum(found.losses)
-    more = jax.tree.map(lax.stop_gradient, sums_of(answers, found, batch))
+    result = preferred(answers, batch, preference)
+    loss = jnp.sum(result.losses)
+    more = jax.tree.map(lax.stop_gradient, sums_of(answers, result, batch))
     return TaskSums(loss, lax.stop_gradient(loss), more)
 
 
-def sums_of(answers: AnswerSums, found: Preferred, batch: PairBatch) -> dict[str, jax.Array]:
+def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, jax.Array]:
     """The `more` of `pair_loss`."""
     if batch.desirable is None:
         good, bad = answers.logprobs[:, 0], answers.logprobs[:, 1]
         chosen = rejected = batch.there
-        of_bad = found.rewards.rejected
-        more = {"right": jnp.sum(batch.there & (found.rewards.chosen > of_bad), dtype=jnp.float32)}
+        of_bad = result.rewards.rejected
+        more = {"right": jnp.sum(batch.there & (result.rewards.chosen > of_bad), dtype=jnp.float32)}
     else:
         good = bad = answers.logprobs[:, 0]
         chosen, rejected = batch.there & batch.desirable, batch.there & ~batch.desirable
-        of_bad, more = found.rewards.chosen, {}
+        of_bad, more = result.rewards.chosen, {}
     over = lambda where, values: jnp.sum(jnp.where(where, values, 0))
     return {
         **more,
         "tokens": jnp.sum(answers.lengths),
         "chosen": jnp.sum(chosen, dtype=jnp.float32),
         "rejected": jnp.sum(rejected, dtype=jnp.float32),
-        "chosen_reward": over(chosen, found.rewards.chosen),
+        "chosen_reward": over(chosen, result.rewards.chosen),
         "rejected_reward": over(rejected, of_bad),
         "chosen_logprob": over(chosen, good),
         "rejected_logprob": over(rejected, bad),

@@ -45,13 +45,13 @@ class PreferenceOptions:
         equation 6), "orpo" (Hong et al. 2024, equation 6), "kto" (Ethayarajh et al. 2024, equation 8).
       beta: how far the model may go from the reference; of SimPO the scale of its rewards (2.0 to 2.5 there), of ORPO the
         weight of the odds beside the likelihood (lambda there).
-      label_smoothing: the share of pairs that are taken to be labelled the wrong way round, for "sigmoid" and "simpo"
+      label_smoothing: the share of pairs that are taken to be labeled the wrong way round, for "sigmoid" and "simpo"
         (cDPO: Mitchell 2023).
       margin: for "simpo", by how much the chosen reward should be larger (gamma); None is 0.5.
       desirable, undesirable: weights of the two terms of "kto".
 
     Raises:
-      ConfigError: a value that cannot be, or that the kind does not read.
+      ConfigError: an invalid value, or one that the kind does not read.
     """
 
     kind: PreferenceKind = "sigmoid"
@@ -102,7 +102,7 @@ def preference_loss(
     _check(options.kind, reference, lengths, mismatched)
     beta, smoothing = options.beta, options.label_smoothing
     if reference is not None:
-        policy = Pair(*(own - jax.lax.stop_gradient(other) for own, other in zip(policy, reference, strict=True)))
+        policy = Pair(*(logprob - jax.lax.stop_gradient(other) for logprob, other in zip(policy, reference, strict=True)))
     if options.kind in ("ipo", *FREE):
         assert lengths is not None
         policy = Pair(*(sums / jnp.maximum(count, 1) for sums, count in zip(policy, lengths, strict=True)))

@@ -86,7 +86,7 @@ class StepOptions:
       count: of a batch what the sum of its losses is divided by, float32[], as of text the tokens that are predicted.
 
     Raises:
-      ConfigError: a value that cannot be.
+      ConfigError: an invalid value.
     """
 
     loss: LossOptions = LossOptions()
@@ -156,26 +156,26 @@ def _gradients(
     count = over(options.count(batch))
 
     def share_of(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
-        found = loss(config, sharding.fit(params), batch, options.loss, sharding)
-        more = found.more if isinstance(found, TaskSums) else {}
-        return found.loss / jnp.maximum(count, 1), (found.nll / jnp.maximum(count, 1), more)
+        sums = loss(config, sharding.fit(params), batch, options.loss, sharding)
+        more = sums.more if isinstance(sums, TaskSums) else {}
+        return sums.loss / jnp.maximum(count, 1), (sums.nll / jnp.maximum(count, 1), more)
 
     differentiate = jax.value_and_grad(share_of, has_aux=True)
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
-        (_, found), gradients = differentiate(params, part)
-        return jax.tree.map(jnp.add, sums, (found, gradients)), None
+        (_, reported), gradients = differentiate(params, part)
+        return jax.tree.map(jnp.add, sums, (reported, gradients)), None
 
     if options.accumulate == 1:
-        (_, found), gradients = differentiate(params, batch)
+        (_, reported), gradients = differentiate(params, batch)
     else:
         parts = microbatches(batch, options.accumulate)
         shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
         if sharding.axis_name is not None:
             start = _as_varying(start, sharding.axis_name)
-        (found, gradients), _ = lax.scan(add, start, parts)
-    return *over((found, gradients)), count
+        (reported, gradients), _ = lax.scan(add, start, parts)
+    return *over((reported, gradients)), count
 
 
 def _as_varying(tree: Any, axis_name: str) -> Any:
@@ -226,7 +226,7 @@ def microbatches(batch: Any, parts: int) -> Any:
     """[B, ...] as [parts, B / parts, ...]; every part has rows from every device over which B may be sharded.
 
     Raises:
-      ConfigError: rows that cannot be divided so.
+      ConfigError: rows that cannot be divided into `parts`.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % parts:

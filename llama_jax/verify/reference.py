@@ -31,7 +31,7 @@ def check_transformers() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"--against needs torch and transformers ({error}); install the extra 'parity', or give an --oracle instead"
+            f"--against needs torch and transformers ({error}); install the extra 'parity', or use --oracle instead"
         ) from None
 
 
@@ -77,9 +77,9 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
 def check_room(path: Path, config: LlamaConfig, tokens: int) -> None:
     """Raise UserError unless an oracle of this many tokens can be written to the path."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written; give a file in a folder that exists")
+        raise UserError(f"{path} cannot be written; name a file in a folder that exists")
     if path.exists():
-        raise UserError(f"{path} exists; remove it, or give another name for the oracle")
+        raise UserError(f"{path} exists; remove it, or choose another name for the oracle")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
     if size > LARGEST:
         raise UserError(
@@ -98,7 +98,7 @@ def write_oracle(path: Path, trace: Trace) -> None:
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
-    with write_atomically(path) as target, target.open("wb") as file:  # given a name, NumPy adds its own ending
+    with write_atomically(path) as target, target.open("wb") as file:  # to a name NumPy would add its own ending
         np.savez(
             file,
             tokens=trace.tokens.astype(DTYPES["tokens"]),
@@ -118,7 +118,7 @@ def read_oracle(path: Path) -> Trace:
       CheckpointError: not an oracle, a damaged one, or one of another version.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; give an oracle that --write-oracle wrote")
+        raise CheckpointError(f"{path} is not a file; name an oracle that --write-oracle wrote")
     if path.stat().st_size > LARGEST:
         raise CheckpointError(f"{path} has over {LARGEST} bytes, too many for an oracle")
     try:

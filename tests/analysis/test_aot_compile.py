@@ -57,13 +57,22 @@ def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
         assert "pip install" in (missing_compiler(name) or "")
 
 
-MESHES = """
+IMPORTS = """
 import json, sys
+from dataclasses import replace
 import jax
 jax.config.update("jax_platforms", "cpu")
+import compile_report
+import llama_jax
 from llama_jax.analysis.aot_compile import mesh_for
+from llama_jax.analysis.collectives import find_collectives
+from llama_jax.analysis.memory import DoesNotFitError, decode_programs, train_programs
+from llama_jax.model.lora import Lora
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, parse_mesh
+from program_report import examine
+"""
+MESHES = """
 out = []
 for hardware, *counts in json.loads(sys.argv[2]):
     for count in counts:
@@ -73,22 +82,13 @@ for hardware, *counts in json.loads(sys.argv[2]):
 print(json.dumps(out))
 """
 LOOK = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
-from llama_jax.parallel.mesh import MeshSizes
 hardware = sys.argv[1]
 small = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=4)
 out = {}
 one, eight = mesh_for(hardware, MeshSizes()), mesh_for(hardware, MeshSizes(fsdp=8))
 programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
 host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
-programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256, dtype="bfloat16")
+programs.append(compile_report.pmap_program(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256))
 programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[1:]
 out["programs"] = [examine(program).as_dict() for program in programs]
 out["by XLA's defaults"] = examine(programs[0], flags=False).as_dict()["overlapped_share"]
@@ -107,7 +107,7 @@ def look(hardware, program=LOOK, *arguments):
         pytest.skip(missing)
     paths = str(Path(__file__).parents[2] / "experiments"), os.environ.get("PYTHONPATH", "")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-c", program, hardware, *arguments]
+    command = [sys.executable, "-c", IMPORTS + program, hardware, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -144,15 +144,6 @@ def test_programs_by_the_compilers(hardware):
 
 
 DECODE = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.analysis.memory import decode_programs
-from llama_jax.parallel.mesh import parse_mesh
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8)
 *_, program = decode_programs(config, mesh_for(sys.argv[1], parse_mesh(sys.argv[2])), 8, 2048, dtype="bfloat16")
 print(json.dumps(examine(program).as_dict()))
@@ -178,15 +169,6 @@ def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
 
 
 STEP = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import compile_report
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 asked = [("step", 16, {}), ("step", 16, {"piece": 64}), ("drafted", 16, {"drafted": 8}), ("burst", 1, {})]
 if sys.argv[1] == "h100":  # pages with heads of 64, as of a draft, a TPU copies before and after
@@ -214,15 +196,6 @@ def test_a_step_of_the_engine_copies_no_pages(hardware, mesh):
 
 
 ROLLOUT = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import compile_report
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 case = compile_report.Case("", "rollout", "", {}, 64, 512)
 print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, group=8)).as_dict()))
@@ -241,15 +214,6 @@ def test_answers_are_sampled_without_a_copy_of_the_weights(mesh):
 
 
 TENSOR = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import llama_jax
-from llama_jax.analysis.collectives import find_collectives
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.analysis.memory import train_programs
-from llama_jax.parallel.mesh import parse_mesh
 config = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=6)
 (program,) = train_programs(
     config, mesh_for(sys.argv[1], parse_mesh("fsdp=2,tensor=4")), 8, 2048, dtype="bfloat16", packed=True
@@ -272,15 +236,6 @@ def test_tensor_parallelism_sums_no_more_than_it_must(hardware):
 
 
 QUANTISED = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.analysis.memory import decode_programs
-from llama_jax.parallel.mesh import MeshSizes
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
 mesh = mesh_for(sys.argv[1], MeshSizes())
 out = {}
@@ -308,16 +263,6 @@ def test_quantized_layers_of_8b_are_never_dense(hardware, kinds):
 
 
 DECODED = """
-import json, sys
-from dataclasses import replace
-import jax
-jax.config.update("jax_platforms", "cpu")
-import llama_jax
-from program_report import examine
-from llama_jax.analysis.aot_compile import mesh_for
-from llama_jax.analysis.memory import train_programs
-from llama_jax.model.lora import Lora
-from llama_jax.parallel.mesh import MeshSizes
 config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
 options = {"dtype": "bfloat16", "packed": True, "lora": Lora(rank=16), "weights": "nf4"}
 (program,) = train_programs(config, mesh_for(sys.argv[1], MeshSizes()), 1, 2048, **options)

@@ -183,11 +183,6 @@ def test_what_a_ring_sends():
         assert ring_bytes(kind, 800, 1) == 0
 
 
-def test_one_device_sends_nothing():
-    alone = make_mesh(parse_mesh("data=1"))
-    assert find(lambda x: x + 1, alone, P(), (16,)) == []
-
-
 @pytest.fixture(scope="module")
 def steps():
     """{mesh: collectives of a train step}"""

@@ -1,6 +1,5 @@
 """Published figures by the names that JAX gives devices."""
 
-import jax
 import pytest
 
 from llama_jax.analysis.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, named_hardware
@@ -29,10 +28,6 @@ def test_devices_by_their_kind(kind, name, teraflops, gib, terabytes_per_second)
 @pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100", "TPU v9", "nvidia h200"])
 def test_a_device_that_is_not_in_the_table_has_no_figures(kind):
     assert find_hardware(kind) is None
-
-
-def test_this_machines_device_has_a_name_that_can_be_looked_up():
-    assert find_hardware(jax.devices("cpu")[0].device_kind) is None
 
 
 def test_figures_are_in_the_units_they_say():
@@ -91,9 +86,3 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all(name, near):
         named_hardware(name)
     assert near in str(caught.value)
     assert "tpu-v6e" in str(caught.value)
-
-
-def test_not_all_of_a_memory_can_be_filled():
-    h100 = named_hardware("h100")
-    assert h100.holds(76 * GIB)
-    assert not h100.holds(80 * GIB)

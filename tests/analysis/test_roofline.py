@@ -19,7 +19,7 @@ from llama_jax.analysis.roofline import (
     training_roofline,
 )
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import STEPS_PER_CHUNK
+from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.training.flops import flops_utilization, matrix_parameters, step_flops
 

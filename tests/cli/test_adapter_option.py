@@ -8,9 +8,9 @@ import pytest
 from adapters import LORA, random_adapters
 
 import llama_jax
+from llama_jax.cli.convert import Merge
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
-from llama_jax.cli.merge import Merge
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import open_checkpoint, save_adapter

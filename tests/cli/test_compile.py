@@ -25,7 +25,7 @@ def test_what_is_compiled_ahead_is_what_generate_runs(tmp_path, monkeypatch):
     ("options", "said"),
     [
         ([], "executables are not kept: LLAMA_JAX_EXECUTABLES or JAX's settings turn them off; set"),
-        (["--no-cache"], "no_cache=True keeps nothing of what compile makes; leave it out"),
+        (["--no-cache"], "--no-cache keeps nothing of what compile makes; leave it out"),
         (["--max-tokens", "0"], "max_tokens=0"),
     ],
 )

@@ -106,7 +106,7 @@ def test_warnings_come_as_lines(tmp_path, vocabulary):
     [
         (("--examples", 0), "examples=0"),
         (("--length", 0), "length=0"),
-        (("--too-long", "drop"), "--too-long drop goes with --length"),
+        (("--too-long", "drop"), "--too-long drop needs --length"),
         (("--line", 9), "has no example from line 9 on"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import check_estimate
 import mesh_report
 import pytest
-from commands import run_here
+from commands import error_of, run_here
 
 from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.cli.estimate import kinds_in_files, read_config
@@ -53,19 +54,14 @@ def test_training_as_a_table(process):
     assert lines[0] == "stories-260k · train · batch 4 x 32 · float32 · remat full · packed · data=2,fsdp=2,tensor=1"
     assert lines[1] == "260,032 parameters · cache 1,280 bytes per token"
     assert " ".join(lines[3].split()) == "GB per device train step train step, all 4"
-    table = {line[:28].strip(): [float(cell) for cell in line[28:].split()] for line in lines[4 : lines.index("", 4)]}
+    rows = [re.split("  +", line) for line in lines[4 : lines.index("", 4)]]
+    table = {name: [float(cell) for cell in cells] for name, *cells in rows}
     assert [*table][:4] == ["parameters", "gradients", "optimizer state (AdamW)", "activations and temporaries"]
     assert table["parameters"] == [0.001, 0.002]  # two copies of the model
     assert [*table][-1] == "total"
     assert table["total"][0] == pytest.approx(sum(cells[0] for cells in table.values()) / 2, abs=0.003)
     assert "XLA plans for CPU devices" in lines[lines.index("", 4) + 2]
     assert "H200" not in done.stdout
-
-
-@pytest.mark.slow
-def test_quantized_weights_are_named(run):
-    out = run("stories-260k", "--batch", 1, "--length", 64, "--quantize", "int8").stdout
-    assert out.startswith("stories-260k · decode · batch 1 x 64 · float32 · weights int8 · data=1")
 
 
 @pytest.mark.slow
@@ -127,13 +123,6 @@ def test_attention_changes_the_plan(run):
 
 
 @pytest.mark.slow
-def test_one_device_exchanges_nothing(run):
-    done = run("stories-260k", "--batch", 1, "--length", 32, "--mode", "train")
-    assert done.returncode == 0, done.stderr
-    assert "GB sent" not in done.stdout
-
-
-@pytest.mark.slow
 def test_hardware_bounds_the_time(process):
     asked = [
         "stories-260k",
@@ -173,7 +162,7 @@ def test_decoding_on_hardware_is_bound_by_the_token(process):
     done = process("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
     assert done.returncode == 0, done.stderr
     assert "decode, a token of each row" in done.stdout
-    assert "One turn is counted" in done.stdout
+    assert "A loop without a fixed number of iterations is counted once" in done.stdout
 
 
 @pytest.mark.slow
@@ -219,8 +208,8 @@ def test_a_model_file_is_enough(run, stories_folder):
         (["stories-260k", "--mesh", "tensor=8"], "hidden_dim=172 cannot be split over tensor=8; 1, 2, 4 would do"),
         (["stories-260k", "--mesh", "data=3"], "batch=4 cannot be split over data*fsdp=3; 1, 2, 4 would do"),
         (["stories-260k", "--mesh", "data=99999"], "beyond the 2048 that can be simulated"),
-        (["stories-260k", "--batch", "0"], "batch=0 must be a positive integer"),
-        (["stories-260k", "--length", "-5"], "length=-5 must be a positive integer"),
+        (["stories-260k", "--batch", "0"], "batch=0 must be at least 1"),
+        (["stories-260k", "--length", "-5"], "length=-5 must be at least 1"),
         (["stories-260k", "--length", "1000000000", "--mode", "train"], "length=1000000000 are more than XLA can plan for"),
         (["stories-260k", "--length", "513"], "length=513 exceeds the model's context of 512"),
         (["stories-260k", "--remat", "full"], "--remat full is for --mode train"),
@@ -239,17 +228,13 @@ def test_a_model_file_is_enough(run, stories_folder):
         ),
         (
             ["stories-260k", "--mesh", "context=2", "--attention", "dense"],
-            "--attention dense is of one device: over context it is ring attention; leave it out",
+            "--attention dense is for one device: over context it is ring attention; leave it out",
         ),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(run, arguments, message):
     defaults = ["--batch", 4, "--length", 32]
-    done = run(*arguments[:1], *defaults, *arguments[1:])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.startswith("llama-jax: error: ")
-    assert done.stderr.count("\n") == 1
+    assert message in error_of(run(*arguments[:1], *defaults, *arguments[1:]))
 
 
 @pytest.mark.slow

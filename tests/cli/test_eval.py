@@ -116,13 +116,13 @@ def test_mistakes(run, model, text, tmp_path, arguments, message):
 
 
 def test_a_model_without_vocabulary(run, hf_folder, text):
-    with pytest.raises(UserError, match=r"no vocabulary is stored with .*; give one with --tokenizer"):
+    with pytest.raises(UserError, match=r"no vocabulary is stored with .*; pass one with --tokenizer"):
         run(hf_folder, "--data", text)
 
 
 def test_a_vocabulary_that_is_larger_than_the_models(run, model, text, tmp_path):
     (tmp_path / "large.model").write_bytes(sentencepiece_model())
-    with pytest.raises(UserError, match=r"large.model has a vocabulary of \d+, the model one of 96; give the model's own"):
+    with pytest.raises(UserError, match=r"large.model has a vocabulary of \d+, the model one of 96; pass the model's own"):
         run(model, "--data", text, "--tokenizer", tmp_path / "large.model")
 
 
@@ -206,7 +206,7 @@ def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
         (["--lengths", "8,x"], r"lengths='8,x' has 'x' where a number is needed"),
         (["--lengths", "8", "--length", "8"], r"length=8 and lengths='8' exclude each other"),
         (["--lengths", "8", "--stride", "8"], r"stride=8 and lengths='8' exclude each other"),
-        (["--max-tokens", "8"], r"max_tokens=8 goes with --lengths alone"),
+        (["--max-tokens", "8"], r"max_tokens=8 needs --lengths"),
         (["--lengths", "8,4000"], r"length=4000 needs a document of one token more"),
         (["--rope", "yarn"], r"rope='yarn' must be none, or KIND:FACTOR"),
     ],

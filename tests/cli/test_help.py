@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.arguments import recipe_asked_about
-from llama_jax.cli.parsing import parsed
+from llama_jax.cli.argv import parsed, requested_recipe
 from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
@@ -60,10 +59,13 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
     """That the help is quick; seconds would depend on the machine."""
     code = (
         "import sys\n"
-        "from llama_jax.cli import COMMANDS, command_type, overview\n"
+        "from llama_jax.cli import COMMANDS, command_type, main, overview\n"
         "overview()\n"
         "assert 'tyro' not in sys.modules\n"
         "for name in [name for group in COMMANDS.values() for name in group]: command_type(name)\n"
+        "sys.argv[1:] = ['generate', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
         "heavy = {'jax', 'numpy', 'flax', 'orbax', 'optax', 'sentencepiece', 'safetensors', 'huggingface_hub', 'tqdm'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
@@ -89,14 +91,14 @@ def test_the_help_of_a_recipe_lists_its_settings():
 
 
 def test_which_recipe_is_asked_about():
-    assert recipe_asked_about(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
-    assert recipe_asked_about(["train", "tiny", "-h"]) == ("tiny", [])
+    assert requested_recipe(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
+    assert requested_recipe(["train", "tiny", "-h"]) == ("tiny", [])
     for line in (["train", "--help"], ["train", "tiny", "--data", "x"], ["generate", "tiny", "--help"], ["train"]):
-        assert recipe_asked_about(line) is None
+        assert requested_recipe(line) is None
 
 
 def test_the_completion_of_a_shell(capsys, tmp_path):
-    from llama_jax.cli.completion import Completion
+    from llama_jax.cli.setup import Completion
 
     Completion("bash").run()
     script = capsys.readouterr().out

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,14 +14,14 @@ import make_goldens
 import numpy as np
 import pytest
 import quantized_folders
+from commands import error_of, outcome, run_here
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.cli import main
 from llama_jax.cli.inspect import describe, page
-from llama_jax.cli.page import columns, printable, size
+from llama_jax.cli.output_format import columns, printable, size
 from llama_jax.config import PRESETS
 from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
@@ -31,21 +32,8 @@ CONFIG = make_goldens.KINDS["gqa"]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the program in this process: its exit code (None where it ends by itself), stdout and stderr."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("jax.config.update", lambda *_: None)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", *map(str, arguments)])
-        code = None
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
+def run():
+    return partial(outcome, "inspect")
 
 
 def opened(config, tensors=None, tokenizer=lambda: None, path="model.x"):
@@ -63,7 +51,7 @@ def rows_of(page: str) -> dict[str, str]:
 
 def test_the_stories_model(run, stories_folder):
     code, out, err = run(stories_folder)
-    assert (code, err) == (None, "")
+    assert (code, err) == (0, "")
     assert out.splitlines()[0] == f"{stories_folder / 'stories260K.bin'}: llama2.c"
     assert rows_of(out) == {
         "layers": "5",
@@ -92,7 +80,7 @@ def test_json(run, tmp_path):
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     code, out, _ = run(folder, "--json", "--tensors")
     found = json.loads(out)
-    assert code is None
+    assert code == 0
     assert found["config"] == json.loads(json.dumps(asdict(CONFIG)))
     assert found["parameters"] == llama_jax.parameter_count(CONFIG)
     count, numbers = len(make_goldens.random_tensors(CONFIG)), found["parameters"]
@@ -115,7 +103,7 @@ def test_every_tensor_has_a_line(run, tmp_path):
 def test_orbax(run, tmp_path, models):
     orbax_format.save(tmp_path, *models["gqa"])
     code, out, _ = run(tmp_path)
-    assert code is None
+    assert code == 0
     assert out.splitlines()[0] == f"{tmp_path}: orbax"
     assert rows_of(out)["F32 tensors"].startswith(f"{len(jax.tree.leaves(models['gqa'][1]))}, ")
     assert rows_of(out)["vocabulary"] == "none"
@@ -233,10 +221,7 @@ def test_a_vocabulary_that_is_damaged_or_too_large():
 def test_no_model_is_one_line_and_exit_code_2(run, tmp_path, content, message):
     if content:
         (tmp_path / "model").write_bytes(content)
-    code, out, err = run(tmp_path / "model")
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in error_of(run_here("inspect", tmp_path / "model"))
 
 
 def test_names_that_a_terminal_would_obey(run, tmp_path):
@@ -337,7 +322,7 @@ def test_columns(rows):
 def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_path):
     quantized_folders.write_folder(tmp_path, kind, files=2)
     code, out, _ = run(tmp_path)
-    assert code is None
+    assert code == 0
     assert re.search(rf"{name} tensors +\d+, .*, {bits}\.\d+ bits a number", out)
     code, out, _ = run(tmp_path, "--json")
     found = json.loads(out)
@@ -351,5 +336,5 @@ def test_a_quantized_orbax_folder_says_its_kinds(run, tmp_path):
     params = llama_jax.init(CONFIG, jax.random.key(0))
     llama_jax.save(tmp_path / "a", CONFIG, quantize(params, "int8"), format="orbax")
     code, out, _ = run(tmp_path / "a")
-    assert code is None
+    assert code == 0
     assert re.search(r"INT8 tensors +\d+, .*bits a number", out)

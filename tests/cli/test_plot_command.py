@@ -84,7 +84,7 @@ def test_a_line_that_is_not_whole_is_said(run, folders):
     [
         ([], r"no run was given; pass the folder of at least one"),
         (["one", "--output", "curves.jpg"], r"output=curves.jpg must end in .png, .pdf, .svg"),
-        (["one", "--output", "two.png"], r"output=two.png is a folder; give a file"),
+        (["one", "--output", "two.png"], r"output=two.png is a folder, not a file"),
         (["."], r"holds no metrics.jsonl"),
         (["one", "one"], r"one is given twice"),
         (["one", "--smoothing", "2"], r"smoothing=2.0 must be a fraction"),
@@ -98,7 +98,7 @@ def test_mistakes(run, folders, tmp_path, arguments, message):
 
 
 def test_a_folder_that_cannot_be_written_to(run, folders):
-    with pytest.raises(UserError, match=r"output=nowhere/curves.png: there is no folder nowhere; make it"):
+    with pytest.raises(UserError, match=r"output=nowhere/curves.png: the folder nowhere does not exist; create it"):
         run(folders[0], "--output", "nowhere/curves.png")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_goldens import KINDS
 
-from llama_jax.cli.rope import say_beyond, with_rope
+from llama_jax.cli.options import say_beyond, with_rope
 from llama_jax.config import RopeScaling
 from llama_jax.errors import ConfigError, UserError
 

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import outcome
 
 import llama_jax
-from llama_jax.cli import main
-from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.argv import changes_last
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
@@ -69,25 +70,11 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def run(files, tmp_path_factory, monkeypatch, capsys):
+def run(files, monkeypatch):
     """Run the command in this process, in the folder of the files: (exit code, stdout, stderr)."""
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
-    interrupted = signal.getsignal(signal.SIGINT)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llama-jax", "train", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        finally:
-            signal.signal(signal.SIGINT, interrupted)
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(outcome, "train")
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +111,8 @@ def ended(files, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(files)
         patch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
-        patch.setattr("signal.signal", lambda *_: None)
-        patch.setattr(
-            sys, "argv", ["llama-jax", "train", SMALL, "--workdir", str(folder), "--data", "text.txt", "--mesh", "data=1"]
-        )
-        main()
+        code, _, err = outcome("train", SMALL, "--workdir", folder, "--data", "text.txt", "--mesh", "data=1")
+    assert code == 0, err
     return folder
 
 
@@ -146,14 +129,6 @@ def refused(outcome):
     assert err.startswith("llama-jax: error: ")
     assert err.count("\n") == 1
     return err
-
-
-def test_help_is_quick_and_names_everything(start):
-    process = start("", "--help")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    for word in ("RECIPE", "--workdir", "--data", "--resume", "--mesh", "--backend", "--trace", "--tokenizer", "--weights"):
-        assert word.lower() in out.lower()
 
 
 def test_a_run_leaves_a_model(ended):
@@ -215,17 +190,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
 def test_only_changes_are_moved(arguments):
     words = arguments.split()
     options = [word for word in words if word not in ("a=1", "b.c=2")]
-    assert changes_together(words) == [*options, "a=1", "b.c=2"]
-
-
-@pytest.mark.slow
-def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
-    folder = Path(shutil.copytree(ended, tmp_path / "run"))
-    shutil.rmtree(folder / "checkpoints/4")
-    code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume", "--trace", "4:5")
-    assert (code, err) == (0, "")
-    assert "resumed at step 2" in out
-    assert list((folder / "trace").rglob("*.xplane.pb"))
+    assert changes_last(words) == [*options, "a=1", "b.c=2"]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +201,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("recipes.py:smal --data text.txt", "has no function 'smal'"),
         ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
         ("SMALL --data missing.txt", "missing.txt does not exist"),
-        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; give NAME=PATH:WEIGHT"),
+        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; write NAME=PATH:WEIGHT"),
         (
             "SMALL --data text.txt --reweigh",
             "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",
@@ -311,15 +276,6 @@ def test_another_run_in_the_folder_is_refused(run, ended, arguments, message):
     assert (ended / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_file_that_changed_between_runs_is_refused(run, ended, files, tmp_path):
-    text = tmp_path / "text.txt"
-    shutil.copy(files / "text.txt", text)
-    folder = Path(shutil.copytree(ended, tmp_path / "run"))
-    text.write_text(text.read_text().replace("grass", "leaves"))
-    err = refused(run(SMALL, "--workdir", folder, "--data", text, "--resume"))
-    assert "the train data is not what this run began with" in err
-
-
 def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
     recipe = override(find(f"{files / 'recipes.py'}:small"), ["vocabulary=given"])
     own = ended / "checkpoints/4/about"
@@ -369,19 +325,6 @@ def test_a_full_disk_under_the_metrics(tmp_path):
     with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written to \(No space left on device\); .* --resume"):
         metrics.write("train", 1, loss=2.0)
     metrics.close()
-
-
-@pytest.mark.slow
-def test_numbers_that_are_not_finite_end_the_run(run, tmp_path):
-    code, _, err = run(
-        SMALL,
-        *("--workdir", tmp_path, "--data", "text.txt", "steps=40", "skip_limit=3", "log_every=50"),
-        *("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"),
-    )
-    assert code == 2
-    assert "loss or gradients were not finite for 3 steps in a row, the last of them step " in err
-    assert "which reads batch " in err
-    assert "the last checkpoint is step " in err
 
 
 # Root may write anywhere, unless this capability (1, CAP_DAC_OVERRIDE) is dropped for what it executes.
@@ -480,17 +423,16 @@ def until(stream, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_sigterm_saves_and_ends_well(name, start, tmp_path):
+def test_sighup_saves_and_ends_well(start, tmp_path):
     process = start("", SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
     until(process.stdout, "step 4/")
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGHUP)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"{name}: this step ends and is saved" in err
-    step = int(out.split(f"{name}: stopped and saved at step ")[1].split(";")[0])
+    assert "SIGHUP: this step ends and is saved" in err
+    step = int(out.split("SIGHUP: stopped and saved at step ")[1].split(";")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    assert numbers(tmp_path, "event")[-1] | {"signal": name, "step": step} == numbers(tmp_path, "event")[-1]
+    assert numbers(tmp_path, "event")[-1] | {"signal": "SIGHUP", "step": step} == numbers(tmp_path, "event")[-1]
 
 
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
@@ -545,17 +487,6 @@ def test_ctrl_c_before_the_first_step_leaves_at_once(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_folder(start, run, tmp_path):
-    process = start(BEFORE_THE_LOOP, SMALL, "--workdir", tmp_path, "--data", "text.txt")
-    until(process.stdout, "reading")
-    err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
-    process.kill()
-    process.communicate(timeout=60)
-    assert f"is in use by another run, process {process.pid} on " in err
-    assert run(SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=2")[0] == 0, "a killed process holds nothing"
 
 
 def test_weights_bring_their_model_and_changes_may_extend_it(hf_folder):

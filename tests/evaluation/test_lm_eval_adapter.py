@@ -22,7 +22,7 @@ from llama_jax.formats import save_adapter
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
-SMALL = EngineOptions(rows=4, piece=16)
+SMALL = EngineOptions(rows=4, prefill_chunk=16)
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -13,7 +13,7 @@ from llama_jax.evaluation.loglikelihood import Continuation
 from llama_jax.evaluation.text_model import GenerationSettings, TextModel, generation_settings
 from llama_jax.tokenizers import load_tokenizer
 
-SMALL = EngineOptions(rows=2, piece=16, prefix_bytes=0)
+SMALL = EngineOptions(rows=2, prefill_chunk=16, prefix_bytes=0)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
     "{{ message['content'] }}<|eot_id|>{% endfor %}"

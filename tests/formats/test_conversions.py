@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 import llama_jax
-from llama_jax.formats.saving import Format
+from llama_jax.formats.saving import WrittenFormat
 from llama_jax.formats.tokenizer_files import About
 
 pytestmark = pytest.mark.parity  # Meta's folder is written by torch
@@ -102,7 +102,7 @@ def test_user_defined_tokens_stay(tmp_path, published):
     assert after.encode("a<|user|>b ab") == before.encode("a<|user|>b ab")
 
 
-@pytest.mark.parametrize("format", Format.__args__)
+@pytest.mark.parametrize("format", WrittenFormat.__args__)
 def test_save_takes_what_load_found(format, tmp_path, published, caplog):
     found = llama_jax.load(published("llama-2")["safetensors"])
     caplog.clear()

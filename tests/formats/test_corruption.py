@@ -1,7 +1,6 @@
 """Damaged and hostile files: a clear error or a valid checkpoint, in bounded time and memory, and nothing in them runs."""
 
 import gc
-import json
 import pickle
 import random
 import shutil
@@ -162,60 +161,31 @@ def make(name: str, folder):
     raise AssertionError(name)
 
 
-# Ten thousand in all; orbax takes a tenth of a second for each.
-COUNTS = {
-    "safetensors": 1600,
-    "sharded": 1200,
-    "meta": 1200,
-    "training": 1000,
-    "gguf": 1200,
-    "q8_0": 800,
-    "llama2c-0": 900,
-    "llama2c-1": 900,
-    "llama2c-2": 900,
-    "orbax": 300,
-}
-assert sum(COUNTS.values()) == 10_000
+KINDS = ("safetensors", "sharded", "meta", "training", "gguf", "q8_0", "llama2c-0", "llama2c-1", "llama2c-2", "orbax")
 
 
-def attack(name, count, tmp_path, seed):
+# Of a failed read orbax leaves futures behind whose exceptions nobody asks for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "name", [x if x in ("gguf", "meta", "orbax") else pytest.param(x, marks=pytest.mark.nightly) for x in KINDS]
+)
+def test_corruptions(name, tmp_path):
+    """A few; thousands are loaded in processes with limits by every run of the slow tests, see tests/test_nightly.py."""
     path, files = make(name, tmp_path)
     assert outcome(path) == "valid"
     base = path if path.is_dir() else path.parent
-    rng = random.Random(seed)
-    seen = set()
-    for i in range(count):
+    rng = random.Random(1)
+    for i in range(2 if name == "orbax" else 20):
         # A fresh copy: orbax may still read in the background when its error has come, and maps files into memory.
         spoiled = tmp_path / f"{name}-{i}"
         shutil.copytree(base, spoiled)
         file = rng.choice(files)
         (spoiled / file).write_bytes(corrupt((base / file).read_bytes(), rng))
         try:
-            found = outcome(spoiled if path.is_dir() else spoiled / path.name)
+            outcome(spoiled if path.is_dir() else spoiled / path.name)
         except BaseException as error:
             raise AssertionError(f"{name} case {i}: {spoiled / file}") from error
-        seen.add("valid" if found == "valid" else "error")
-        if name != "orbax":
-            shutil.rmtree(spoiled)
     gc.collect()  # now, and not in the middle of another test: what orbax leaves in cycles speaks up when it is collected
-    return seen
-
-
-# Of a failed read orbax leaves futures behind whose exceptions nobody asks for.
-unasked = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-# Ten thousand others are loaded in processes with limits by every run of the slow tests, see tests/test_nightly.py.
-@unasked
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
-@pytest.mark.parametrize(
-    "name", [x if x in ("gguf", "meta", "orbax") else pytest.param(x, marks=pytest.mark.nightly) for x in COUNTS]
-)
-def test_corruptions(name, seed, tmp_path):
-    """A few, two thousand, ten thousand."""
-    count = {1: 2 if name == "orbax" else 20, 2: COUNTS[name] // 5, 3: COUNTS[name]}[seed]
-    outcomes = attack(name, count, tmp_path, seed)
-    assert seed == 1 or "error" in outcomes
 
 
 # What no random change would make.
@@ -387,17 +357,6 @@ def test_gguf_headers_that_lie(content, tmp_path):
 def test_a_configuration_that_claims_a_giant(layers, size, tmp_path):
     path = write_hf_folder(tmp_path / "model", SMALL, TENSORS, num_hidden_layers=layers, **size)
     assert "configuration" in outcome(path)
-
-
-@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "a/b.bin", "..", "", "."])
-def test_an_index_that_leaves_its_folder(name, tmp_path):
-    shutil.copytree(FORMATS / "pytorch-sharded", tmp_path / "model")
-    (tmp_path / "secret.bin").write_bytes((FORMATS / "pytorch" / "pytorch_model.bin").read_bytes())
-    index = tmp_path / "model" / "pytorch_model.bin.index.json"
-    found = json.loads(index.read_text())
-    found["weight_map"] = dict.fromkeys(found["weight_map"], name)
-    index.write_text(json.dumps(found))
-    assert "not a file of its own folder" in outcome(tmp_path / "model") or "which is missing" in outcome(tmp_path / "model")
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 50_000, "[" * 200_000, '{"__metadata__":' + "{}" * 5])

@@ -27,8 +27,7 @@ from llama_jax.formats.device_fill import (
     floats_of,
     reads_others,
 )
-from llama_jax.formats.lazy_tensors import ArrayTensor, Dense, Joined
-from llama_jax.formats.tensor_export import RopePermuted
+from llama_jax.formats.lazy_tensors import ArrayTensor, Dense, Joined, permute_rope
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 
 FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
@@ -183,7 +182,7 @@ def test_turned_rows(a, b):
     heads = weight.reshape(3, 8, 5)
     np.testing.assert_array_equal(half_from_interleaved(interleaved_from_half(heads)), heads)
     for interleave, turn in ((True, interleaved_from_half), (False, half_from_interleaved)):
-        got = RopePermuted(ArrayTensor(weight), 8, interleave).read(start, stop)
+        got = permute_rope(ArrayTensor(weight), 8, interleave=interleave).read(start, stop)
         np.testing.assert_array_equal(got, turn(heads).reshape(24, 5)[start:stop])
 
 
@@ -230,7 +229,8 @@ def test_joined_and_turned_rows_come_to_their_places(spec):
     parts, first = [], 0
     for width in widths:
         tensor = ArrayTensor(rng.standard_normal((lead * width * head, columns), np.float32))
-        parts.append(Part("x", tensor, slice(first, first + width), interleaved=first < 4))
+        moved = permute_rope(tensor, head, interleave=False) if first < 4 else tensor
+        parts.append(Part("x", moved, slice(first, first + width)))
         first += width
     array = ArrayParts((lead, sum(widths), head, columns), tuple(parts), is_matrix=True, stored=True)
     place = sharding(spec)

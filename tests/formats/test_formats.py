@@ -9,7 +9,7 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
-from conftest import params_of
+from conftest import params_of, same
 from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
@@ -36,12 +36,6 @@ def small():
 @pytest.fixture(scope="module")
 def logits():
     return jax.jit(llama_jax.logits, static_argnums=0)
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert x.dtype == y.dtype
 
 
 TORCH = ["meta-1", "meta-2", "meta-4", "meta-8", "meta-vocabulary", "pytorch", "pytorch-sharded", "ckpt.pt"]
@@ -309,8 +303,6 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     [
         ({"general.architecture": "gemma"}, "general.architecture='gemma' is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal=False is not supported"),
-        ({"llama.rope.scaling.type": "su"}, "llama.rope.scaling.type='su' is not supported"),
-        ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor=1.5 is not supported"),
     ],
 )
 def test_gguf_settings_that_are_not_supported(more, message, tmp_path):
@@ -329,61 +321,23 @@ def test_what_a_cpu_computes_in(kind, computed, tmp_path):
     assert str(stored) == {"F16": "float16"}.get(kind, computed)
 
 
-def test_gguf_linear_scaling(tmp_path):
-    path = tmp_path / "model.gguf"
-    formats.write_gguf(path, SMALL, TENSORS, **{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
-    assert open_checkpoint(path).config.rope_scaling == llama_jax.RopeScaling("linear", 4.0)
+def published(dim, n_layers, n_heads, n_kv_heads=None, eps=1e-5, vocab=-1, multiple_of=256, **more):
+    """Meta's params.json of a release."""
+    found = dict(dim=dim, n_layers=n_layers, n_heads=n_heads, norm_eps=eps, vocab_size=vocab, multiple_of=multiple_of)
+    return found | ({} if n_kv_heads is None else dict(n_kv_heads=n_kv_heads)) | more
 
 
-# Meta's params.json as published, the preset it is, and what the weights add to it: rows of the embedding, and F.
+LLAMA_3 = dict(vocab=128_256, multiple_of=1024, ffn_dim_multiplier=1.3, rope_theta=500_000.0)
+# By the preset that it is; the weights add to it the rows of the embedding, and F.
 PUBLISHED = {
-    "llama-7b": dict(dim=4096, multiple_of=256, n_heads=32, n_layers=32, norm_eps=1e-6, vocab_size=-1),
-    "llama-65b": dict(dim=8192, multiple_of=256, n_heads=64, n_layers=80, norm_eps=1e-5, vocab_size=-1),
-    "llama-2-7b": dict(dim=4096, multiple_of=256, n_heads=32, n_layers=32, norm_eps=1e-5, vocab_size=-1),
-    "llama-2-70b": dict(
-        dim=8192,
-        multiple_of=4096,
-        ffn_dim_multiplier=1.3,
-        n_heads=64,
-        n_kv_heads=8,
-        n_layers=80,
-        norm_eps=1e-5,
-        vocab_size=-1,
-    ),
-    "llama-3-8b": dict(
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        vocab_size=128_256,
-        multiple_of=1024,
-        ffn_dim_multiplier=1.3,
-        norm_eps=1e-5,
-        rope_theta=500_000.0,
-    ),
-    "llama-3.1-8b": dict(
-        dim=4096,
-        ffn_dim_multiplier=1.3,
-        multiple_of=1024,
-        n_heads=32,
-        n_kv_heads=8,
-        n_layers=32,
-        norm_eps=1e-5,
-        rope_theta=500_000.0,
-        use_scaled_rope=True,
-        vocab_size=128_256,
-    ),
-    "llama-3.2-1b": dict(
-        dim=2048,
-        ffn_dim_multiplier=1.5,
-        multiple_of=256,
-        n_heads=32,
-        n_kv_heads=8,
-        n_layers=16,
-        norm_eps=1e-5,
-        rope_theta=500_000.0,
-        use_scaled_rope=True,
-        vocab_size=128_256,
+    "llama-7b": published(4096, 32, 32, eps=1e-6),
+    "llama-65b": published(8192, 80, 64),
+    "llama-2-7b": published(4096, 32, 32),
+    "llama-2-70b": published(8192, 80, 64, 8, multiple_of=4096, ffn_dim_multiplier=1.3),
+    "llama-3-8b": published(4096, 32, 32, 8, **LLAMA_3),
+    "llama-3.1-8b": published(4096, 32, 32, 8, **LLAMA_3, use_scaled_rope=True),
+    "llama-3.2-1b": published(
+        2048, 16, 32, 8, vocab=128_256, ffn_dim_multiplier=1.5, rope_theta=500_000.0, use_scaled_rope=True
     ),
 }
 

@@ -1,7 +1,6 @@
 """Files in: what is read, and how every kind of damage is named."""
 
 import json
-import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import make_goldens
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import jit_logits, params_of, write_hf_folder
+from conftest import jit_logits, params_of, same, write_hf_folder
 from make_format_goldens import write_llama2c
 from safetensors.numpy import load_file, save_file
 
@@ -25,12 +24,6 @@ from llama_jax.formats.loading import bundled
 
 KINDS = make_goldens.KINDS
 TOKENS = make_goldens.tokens(KINDS["gqa"])[:, :8]
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert x.dtype == y.dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,10 +254,9 @@ def test_wrong_shape(hf_folder):
         llama_jax.load(hf_folder)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite(hf_folder, value):
+def test_weights_that_are_not_finite(hf_folder):
     def change(tensors):
-        tensors[Q1][3, 4] = value
+        tensors[Q1][3, 4] = np.nan
 
     spoil_tensors(hf_folder, change)
     with pytest.raises(CheckpointError, match=f"'{Q1}' holds NaN or infinity"):
@@ -287,19 +279,18 @@ def test_tied_model_with_another_head(tmp_path):
         llama_jax.load(write_hf_folder(tmp_path / "bad", config, bad))
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
-def test_truncated_safetensors(hf_folder, keep):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda whole, end=end: whole[:end] for end in (0, 4, 8, 100, -1)),
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: np.random.default_rng(0).bytes(len(whole)),
+    ],
+)
+def test_damaged_safetensors(hf_folder, damage):
     path = hf_folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a whole safetensors file"):
-        llama_jax.load(hf_folder)
-
-
-def test_garbled_safetensors(hf_folder):
-    path = hf_folder / "model.safetensors"
-    path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size))
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         llama_jax.load(hf_folder)
 
 
@@ -319,19 +310,15 @@ def test_garbled_config(hf_folder, text):
         (lambda w: w.update({Q1: 3}), "not an index of weights"),
         (lambda w: w.pop(Q1), f"disagree about tensor '{Q1}'"),
         (lambda w: w.clear(), "2 layers, the file 0 tensors"),
+        (lambda w: w.update(weight_map=None), "not an index of weights"),
     ],
 )
 def test_spoiled_index(hf_folder, change, message):
     weight_map = shard(hf_folder, 2)
     change(weight_map)
-    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = {} if "weight_map" in weight_map else {"weight_map": weight_map}
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps(found))
     with pytest.raises(CheckpointError, match=message):
-        llama_jax.load(hf_folder)
-
-
-def test_index_that_is_not_one(hf_folder):
-    (hf_folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="not an index of weights"):
         llama_jax.load(hf_folder)
 
 
@@ -372,17 +359,6 @@ def test_llama2c_with_nan(tmp_path):
     write_llama2c(tmp_path / "model.bin", config, tensors, 0)
     with pytest.raises(CheckpointError, match=f"tensor '{llama2c.NAMES['down'].format(1)}' holds NaN"):
         llama_jax.load(tmp_path)
-
-
-def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, hf_folder):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
-        llama_jax.load(tmp_path / "pipe")
-    for name in ("model.safetensors", "config.json"):
-        (hf_folder / name).unlink()
-        os.mkfifo(hf_folder / name)
-        with pytest.raises(CheckpointError, match=name):
-            llama_jax.load(hf_folder)
 
 
 def test_small_files_beside_a_model_do_not_matter(tmp_path):

@@ -104,14 +104,14 @@ def test_writers_are_waited_for_whatever_their_own_join_raises():
     assert sorted(map(id, ended)) == sorted(map(id, writers))
 
 
-@pytest.mark.parametrize("number", orbax_format.WRITING_ERRNOS)
+@pytest.mark.parametrize("number", orbax_format.WRITE_ERRNOS)
 def test_the_systems_words_are_found_after_long_paths(number):
     path = "/a/long/way" * 40
     error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "{path}": Failed to write 9 bytes: {os.strerror(number)} [os_e')
-    found = orbax_format.error_of_writing(error)
+    found = orbax_format.write_error(error)
     assert (found.errno, found.strerror) == (number, os.strerror(number))
     assert cannot_write(Path("model"), found).startswith(f"model cannot be written ({os.strerror(number)}); ")
-    assert str(orbax_format.error_of_writing(ValueError(path))) == path[:300]
+    assert str(orbax_format.write_error(ValueError(path))) == path[:300]
 
 
 def test_a_load_that_fails_leaves_no_tracebacks(tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ import pytest
 import llama_jax
 from llama_jax.formats import huggingface
 from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Opened
+from llama_jax.formats.tensor_names import shares_of
+from llama_jax.model.params import shape_of, specs_for
 
 CONFIG = llama_jax.LlamaConfig(
     vocab_size=32_000,
@@ -74,21 +76,7 @@ def folder(tmp_path_factory):
     path.mkdir()
     row = np.random.default_rng(0).standard_normal(5632).astype(FLOATS["BF16"])
     c = CONFIG
-    width = c.n_kv_heads * c.head_dim
-    shapes = {
-        "embedding": (c.vocab_size, c.dim),
-        "final_norm": (c.dim,),
-        "lm_head": (c.vocab_size, c.dim),
-        "attention_norm": (c.dim,),
-        "q": (c.dim, c.dim),
-        "k": (width, c.dim),
-        "v": (width, c.dim),
-        "out": (c.dim, c.dim),
-        "ffn_norm": (c.dim,),
-        "gate": (c.hidden_dim, c.dim),
-        "up": (c.hidden_dim, c.dim),
-        "down": (c.dim, c.hidden_dim),
-    }
+    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
     tensors = {
         name.format(i): ArrayTensor(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
         for part, name in huggingface.NAMES.items()

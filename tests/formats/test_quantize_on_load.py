@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_dequantize, jit_init, jit_logits
+from conftest import jit_dequantize, jit_init, jit_logits, same
 
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError
@@ -28,12 +28,6 @@ TEXT = "Once upon a time there was a little girl named Lily. She liked to play i
 def slow(*values):
     """A case that is run by .ci/run alone."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_folders as writers
-from conftest import jit_dequantize, jit_logits, params_of
+from conftest import jit_dequantize, jit_logits, params_of, same
 
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError
@@ -23,12 +23,6 @@ KEPT = [name for name, (*_, kinds) in writers.FOLDERS.items() if kinds]
 TOKENS = jnp.asarray([[1, 5, 9, 40]])
 # These compile programs of their own; each is a variant of one that is always tested.
 LONGER = {"nf4", "float8 by tensor", "float8 by blocks", "int4 by 32, asymmetric", "gptq, asymmetric", "gptq_v2"}
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.mark.parametrize("kind", writers.FOLDERS)

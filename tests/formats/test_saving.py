@@ -16,7 +16,7 @@ import make_goldens
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import params_of, write_hf_folder
+from conftest import params_of, same, write_hf_folder
 from make_format_goldens import FORMATS, SMALL, WIDE
 from safetensors.numpy import load_file
 
@@ -30,12 +30,6 @@ from llama_jax.tokenizers.sentencepiece import train_bpe
 
 KINDS = make_goldens.KINDS
 FOR_LLAMA2C = ["gqa", "mha", "mqa", "one_head", "tied"]  # the others have settings that the format cannot hold
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert x.dtype == y.dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -206,19 +200,6 @@ def test_relative_paths(tmp_path, monkeypatch, models):
         convert("gguf", ".", overwrite=True)
 
 
-def test_of_two_that_write_at_once_the_first_stays(tmp_path, models):
-    path = tmp_path / "model.gguf"
-
-    def write_between(pieces):
-        save(path, *models["mha"], format="gguf")
-        return iter(pieces)
-
-    with pytest.raises(CheckpointError, match=r"model.gguf exists"):
-        save(path, *models["gqa"], format="gguf", progress=write_between)
-    assert open_checkpoint(path).config == KINDS["mha"]
-    assert os.listdir(tmp_path) == ["model.gguf"]
-
-
 def test_links_and_pipes(tmp_path, models):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -267,12 +248,6 @@ except llama_jax.UserError as error:
     )
     assert "Traceback" not in found.stderr
     assert os.listdir(tmp_path) == ["source.gguf"]
-
-
-def test_parents_that_were_made_are_removed_again(tmp_path, models):
-    with pytest.raises(CheckpointError, match="has no place"):
-        save(tmp_path / "a" / "b" / "model.bin", *models["eps"], format="llama2c")
-    assert not os.listdir(tmp_path)
 
 
 def test_the_vocabulary_of_another_model_is_not_taken_for_this_ones(stories, tmp_path):

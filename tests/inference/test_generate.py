@@ -14,7 +14,7 @@ from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.evaluation.perplexity import evaluate
-from llama_jax.inference import generate as module
+from llama_jax.inference import compiled_decode as module
 from llama_jax.inference import prepare_inputs
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.ops.platform import lowering_platform
@@ -86,7 +86,9 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
     else:
         evaluate(config, params, corpus, length=8, batch=1, compute=compute)
     assert traced == {"cpu"}
-    assert ServedModel.of(config, params, CacheOptions(), compute).sharding.mesh == sharding_of(params).mesh is not None
+    assert (
+        ServedModel.of(config, params, CacheOptions(), compute).static.sharding.mesh == sharding_of(params).mesh is not None
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=4, max_size=4), st.booleans())

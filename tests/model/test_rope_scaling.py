@@ -224,7 +224,7 @@ def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
     prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
     hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
     logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    monkeypatch.setattr("llama_jax.inference.generate.LARGEST_PREFILL", 16)
+    monkeypatch.setattr("llama_jax.inference.compiled_decode.LARGEST_PREFILL", 16)
     got = llama_jax.generate(config, params, [prompt], max_new_tokens=1)[0]
     assert got.tokens == [int(jnp.argmax(logprobs))]
     np.testing.assert_allclose(got.logprobs[0], float(logprobs.max()), atol=2e-5)

@@ -66,7 +66,7 @@ def value_and_gradients_of(function, arrays):
 
 @partial(jax.jit, static_argnames=("backend", "window"))
 def value_and_gradients(arrays, seen, backend, window=None):
-    return value_and_gradients_of(partial(ops.attend, seen=seen, scale=0.5, backend=backend, window=window), arrays)
+    return value_and_gradients_of(partial(ops.attend, mask=seen, scale=0.5, backend=backend, window=window), arrays)
 
 
 def ascending(draw, length, most):
@@ -375,7 +375,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("backend", "message"),
         [
-            ("flash", r"attention backend='flash' must be one of auto, reference, rows, blockwise, cudnn, splash"),
+            ("flash", r"attention backend='flash' must be one of auto, reference, dense, blockwise, cudnn, splash"),
             ("cudnn", r"attention backend='cudnn': cudnn needs an NVIDIA GPU, this is cpu"),
             ("splash", r"attention backend='splash': splash needs a TPU, this is cpu"),
         ],
@@ -408,7 +408,7 @@ class TestChoice:
             trace(1024)
             trace(1024)
             trace(512)
-        assert caplog.messages == ["attention: blockwise (1024 x 1024 scores)", "attention: rows (512 x 512 scores)"]
+        assert caplog.messages == ["attention: blockwise (1024 x 1024 scores)", "attention: dense (512 x 512 scores)"]
         assert taken == {"blockwise": "1024 x 1024 scores", "dense": "512 x 512 scores"}
 
     @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ class TestKernels:
         """The kernel itself, run step by step on the CPU, with its gradients."""
         arrays = operands(0, (2, 2, 256, 2, 64))
         seen = AttentionMask.whole(256, some_segments(2, 256) if packed else None)
-        kernel = partial(splash, seen=seen, scale=0.5, window=window, interpret=True)
+        kernel = partial(splash, mask=seen, scale=0.5, window=window, interpret=True)
         found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view)))(arrays)
         assert_near(found, value_and_gradients(arrays, seen, "reference", window), rtol=1e-4, atol=2e-5)
 

@@ -24,8 +24,9 @@ from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.build_params import build_params, pad_to_mesh
 from llama_jax.formats.lazy_tensors import Dense
-from llama_jax.inference import generate as module
+from llama_jax.inference import compiled_decode as module
 from llama_jax.inference import prepare_inputs, single_program
+from llama_jax.inference.generate import continuations
 from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import CacheOptions
@@ -140,7 +141,7 @@ def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alon
 def test_a_cache_needs_not_know_of_the_mesh(load, params):
     config, spread = load("data=2,fsdp=2,tensor=2")
     tokens = np.arange(8 * 20, dtype=np.int32).reshape(8, 20) % CONFIG.vocab_size
-    read = jax.jit(forward, static_argnums=0, static_argnames="layout")
+    read = jax.jit(forward, static_argnums=0, static_argnames="sharding")
     alone, _ = read(CONFIG, params, tokens, llama_jax.init_cache(CONFIG, 8, 40))
     found, _ = read(config, spread, tokens, llama_jax.init_cache(config, 8, 40), sharding=sharding_of(spread))
     np.testing.assert_allclose(found, alone, atol=1e-4)
@@ -219,7 +220,7 @@ def test_prompts_of_a_bucket_over_tensor_have_one_program(load, params, monkeypa
     for prompt in ([1, 5, 7], [4, 6]):
         pieces = list(llama_jax.stream(*load("tensor=8"), [prompt], max_new_tokens=NEW))
         assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
-        same(module.continuations(pieces, ()), llama_jax.generate(CONFIG, params, [prompt], max_new_tokens=NEW))
+        same(continuations(pieces, ()), llama_jax.generate(CONFIG, params, [prompt], max_new_tokens=NEW))
     assert module._decode_for("cpu")._cache_size() - before == 2  # of the mesh, and of one device
 
 
@@ -227,7 +228,9 @@ def collectives(config, params, batch):
     """Kind and shape of every collective in the compiled decode loop."""
     sharding = sharding_of(params)
     prompts = [[1, 2, 3]] * batch
-    tokens, lengths, request = module.prepare(config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7])
+    tokens, lengths, request = prepare_inputs.prepare(
+        config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7]
+    )
     reading = module._init_prefill(config, params, batch, 256, CacheOptions(), sharding)
     state, _ = module._begin_decode(config, params, *reading, tokens, lengths, request, sharding)
     lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), sharding)

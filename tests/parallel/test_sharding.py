@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import init_cache, preset
@@ -17,11 +16,9 @@ from llama_jax.parallel.padding import pad_params, padded_config
 from llama_jax.parallel.sharding import (
     batch_spec,
     cache_specs,
-    check_model,
     constrain_over,
     param_shapes,
     param_specs,
-    shardings,
     train_state_specs,
 )
 from llama_jax.training.optimizer import adamw
@@ -86,11 +83,6 @@ def test_a_cache_is_of_the_fitted_model():
     assert cache_specs(padded_config(config, sizes), sizes, 64).length == P(("data", "fsdp"))
 
 
-def test_what_would_do_does():
-    for tensor in (1, 2, 3, 6):
-        check_model(preset("stories-15m"), MeshSizes(tensor=tensor))
-
-
 def test_the_batch_is_split_over_data_and_fsdp():
     assert batch_spec(MeshSizes(2, 4, 8), 16) == P(("data", "fsdp"))
     with pytest.raises(MeshError, match=r"batch=12 cannot be split over data\*fsdp=8; 1, 2, 3, 4, 6, 12 would do"):
@@ -122,8 +114,3 @@ def test_points_of_the_model():
         assert (constrain(x, where) == x).all()
     with pytest.raises(ValueError, match="no point of the model is called 'elsewhere'"):
         constrain(x, "elsewhere")
-
-
-def test_shardings_are_made_of_specs():
-    mesh = make_mesh(MeshSizes())
-    assert shardings(mesh, (P("data"), {"a": P()})) == (NamedSharding(mesh, P("data")), {"a": NamedSharding(mesh, P())})

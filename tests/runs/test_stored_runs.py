@@ -135,7 +135,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
 @pytest.mark.parametrize("fault", [500, "lost", "torn"])
 def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     if fault == "torn":  # a file goes in parts, and one of them does not arrive
-        monkeypatch.setattr(object_store, "LEAST_PART", 4096)
+        monkeypatch.setattr(object_store, "MIN_PART_BYTES", 4096)
         fault = 500
     failed = set()
 
@@ -148,15 +148,15 @@ def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
     save(kept, 10, 10)
     kept.wait()
-    assert any(way == "PARTS" for way, _ in store.changes) == (object_store.LEAST_PART == 4096)
+    assert any(way == "PARTS" for way, _ in store.changes) == (object_store.MIN_PART_BYTES == 4096)
     same(kept.restore(shapes_of())[0], state_of(10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow", "late"])
 def test_slow_bodies_lose_nothing_and_show_no_half(store, kept, fault, monkeypatch):
-    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "MIN_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "MIN_RATE", 1 << 30)
     seen, failed = set(), set()
 
     def once(key, changes):

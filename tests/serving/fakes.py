@@ -20,7 +20,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, Service, connect
+from llama_jax.serving.http.service import Served, Service
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -294,6 +294,12 @@ class Client:
         return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Let other tasks run until a condition holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
 def served(tokenizer: Tokenizer = BYTES, chat: Any = "zephyr") -> Served:
     return Served(name="fake", tokenizer=tokenizer, chat=chat, no_chat="" if chat else "it has no template")
 
@@ -326,7 +332,7 @@ def talk(
     """What a conversation with an application gives; without `thread` it takes the engine's turns itself."""
 
     async def main() -> Any:
-        service = connect(engine, shown or served(), limits, wedged_after=5.0)
+        service = Service(engine, shown or served(), limits, wedged_after=5.0)
         client = Client(make_app(service, access), service)
         with on_a_thread(engine) if thread else contextlib.nullcontext(), contextlib.closing(service):
             return await conversation(client)
@@ -350,7 +356,7 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
             log_level="warning",
         )
         server = uvicorn.Server(config)
-        service = connect(engine, shown, limits)
+        service = Service(engine, shown, limits)
         app = make_app(service, Access())
         serving = asyncio.create_task(server.serve())
         while not server.started:

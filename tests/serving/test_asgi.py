@@ -64,7 +64,7 @@ def test_it_serves_between_the_events_and_drains_at_the_end():
     asyncio.run(main())
 
 
-def test_an_engine_that_fails_is_told_of():
+def test_a_failed_engine_is_reported():
     async def main():
         app = Mounted(FakeEngine(says=saying("abc"), fail_at=1), served(), LIMITS)
         assert app.trouble() is None
@@ -79,8 +79,8 @@ def test_an_engine_that_fails_is_told_of():
     asyncio.run(main())
 
 
-def test_what_is_the_hosts():
-    with pytest.raises(UserError, match="most_connections=5: the connections are the host's"):
+def test_what_the_host_owns():
+    with pytest.raises(UserError, match="most_connections=5: the host has the connections"):
         Mounted(FakeEngine(), served(), LIMITS, ServerOptions(access=Access(most_connections=5)))
     with pytest.raises(GenerationError, match="port=9000 is for `llama-jax serve` alone"):
         Serve(port=9000).application()
@@ -89,7 +89,7 @@ def test_what_is_the_hosts():
 @pytest.mark.slow
 def test_the_command_as_an_application(monkeypatch):
     """As docs/serving/ray_app.py makes it."""
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda *_: None)
+    monkeypatch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
     config, params, tokenizer = llama_jax.load(dtype="float32")
     app = Serve(dtype="float32", rows=1, context=128, prefix_cache=0, allow_host=("*",)).application()
 

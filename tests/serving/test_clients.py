@@ -96,7 +96,7 @@ def function(name, **properties):
 
 
 @pytest.mark.parametrize("style", ["<tool_call>", '"parameters": '])
-def test_calls_that_must_be_through_the_openai_client(client_of, style):
+def test_required_calls_through_the_openai_client(client_of, style):
     pytest.importorskip("llguidance")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{# " + style + " #}"

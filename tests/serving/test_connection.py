@@ -83,7 +83,7 @@ def test_a_head_that_is_too_slow(address, monkeypatch):
         assert found.recv(1) == b""
 
 
-def test_what_is_not_http_is_told_so(address):
+def test_what_is_not_http_gets_a_400(address):
     with connected(address) as found:
         found.sendall(b"\x16\x03\x01\x00\xa5")
         status, body = answer(found)
@@ -106,6 +106,11 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(address, chunked)
         assert [answer(found)[0] for _ in range(3)] == [200] * 3
 
 
+def completion(**fields):
+    body = json.dumps({"prompt": "a", "max_tokens": 10**8, "stream": True} | fields).encode()
+    return head(b"Content-Length: %d\r\n\r\n" % len(body)) + body
+
+
 CHUNKED = head(b"Transfer-Encoding: chunked\r\n\r\n")
 HEALTH = head(method=b"GET /health") + b"\r\n"
 
@@ -123,7 +128,7 @@ HEALTH = head(method=b"GET /health") + b"\r\n"
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_cannot_be_read_is_refused_after_what_can(address, sent, before, at_once):
+def test_unreadable_requests_are_refused_after_readable_ones(address, sent, before, at_once):
     """Every request gets its response, in order, and then the rest a 400."""
     with connected(address) as found:
         for part in [sent] if at_once else [sent[:-3], sent[-3:]]:
@@ -145,12 +150,10 @@ def test_of_many_requests_in_a_row_few_are_parsed_before_responses(monkeypatch):
     began, parsed = connection.Connection.on_message_begin, []
     monkeypatch.setattr(connection.Connection, "on_message_begin", lambda self: (parsed.append(self), began(self)))
     engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9)
-    body = json.dumps({"prompt": "a", "max_tokens": 10**8, "stream": True}).encode()
-    endless = head(b"Content-Length: %d\r\n\r\n" % len(body)) + body
     with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
         address = address.removeprefix("http://").split(":")
         with connected(address) as found:
-            found.sendall(endless + HEALTH * 2000)
+            found.sendall(completion() + HEALTH * 2000)
             found.recv(1000)
             with connected(address) as other:
                 other.sendall(HEALTH)
@@ -163,11 +166,9 @@ def test_a_client_that_leaves_with_further_requests_queued():
     engine, ended = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9), threading.Event()
     end = engine._end
     engine._end = lambda *one: (end(*one), ended.set())
-    body = json.dumps({"prompt": "a", "max_tokens": 10**8, "stream": True}).encode()
-    request = head(b"Content-Length: %d\r\n\r\n" % len(body)) + body
     with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
         with connected(address.removeprefix("http://").split(":")) as found:
-            found.sendall(request * 3)
+            found.sendall(completion() * 3)
             found.recv(1000)
         assert ended.wait(20)
     assert engine.finished == {"cancelled": 1}
@@ -193,11 +194,10 @@ def test_a_client_that_never_reads_is_left(monkeypatch, stream):
     engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), per_turn=100, context=10**9)
     end = engine._end
     engine._end = lambda *one: (end(*one), ended.set())
-    body = json.dumps({"prompt": "a", "max_tokens": 10**8 if stream else 30_000, "stream": stream}).encode()
     with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address, socket.socket() as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         found.connect(("127.0.0.1", int(address.rpartition(":")[2])))
-        found.sendall(head(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
+        found.sendall(completion(max_tokens=10**8 if stream else 30_000, stream=stream))
         assert gone.wait(20)
         assert ended.wait(20)
     assert engine.finished == {"cancelled" if stream else "length": 1}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from conftest import first_layers
-from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, some_request  # noqa: F401
+from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, run, run_warm, some_request  # noqa: F401
 
 import llama_jax
 from llama_jax import DraftModel, Sampling
@@ -95,7 +95,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         assert found.cached_tokens > 0
 
     @pytest.mark.slow
-    def test_whose_draft_is_the_same_model_grows_and_moves(self, model, force):  # noqa: F811
+    def test_with_the_model_as_its_own_draft(self, model, force):  # noqa: F811
         """Among others: a wrong slot anywhere would make drafts wrong."""
         rng = random.Random(3)
         force(at_random(rng))
@@ -114,8 +114,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         engine = Engine(*model, replace(SMALL, draft=similar))
         bound = Client(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
         scored = Client(engine, prompt=[1, *range(50, 90)], max_new_tokens=30, score_prompt=True, alternatives=2)
-        free = Client(engine, prompt=[1, 7], max_new_tokens=40, min_new_tokens=3)
-        exhaust(engine)
+        free = run(engine, prompt=[1, 7], max_new_tokens=40, min_new_tokens=3)
         assert [token % 2 for token in bound.ids] == [0, 1] * 10
         same([scored, free], [alone(model, client.request) for client in (scored, free)])
         assert len(scored.updates[0].prompt) == 41
@@ -153,19 +152,12 @@ class TestEveryRequestGetsWhatItGetsAlone:
 
 @pytest.mark.slow
 def test_nothing_is_compiled_once_it_is_warm(model, similar, force):  # noqa: F811
-    rng, told = random.Random(7), []
+    rng = random.Random(7)
     force(at_random(rng))
-    engine = Engine(*model, replace(SMALL, draft=similar))
-    engine.warm(lambda done, of: told.append((done, of)))
-    assert told[-1] == (told[-1][1],) * 2
-    for _ in range(40):
-        Client(engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
-        engine.turn()
-    exhaust(engine)
-    found = engine.stats()
-    engine.close()
-    assert found.accepted > 0
-    assert found.compilations_after_ready == 0
+    extras = lambda: {"alternatives": rng.choice([0, 3]), "score_prompt": rng.random() < 0.2}
+    wanted = (some_request(rng) | extras() for _ in range(40))
+    _, stats = run_warm(Engine(*model, replace(SMALL, draft=similar)), wanted)
+    assert stats.accepted > 0
 
 
 class TestBatch:
@@ -200,7 +192,7 @@ class Other(Drafter):
         raise NotImplementedError
 
 
-class TestWhatCannotBe:
+class TestInvalidDrafts:
     def test_drafts_for_another_model(self, model):  # noqa: F811
         config, params = model
         with pytest.raises(GenerationError, match="the draft has a vocabulary of 511, the model one of 512") as caught:
@@ -211,7 +203,7 @@ class TestWhatCannotBe:
         with pytest.raises(GenerationError, match="an engine drafts by a PromptLookup or a DraftModel"):
             list(llama_jax.batch(*model, [[1]], max_new_tokens=1, draft=Other()))
         draft = llama_jax.PromptLookup()
-        with pytest.raises(GenerationError, match="draft is given twice"):
+        with pytest.raises(GenerationError, match="draft is set twice"):
             list(llama_jax.batch(*model, [[1]], max_new_tokens=1, draft=draft, options=EngineOptions(draft=draft)))
 
     @pytest.mark.parametrize("command", ["serve", "batch"])
@@ -235,8 +227,7 @@ class TestWhatCannotBe:
             assert not [line for line in before if "listening on" not in line]
 
 
-class Row:
-    row = (1, 2)
+ROWS = [[1, 2]] * 2  # the last tokens of two rows
 
 
 class TestHowMuchIsDrafted:
@@ -247,12 +238,12 @@ class TestHowMuchIsDrafted:
         rng, shape = np.random.default_rng(seed), (2, 128)
         drafting, made, taken, turns = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0, 0.0, 0
         while made < tokens:
-            number = drafting.choose(shape, [Row(), Row()])
+            number = drafting.choose(shape, ROWS)
             right = np.cumprod(rng.random((2, number)) < acceptance, axis=1).sum(axis=1)
             seconds = cost(number) if number else 1.0
             if number:
-                drafting.propose([Row(), Row()], number)
-                drafting.settle([Row(), Row()], number, (right + 1).tolist())
+                drafting.propose(ROWS, number)
+                drafting.settle(ROWS, number, (right + 1).tolist())
             drafting.observe([(shape, number)], seconds / 1000 if turns % every == 0 else None)
             made, taken, turns = made + 1 + right.mean(), taken + seconds, turns + 1
         assert 0 <= drafting.accepted <= drafting.offered
@@ -274,22 +265,22 @@ class TestHowMuchIsDrafted:
     def test_rows_without_drafts_have_none(self):
         drafting = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4))
         drafting.observe([((2, 128), 0)], 1.0)
-        assert drafting.choose((2, 128), [None, Row()]) == 4
+        assert drafting.choose((2, 128), [None, ROWS[0]]) == 4
         assert drafting.choose((2, 128), [None, None]) == 0
-        assert drafting.propose([None, Row()], 4).tolist() == [[-1, -1], [1, 2]]
+        assert drafting.propose([None, ROWS[0]], 4).tolist() == [[-1, -1], [1, 2]]
 
-    def test_what_was_read_for_a_try_is_part_of_what_it_cost(self):
+    def test_the_cost_of_a_try_includes_catching_up(self):
         """So that tries become rarer where the draft has much to read before each."""
         shape, tries = (2, 128), []
         for reading in (0, 5):
             drafting, count = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0
             for _ in range(2000):
-                number = drafting.choose(shape, [Row(), Row()])
+                number = drafting.choose(shape, ROWS)
                 if number:
                     count += 1
                     for _ in range(reading):
                         drafting.observe([(shape, CATCHING_UP)], 0.002)
-                    drafting.settle([Row(), Row()], number, [1, 1])
+                    drafting.settle(ROWS, number, [1, 1])
                 drafting.observe([(shape, number)], 0.003 if number else 0.001)
             tries.append(count)
         assert tries[0] > tries[1] >= 6

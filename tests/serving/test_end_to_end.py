@@ -14,7 +14,7 @@ from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, connect
+from llama_jax.serving.http.service import Served, Service
 from llama_jax.serving.options import EngineOptions
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def talk(model, conversation):
 
     async def main():
         shown = Served(name="stories", tokenizer=tokenizer, chat="plain")
-        service = connect(engine, shown, Limits(vocab_size=config.vocab_size, context=CONTEXT))
+        service = Service(engine, shown, Limits(vocab_size=config.vocab_size, context=CONTEXT))
         with on_a_thread(engine):
             return await conversation(Client(make_app(service, Access()), service)), engine.stats()
 
@@ -130,27 +130,3 @@ def test_json_that_follows_a_schema(model, warm):
         assert choice["finish_reason"] == "stop"
     assert number.json["choices"][0]["message"]["content"].removesuffix(" llamas").isdecimal()
     assert plain.status == 200
-
-
-def test_clients_that_leave_free_their_rows(model, warm):
-    async def conversation(client):
-        calls = [
-            client.begin(
-                "POST", "/v1/completions", {"prompt": STORY, "max_tokens": 60, "stream": i % 2 == 0, "ignore_eos": True}
-            )
-            for i in range(12)
-        ]
-        while client.service.engine.stats().running < 2:
-            await asyncio.sleep(0.001)
-        for call in calls:
-            call.leave()
-        await asyncio.gather(*(call.task for call in calls))
-        while client.service.engine.stats().busy:
-            await asyncio.sleep(0.001)
-        return (await client.complete(STORY, max_tokens=2)).status
-
-    status, stats = talk(model, conversation)
-    assert status == 200
-    assert stats.running == stats.reading == stats.waiting == 0
-    assert stats.finished["cancelled"] + stats.finished.get("length", 0) == 13
-    assert stats.finished["cancelled"] >= 8

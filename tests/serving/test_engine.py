@@ -19,9 +19,9 @@ from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.rows import pages_of
-from llama_jax.serving.served_model import BURST
 
 SMALL = EngineOptions(rows=4, context=128, prefill_chunk=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context
@@ -69,6 +69,13 @@ def exhaust(engine):
         pass
 
 
+def run(engine, **fields):
+    """A client whose request has ended, with all others."""
+    client = Client(engine, **fields)
+    exhaust(engine)
+    return client
+
+
 def alone(model, request, **options):
     return llama_jax.generate(
         *model,
@@ -78,6 +85,11 @@ def alone(model, request, **options):
         stop_tokens=request.stop_tokens,
         **options,
     )[0]
+
+
+def as_alone(model, clients):
+    for client in clients:
+        assert client.ids == alone(model, client.request).tokens
 
 
 @pytest.fixture
@@ -130,6 +142,22 @@ def come_and_go(engine, wanted, rng, expected):
             assert client.ids == answer.tokens
             assert client.finish == answer.finish_reason
             np.testing.assert_allclose(client.logprobs, answer.logprobs, atol=1e-4)
+        for update in client.updates:
+            assert all(len(token.alternatives) == client.request.alternatives for token in update.tokens)
+
+
+def run_warm(engine, wanted):
+    """The clients of such requests, and the engine's numbers after them."""
+    engine.warm()
+    clients = []
+    for fields in wanted:
+        clients.append(Client(engine, **fields))
+        engine.turn()
+    exhaust(engine)
+    stats = engine.stats()
+    engine.close()
+    assert stats.compilations_after_ready == 0
+    return clients, stats
 
 
 class TestEveryRequestGetsWhatItGetsAlone:
@@ -155,8 +183,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)
         clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
         exhaust(engine)
-        for client in clients:
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, clients)
 
 
 def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
@@ -178,8 +205,7 @@ class TestBursts:
         def taken(wanted, **kwargs):
             bursts(wanted)
             engine = Engine(*model, SMALL)
-            client = Client(engine, prompt=[1, 5], max_new_tokens=42, **kwargs)
-            exhaust(engine)
+            client = run(engine, prompt=[1, 5], max_new_tokens=42, **kwargs)
             return engine.stats().turns, client
 
         (many, one_by_one), (few, in_bursts) = taken(False), taken(True)
@@ -196,19 +222,16 @@ class TestBursts:
         engine = Engine(*model, SMALL)
         tokens = alone(model, GenerationRequest(prompt=[1, 5], max_new_tokens=14)).tokens
         for n in range(1, 15):
-            limited = Client(engine, prompt=[1, 5], max_new_tokens=n)
-            exhaust(engine)
+            limited = run(engine, prompt=[1, 5], max_new_tokens=n)
             assert (limited.ids, limited.finish) == (tokens[:n], "length")
-            stopped = Client(engine, prompt=[1, 5], max_new_tokens=40, stop_tokens=[tokens[n - 1]])
-            exhaust(engine)
+            stopped = run(engine, prompt=[1, 5], max_new_tokens=40, stop_tokens=[tokens[n - 1]])
             assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
         assert not engine.scheduler.rows
 
     @pytest.mark.parametrize("length", range(2, 7))
-    def test_they_fit_into_the_slots(self, model, warm_engine, bursts, length):
+    def test_they_fit_into_the_context(self, model, warm_engine, bursts, length):
         engine = Engine(*model, SMALL)
-        client = Client(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
-        exhaust(engine)
+        client = run(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
         assert client.ids == alone(model, client.request).tokens
 
     def test_others_that_arrive_wait_for_one(self, model, warm_engine, bursts):
@@ -223,8 +246,7 @@ class TestBursts:
         engine.turn()
         assert (len(first.ids), len(second.ids)) == (before + BURST + 1, 1)
         exhaust(engine)
-        for client in (first, second):
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, (first, second))
 
     def test_among_others_that_come_and_go(self, model, warm_engine, bursts):
         engine, rng = Engine(*model, SMALL), random.Random(5)
@@ -241,17 +263,13 @@ class TestPrefixCache:
         prompt = [1, *range(20, 100)]
         kwargs = {"prompt": prompt, "max_new_tokens": 20, "alternatives": 5, "sampling": Sampling(temperature=0.8, seed=3)}
         engine = Engine(*model, SMALL)
-        cold = Client(engine, **kwargs)
-        exhaust(engine)
-        warm = Client(engine, **kwargs)
-        exhaust(engine)
+        cold = run(engine, **kwargs)
+        warm = run(engine, **kwargs)
         assert (cold.updates[0].cached, warm.updates[0].cached) == (0, 80)
         engine.scheduler.pages.most_bytes = engine.scheduler.pages.held_bytes // 2  # the next piece drives others out
-        other = Client(engine, prompt=[1, *range(200, 280)], max_new_tokens=5)
-        exhaust(engine)
+        other = run(engine, prompt=[1, *range(200, 280)], max_new_tokens=5)
         assert engine.scheduler.pages.evicted > 0
-        evicted = Client(engine, **kwargs)
-        exhaust(engine)
+        evicted = run(engine, **kwargs)
         assert evicted.updates[0].cached < 80
         assert other.updates[0].cached == 0
         tokens = [[token for update in client.updates for token in update.tokens] for client in (cold, warm, evicted)]
@@ -259,8 +277,7 @@ class TestPrefixCache:
 
     def test_what_a_longer_prompt_left_serves_a_shorter_one(self, model, warm_engine):
         engine = Engine(*model, SMALL)
-        Client(engine, prompt=[1, *range(20, 110)], max_new_tokens=1)
-        exhaust(engine)
+        run(engine, prompt=[1, *range(20, 110)], max_new_tokens=1)
         fresh = Engine(*model, replace(SMALL, prefix_bytes=0))
         for length in (16, 17, 33, 48, 49, 70):
             kwargs = {"prompt": [1, *range(20, 110)][:length], "max_new_tokens": 8, "alternatives": 3}
@@ -273,18 +290,15 @@ class TestPrefixCache:
 
     def test_the_bytes_are_bounded_and_the_beginning_outlives_the_end(self, model, warm_engine):
         engine = Engine(*model, SMALL)
-        Client(engine, prompt=[1, *range(20, 100)], max_new_tokens=1)
-        exhaust(engine)
+        run(engine, prompt=[1, *range(20, 100)], max_new_tokens=1)
         piece = engine.scheduler.pages.held_bytes // len(engine.scheduler.pages)
         small = Engine(*model, replace(SMALL, prefix_bytes=3 * piece + 1))
         for start in (20, 150, 300, 20):
-            client = Client(small, prompt=[1, *range(start, start + 80)], max_new_tokens=1)
-            exhaust(small)
+            client = run(small, prompt=[1, *range(start, start + 80)], max_new_tokens=1)
             assert small.scheduler.pages.held_bytes <= 3 * piece
             assert len(small.scheduler.pages) == 3
         assert client.updates[0].cached == 0
-        again = Client(small, prompt=[1, *range(20, 36)], max_new_tokens=1)
-        exhaust(small)
+        again = run(small, prompt=[1, *range(20, 36)], max_new_tokens=1)
         assert again.updates[0].cached == 0  # its five pieces did not all fit, and the first three were driven out
 
 
@@ -298,8 +312,7 @@ class TestFullCache:
         exhaust(engine)
         assert engine.stats().preempted > 2
         assert [client.finish for client in clients] == ["length"] * 4
-        for client in clients:
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, clients)
         assert engine.scheduler.pages.available == engine.scheduler.pages.count
 
     @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in range(1, 5))])
@@ -321,10 +334,8 @@ class TestFullCache:
             Client(engine, prompt=draw(2, 40), max_new_tokens=rng.randrange(20, 80))
             for _ in range(rng.randrange(30)):
                 engine.turn()
-            Client(engine, prompt=prompt, max_new_tokens=20)
-            exhaust(engine)
-            again = Client(engine, prompt=[*prompt[:-3], 7], max_new_tokens=6)
-            exhaust(engine)
+            run(engine, prompt=prompt, max_new_tokens=20)
+            again = run(engine, prompt=[*prompt[:-3], 7], max_new_tokens=6)
             assert again.ids == alone(model, again.request).tokens
         assert engine.stats().preempted
 
@@ -341,8 +352,7 @@ class TestFullCache:
             assert engine.stats().waiting == 2 or first.finish
         exhaust(engine)
         assert engine.stats().preempted == 0
-        for client in (first, long, short):
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, (first, long, short))
 
     def test_a_request_needs_no_pages_for_what_it_shares_with_running_ones(self, model):
         engine = Engine(*model, FULL)  # of eight pages
@@ -357,8 +367,7 @@ class TestFullCache:
         assert second.updates[0].cached == 64
         exhaust(engine)
         assert engine.stats().preempted == 0
-        for client in (first, second):
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, (first, second))
 
     def test_a_scored_prompt_and_a_constraint_go_on_too(self, model):
         engine = Engine(*model, FULL)
@@ -366,13 +375,11 @@ class TestFullCache:
         while len(first.ids) < 30:
             engine.turn()
         bound = Client(engine, prompt=[1, 7], max_new_tokens=60, constraint=EveryOther(512))
-        scored = Client(engine, prompt=[1, *range(50, 70)], max_new_tokens=60, score_prompt=True)
-        exhaust(engine)
+        scored = run(engine, prompt=[1, *range(50, 70)], max_new_tokens=60, score_prompt=True)
         assert engine.stats().preempted
         assert [token % 2 for token in bound.ids] == [0, 1] * 30
         assert len(scored.updates[0].prompt) == 21
-        for client in (first, scored):
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, (first, scored))
 
     def test_many_of_mixed_lengths_use_the_pages_of_their_tokens(self, model):
         rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=64, cache_tokens=64 * 128, prefix_bytes=0))
@@ -403,8 +410,7 @@ class TestCancelling:
             assert client.finish == "cancelled"
         assert engine.stats()[1:4] == (2, 0, 0)
         exhaust(engine)
-        for client in running[:2]:
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, running[:2])
         reading.ticket.cancel()  # one that has ended
         assert not engine.turn()
 
@@ -420,7 +426,7 @@ class TestCancelling:
         assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
         assert not engine.scheduler.rows
 
-    def test_what_is_over_its_time(self, model, warm_engine):
+    def test_deadlines(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         late = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() - 1)
         soon = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() + 3600)
@@ -458,8 +464,7 @@ class TestQueue:
         assert all(client.ids for client in clients[:3])  # of 3 + 4 + 5 tokens; the fourth has 6, and there is room for 16
         assert not clients[3].ids
         exhaust(engine)
-        for client in clients:
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, clients)
 
     def test_a_short_prompt_does_not_wait_for_long_ones_nor_they_for_ever(self, model, warm_engine):
         engine = Engine(*model, SMALL)
@@ -490,7 +495,7 @@ class TestQueue:
             ({"prompt": [1], "max_new_tokens": 5, "sampling": 0.7}, "must be a Sampling"),
         ],
     )
-    def test_what_cannot_be(self, model, warm_engine, fields, said):
+    def test_invalid_requests(self, model, warm_engine, fields, said):
         with pytest.raises(GenerationError, match=said):
             Client(warm_engine, **fields)
         assert not warm_engine.busy
@@ -541,8 +546,7 @@ class TestSlowConstraints:
         for _ in range(6):
             slow.told.release()
         exhaust(engine)
-        again = Client(engine, **fields, constraint=EveryOther(512))
-        exhaust(engine)
+        again = run(engine, **fields, constraint=EveryOther(512))
         assert bound.ids == again.ids
         assert [token % 2 for token in bound.ids] == [0, 1] * 3
         assert free.ids == alone(model, free.request).tokens
@@ -570,12 +574,11 @@ class TestSlowConstraints:
         assert bound.finish == "failed"
 
 
-class TestWishes:
+class TestRowSettings:
     def test_constrained_among_free_ones(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         free = Client(engine, prompt=[1, 7], max_new_tokens=20)
-        bound = Client(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
-        exhaust(engine)
+        bound = run(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
         assert [token % 2 for token in bound.ids] == [0, 1] * 10
         assert free.ids == alone(model, free.request).tokens
 
@@ -595,8 +598,7 @@ class TestWishes:
         config, params = model
         prompt = [1, *range(50, 90)]
         engine = Engine(*model, SMALL)
-        client = Client(engine, prompt=prompt, max_new_tokens=new, score_prompt=True, alternatives=4)
-        exhaust(engine)
+        client = run(engine, prompt=prompt, max_new_tokens=new, score_prompt=True, alternatives=4)
         logprobs = np.asarray(jax.nn.log_softmax(jit_logits(config, params, np.array([prompt]))[0]))
         scores = client.updates[0].prompt
         assert [token.id for token in scores] == prompt
@@ -622,8 +624,7 @@ class TestRunning:
             Client(engine, prompt=[1], max_new_tokens=1)
         thread.join(60)
         assert not thread.is_alive()
-        for client in clients:
-            assert client.ids == alone(model, client.request).tokens
+        as_alone(model, clients)
 
     def test_closed_at_once(self, model, warm_engine):
         engine = Engine(*model, SMALL)
@@ -633,7 +634,7 @@ class TestRunning:
         engine.run()
         assert {client.finish for client in clients} == {"cancelled"}
 
-    def test_what_goes_wrong_ends_all_and_is_raised(self, model, warm_engine):
+    def test_an_exception_ends_all_requests_and_is_raised(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         client = Client(engine, prompt=[1, 5], max_new_tokens=50)
 
@@ -648,14 +649,13 @@ class TestRunning:
         with pytest.raises(ClosedError, match="the wire is cut"):
             Client(engine, prompt=[1], max_new_tokens=1)
 
-    def test_logits_that_are_no_numbers_end_their_request_alone(self, model, warm_engine):
+    def test_logits_that_are_nan_end_only_their_request(self, model, warm_engine):
         config, params = model
         embedding = params.embedding.at[99].set(np.nan)
         config = replace(config, tie_embeddings=False)
         engine = Engine(config, params.replace(embedding=embedding, lm_head=params.embedding), SMALL)
         broken = Client(engine, prompt=[1, 99], max_new_tokens=5)
-        sound = Client(engine, prompt=[1, 98], max_new_tokens=5)
-        exhaust(engine)
+        sound = run(engine, prompt=[1, 98], max_new_tokens=5)
         assert (broken.finish, sound.finish) == ("failed", "length")
         assert "not numbers" in broken.updates[-1].error
 
@@ -670,10 +670,6 @@ class TestOptions:
         assert EngineOptions(rows=2, context=500).pages(config) == 63
         assert EngineOptions(rows=2, cache_tokens=600).pages(config) == 38
 
-    def test_a_cache_for_less_than_one_request(self, model):
-        with pytest.raises(GenerationError, match="cache_tokens=100 are less than the context of 128"):
-            Engine(*model, replace(SMALL, cache_tokens=100))
-
     @pytest.mark.parametrize(
         ("fields", "said"),
         [
@@ -684,15 +680,13 @@ class TestOptions:
             ({"prefix_bytes": True}, "prefix_bytes=True"),
             ({"context": 1}, "context=1"),
             ({"cache": CacheOptions(window=8)}, "window=8: an engine keeps whole contexts"),
+            ({"context": 4096}, "context=4096 exceeds the model's of 512"),
+            ({"context": 128, "cache_tokens": 100}, "cache_tokens=100 are less than the context of 128"),
         ],
     )
-    def test_impossible_ones(self, fields, said):
+    def test_invalid_ones(self, model, fields, said):
         with pytest.raises(GenerationError, match=said):
-            EngineOptions(**fields)
-
-    def test_a_context_beyond_the_models(self, model):
-        with pytest.raises(GenerationError, match="context=4096 exceeds the model's of 512"):
-            Engine(*model, EngineOptions(context=4096))
+            Engine(*model, EngineOptions(**fields))
 
     def test_a_mesh_that_divides_rows(self, model, tmp_path):
         llama_jax.save(tmp_path / "model", *model)

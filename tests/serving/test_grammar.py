@@ -132,7 +132,7 @@ def test_what_does_not_follow_ends_the_text_with_a_reason(grammars):
 
 
 @pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])
-def test_schemas_that_are_none(grammars, schema):
+def test_invalid_schemas(grammars, schema):
     with pytest.raises(UserError, match="the JSON schema cannot be used: "):
         grammars.json_schema(schema)
 

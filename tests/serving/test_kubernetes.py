@@ -9,8 +9,9 @@ import yaml
 from fakes import FakeEngine, talk
 
 from llama_jax.cli.serve import KEY, Serve
-from llama_jax.serving.http.auth import OPEN, Access
-from llama_jax.serving.http.server import ENGINE_SECONDS, LAST_WORDS
+from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.server import LAST_WORDS
+from llama_jax.serving.http.service import ENGINE_SECONDS
 from llama_jax.serving.options import CHUNK
 
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"
@@ -181,12 +182,3 @@ def test_the_picker_reads_gauges_that_there_are(deployment):
     assert options.prefill_chunk is None
     for profile in config["schedulingProfiles"]:
         assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= set(plugins)
-
-
-def test_metrics_that_are_open_and_what_stays_closed():
-    async def statuses(client):
-        paths = ("/metrics", "/v1/models", *OPEN)
-        return [(await client.get(path)).status for path in paths]
-
-    assert talk(FakeEngine(), statuses, access=Access(api_key="secret")) == [401, 401, 200, 200, 200]
-    assert talk(FakeEngine(), statuses, access=Access(api_key="secret", open_metrics=True)) == [200, 401, 200, 200, 200]

@@ -128,7 +128,7 @@ def test_followers_draft_by_the_same_model(model, monkeypatch):
         assert bits(numpys(follower.take(told))) == made
 
 
-def test_following_ends_when_nothing_is_told():
+def test_following_ends_at_an_empty_message():
     heard = iter([b""])
     follow(None, lambda: next(heard))
     assert next(heard, None) is None

@@ -39,7 +39,7 @@ class TestBatch:
     def test_of_none(self, model):
         assert list(llama_jax.batch(*model, [], max_new_tokens=1)) == []
 
-    def test_one_that_cannot_be(self, model):
+    def test_an_invalid_prompt(self, model):
         with pytest.raises(GenerationError, match="512"):
             list(llama_jax.batch(*model, [[1], [512]], max_new_tokens=1, options=SMALL))
 
@@ -116,14 +116,14 @@ class TestCommand:
             (("--prefix-cache", -1), "prefix_bytes"),
         ],
     )
-    def test_what_cannot_be(self, files, arguments, said):
+    def test_invalid_options(self, files, arguments, said):
         prompts, out = files
         done = run_here("batch", prompts, out, *arguments)
         assert done.returncode == 2
         assert said in done.stderr
         assert not out.exists()
 
-    def test_what_another_batch_wrote_meanwhile_stays(self, files, monkeypatch):
+    def test_lines_of_another_batch_stay(self, files, monkeypatch):
         """It may end, and let go of the file, while this one loads its model: its lines must not be cut off."""
         prompts, out = files
         monkeypatch.setattr(batch._Output, "check", lambda self, settings: out.write_bytes(b"whole\n"))
@@ -134,7 +134,7 @@ class TestCommand:
         assert "was written to since it was read; the same command again continues it" in done.stderr
         assert out.read_bytes() == b"whole\n"
 
-    def test_files_that_cannot_be(self, tmp_path):
+    def test_invalid_files(self, tmp_path):
         assert "no .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
         assert "cannot be read" in run_here("batch", tmp_path / "none.jsonl", tmp_path / "out.jsonl").stderr
         (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')

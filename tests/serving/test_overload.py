@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import vocabularies
-from fakes import BYTES, Call, FakeEngine, saying, talk
+from fakes import BYTES, Call, FakeEngine, saying, talk, until
 from test_api import error_of
 from test_server import Connection, process, until_draining
 
@@ -24,7 +24,7 @@ from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.tokenizers import load_tokenizer
 
-THREADS, WAITING = service.beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
+THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
 
 
 class Compiling:
@@ -42,9 +42,10 @@ class Compiling:
     async def begin(self, client, count):
         """Requests whose grammars are being compiled, or wait."""
         body = {"prompt": "a", "response_format": {"type": "regex", "regex": "a?"}}
-        calls = [client.begin("POST", "/v1/completions", body) for _ in range(count)]
-        while self.begun < THREADS:
-            await asyncio.sleep(0)
+        calls = []
+        for _ in range(count):
+            calls.append(client.begin("POST", "/v1/completions", body))
+            await until(lambda: self.begun >= min(len(calls), THREADS))  # what no thread has begun counts as waiting
         return calls
 
 
@@ -74,15 +75,13 @@ def test_grammars_that_wait_are_bounded_and_count_as_requests_that_wait(monkeypa
 
     async def conversation(client):
         calls = await compiling.begin(client, THREADS + 3)
-        while client.service.compiling < 3:
-            await asyncio.sleep(0)
+        await until(lambda: client.service.compiling >= 3)
         assert "llama_jax:num_requests_waiting 3.0" in (await client.get("/metrics")).body.decode()
         refused = [await client.complete("a")]
         client.service.engine.most_waiting = 100
         taken = await client.complete("a")
         calls += await compiling.begin(client, WAITING - 3)
-        while client.service.compiling < WAITING:
-            await asyncio.sleep(0)
+        await until(lambda: client.service.compiling >= WAITING)
         refused += [await each.response() for each in await compiling.begin(client, 1)]
         compiling.told.set()
         for call in calls:
@@ -178,8 +177,7 @@ def test_a_process_ends_although_grammars_compile():
 def test_bodies_that_are_not_whole_are_refused_when_the_server_drains():
     async def conversation(client):
         call = unfinished(client, b" " * 100)
-        while not call.messages.empty():
-            await asyncio.sleep(0)
+        await until(lambda: call.messages.empty())
         client.service.begin_drain()
         return [await call.response(), await client.post("/tokenize", {"prompt": "a"})]
 
@@ -194,8 +192,7 @@ def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(mo
 
     async def conversation(client):
         call = client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})
-        while not begun.is_set():
-            await asyncio.sleep(0)
+        await until(lambda: begun.is_set())
         client.service.begin_drain()
         answer = await call.response()
         told.set()
@@ -213,8 +210,7 @@ def test_long_texts_leave_the_engine_most_of_the_cores(monkeypatch, cores, at_on
 
     async def conversation(client):
         calls = [client.begin("POST", "/tokenize", {"prompt": "a" * 2 * SMALL_BODY}) for _ in range(5)]
-        while len(begun) < at_once or client.service._long_texts.waiting < 5 - at_once:
-            await asyncio.sleep(0)
+        await until(lambda: len(begun) >= at_once and client.service._long_texts.waiting >= 5 - at_once)
         found = len(begun)
         told.set()
         return found, [await call.response() for call in calls]
@@ -241,8 +237,7 @@ def test_all_bodies_share_a_budget():
     async def conversation(client):
         bodies = client.service.bodies
         calls = [unfinished(client, b" " * size) for _ in range(fit)]
-        while bodies.held < fit * (size - SMALL_BODY):
-            await asyncio.sleep(0)
+        await until(lambda: bodies.held >= fit * (size - SMALL_BODY))
         refused = [await unfinished(client, b" " * size).response() for _ in range(100)]
         assert bodies.held == fit * (size - SMALL_BODY)
         small = await client.complete("a" * 100)
@@ -335,7 +330,7 @@ def test_more_messages_than_tokens_are_refused_by_their_number():
     messages = [{"role": "user", "content": "a"}] * 513
     answer = talk(FakeEngine(), lambda client: client.post("/v1/chat/completions", {"messages": messages}))
     assert error_of(answer, 400)["code"] == "context_length_exceeded"
-    assert "513 messages, more than 512" in answer.json["error"]["message"]
+    assert "513 messages are more than the 512" in answer.json["error"]["message"]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):

@@ -13,7 +13,7 @@ from conftest import sharp
 from fakes import FakeEngine, served
 from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
-from test_engine import SMALL, Client, come_and_go, exhaust, some_request
+from test_engine import SMALL, Client, come_and_go, exhaust, run, run_warm, some_request
 from test_engine import alone as generated_alone
 
 import llama_jax
@@ -67,18 +67,17 @@ def test_requests_with_different_adapters_are_neighbours(tabled, alone):
     assert len(set(map(tuple, found))) == 4
 
 
-def test_what_one_adapter_has_read_is_nothing_for_another(tabled, alone):
+def test_prefixes_are_kept_for_each_adapter(tabled, alone):
     """Keys and values are an adapter's own."""
     engine = Engine(*tabled, TINY)
     prompt = [1, *range(20, 40)]
     for adapter, cached in ((0, 0), (1, 0), (-1, 0), (0, 16), (-1, 16), (1, 16)):
-        client = Client(engine, prompt=prompt, max_new_tokens=4, adapter=adapter)
-        exhaust(engine)
+        client = run(engine, prompt=prompt, max_new_tokens=4, adapter=adapter)
         assert client.updates[0].cached == cached
         assert client.ids == alone(client.request).tokens
 
 
-def test_an_adapter_that_there_is_not(tabled, model):
+def test_unknown_adapters(tabled, model):
     engine = Engine(*tabled, TINY)
     with pytest.raises(GenerationError, match="adapter=3 must be an integer from -1 to 2"):
         Client(engine, prompt=[1], max_new_tokens=1, adapter=3)
@@ -111,17 +110,9 @@ def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monk
 
     rng = random.Random(3)
     monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.5 else 0)
+    extras = lambda: {"adapter": rng.randrange(-1, 3), "score_prompt": rng.random() < 0.2}
     engine = Engine(*tabled, replace(SMALL, draft=llama_jax.PromptLookup(tokens=4)))
-    engine.warm()
-    clients = []
-    for _ in range(30):
-        fields = some_request(rng) | {"adapter": rng.randrange(-1, 3), "score_prompt": rng.random() < 0.2}
-        clients.append(Client(engine, **fields))
-        engine.turn()
-    exhaust(engine)
-    stats = engine.stats()
-    engine.close()
-    assert stats.compilations_after_ready == 0
+    clients, stats = run_warm(engine, (some_request(rng) | extras() for _ in range(30)))
     assert stats.drafted > 0
     for client in clients:
         assert client.ids == alone(client.request).tokens
@@ -136,8 +127,8 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     config, params = tabled
     model = ServedModel.of(config, params, TINY.cache, TINY.compute)
     batch, settings = batch_of([], (rows, rows), 2, rows), settings_of([], rows, config.vocab_size)
-    args = model.empty(rows, 2 * rows), batch, settings, model.compute, model.sharding
-    text = model.programs.step.lower(config, model.params, *args).compile().as_text()
+    args = model.params, model.empty(rows, 2 * rows), batch, settings
+    text = model.programs.step.lower(model.static, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
     assert not held & {copy.bytes for copy in find_copies(DeviceProgram(text), 1024)}
 
@@ -240,12 +231,12 @@ class TestNames:
             (("a=b", "a=c"), "adapter='a=c': 'a' is the name of another"),
         ],
     )
-    def test_those_that_cannot_be(self, given, said):
+    def test_invalid_names(self, given, said):
         with pytest.raises(GenerationError, match=said):
             Serve(adapter=given).named()
 
     def test_the_models_own(self):
-        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; give another, or --name"):
+        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
             Serve(adapter=("llama=x",), name="llama")._check()
 
 

@@ -32,6 +32,11 @@ def process(**settings):
             running.kill()
 
 
+def go_on(running):
+    running.stdin.write("go on\n")
+    running.stdin.flush()
+
+
 class Connection:
     """A request whose answer is read as it comes."""
 
@@ -90,8 +95,7 @@ def test_a_signal_lets_running_requests_end(number):
         refused = completion(running.address, "other")
         assert refused.status == 503
         assert "draining" in refused.rest()
-        running.stdin.write("go on\n")
-        running.stdin.flush()
+        go_on(running)
         assert stream.rest().rstrip().endswith("data: [DONE]\n\n\r\n0")
         assert running.wait(20) == 0
         ended, left_out = running.stdout.read().split()
@@ -100,7 +104,7 @@ def test_a_signal_lets_running_requests_end(number):
 
 
 @pytest.mark.slow
-def test_what_does_not_end_in_time_is_told_so():
+def test_what_does_not_end_in_time_gets_an_error():
     with process(drain=0.3) as running:
         stream = completion(running.address, "for ever", stream=True)
         stream.until("begun")
@@ -130,8 +134,7 @@ def test_until_it_is_ready_it_says_how_far_it_is():
         assert "<p>The server is compiling programs, 3 of 7" in text
         before = 'llama_jax:http_responses_total{path="/health",status="200"} 1.0'
         assert before in answer("/metrics")[1]
-        running.stdin.write("go on\n")
-        running.stdin.flush()
+        go_on(running)
         assert running.stdout.readline().strip().removeprefix("http://") == running.address
         assert answer("/ready")[0] == 200
         assert answer("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
@@ -152,8 +155,7 @@ def test_a_start_is_logged_now_and_then(monkeypatch):
 def test_a_start_that_fails_ends_the_process():
     with process(starts="never") as running:
         assert ready(running.address)[0] == 503
-        running.stdin.write("go on\n")
-        running.stdin.flush()
+        go_on(running)
         assert running.wait(20) == 1
         assert "RuntimeError: there is no model" in running.stderr.read()
 
@@ -252,7 +254,7 @@ def test_the_command_says_what_is_missing(monkeypatch):
         (["--mesh", "data=2"], "mesh data=2"),
     ],
 )
-def test_options_that_cannot_be_are_refused(arguments, said):
+def test_invalid_options(arguments, said):
     ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
     assert said in ended.stderr.splitlines()[-1]

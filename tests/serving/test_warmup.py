@@ -75,9 +75,7 @@ def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_k
     batch, settings = batch_of([], (1, 1), 1, 1), settings_of([], 1, config.vocab_size)
     with ops.native_anyway(model.native):
         assert native_code.value
-        text = model.programs.step.lower(
-            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.sharding
-        ).as_text()
+        text = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).as_text()
     assert ("llama_jax_paged_" in text) == by_kernel
 
 
@@ -90,8 +88,6 @@ def test_a_step_copies_no_pages(model, dtype):
     engine = Engine(config, params, options)
     model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
     with ops.native_anyway(model.native):
-        program = model.programs.step.lower(
-            model.config, model.params, engine.scheduler.state, batch, settings, model.compute, model.sharding
-        ).compile()
+        program = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).compile()
     found = program.memory_analysis()
     assert found.alias_size_in_bytes >= engine.scheduler.state.pages.nbytes > 4 * found.temp_size_in_bytes

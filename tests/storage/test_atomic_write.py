@@ -133,7 +133,8 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
 def run(code: str, *arguments: object) -> subprocess.Popen:
     program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdin=pipe, stdout=pipe, env=environment)
 
 
 SLOWLY = """
@@ -196,14 +197,7 @@ def test_what_a_living_process_writes_stays(folder, tmp_path):
             print("begun", flush=True)
             sys.stdin.readline()
     """
-    program = "import sys; from pathlib import Path; from llama_jax.storage import atomic_write\n" + textwrap.dedent(code)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "theirs", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    ) as process:
+    with run(code, tmp_path / "theirs", folder) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()

@@ -3,16 +3,14 @@
 import shutil
 import time
 
-import jax
 import make_format_goldens as formats
 import make_goldens
-import numpy as np
 import object_server
 import pytest
 import quantized_folders
 import vocabularies
 from commands import run_here
-from conftest import write_hf_folder
+from conftest import same, write_hf_folder
 from obstore.exceptions import GenericError
 
 import llama_jax
@@ -29,13 +27,6 @@ CONFIG = make_goldens.KINDS["gqa"]
 def store(monkeypatch):
     with object_server.emulated(monkeypatch) as server:
         yield server
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-        assert x.dtype == y.dtype
 
 
 def write_gguf(path):
@@ -157,8 +148,8 @@ def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
 @pytest.mark.slow
 def test_slow_answers(tmp_path, store, monkeypatch, caplog):
     """A byte now and then is no answer: what is slow once is asked for again, and what stays so is named in its time."""
-    monkeypatch.setattr(object_store, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(object_store, "LEAST_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "MIN_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "MIN_RATE", 1 << 30)
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")
     failing(store, "slow")
@@ -198,7 +189,7 @@ def test_a_panic_is_an_error():
         raise PanicException("request valid")
 
     with pytest.raises(OSError, match=r"obstore fails \(request valid\)"):
-        ObjectBucket("s3://bucket", lambda seconds: None)._asked("x", ask)
+        ObjectBucket("s3://bucket", lambda seconds: None)._call("x", ask)
 
 
 def test_without_credentials():
@@ -208,7 +199,7 @@ def test_without_credentials():
         )
 
     with pytest.raises(PermissionError, match="no credentials were found: set AWS_ACCESS_KEY_ID") as named:
-        ObjectBucket("s3://bucket", lambda seconds: None)._asked("x", ask)
+        ObjectBucket("s3://bucket", lambda seconds: None)._call("x", ask)
     assert named.value.filename == "s3://bucket/x"
 
 

@@ -85,7 +85,7 @@ def test_urls_that_name_nothing(text):
 
 def test_nothing_is_imported_or_asked_before_it_is_needed():
     code = (
-        "import sys, llama_jax.cli, llama_jax.cli.paths; from llama_jax.storage import locate\n"
+        "import sys, llama_jax.cli, llama_jax.cli.options; from llama_jax.storage import locate\n"
         "locate('s3://bucket/x'); locate('hf://a/b')\n"
         "found = {'obstore', 'huggingface_hub', 'fsspec', 'httpx', 'jax', 'numpy'} & set(sys.modules)\n"
         "assert not found, found"
@@ -156,7 +156,7 @@ def test_files_are_read_by_ranges(memory):
 
 
 def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
-    monkeypatch.setattr(consistent_reader, "MOST_OPEN", 30)
+    monkeypatch.setattr(consistent_reader, "MAX_REQUEST_BYTES", 30)
     with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
         assert raw.read() == OBJECTS["models/a/model.bin"]
     assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
@@ -188,7 +188,10 @@ def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
         "s3://bucket/models/b.gguf: busy; asking again in 0.5 s (try 2 of 8)",
         "s3://bucket/models/b.gguf: 2 of 4 bytes came; asking again in 1 s (try 3 of 8)",
     ]
-    assert [0.5 * most <= wait <= most for wait, most in zip(waited, consistent_reader.WAITS, strict=False)] == [True, True]
+    assert [0.5 * most <= wait <= most for wait, most in zip(waited, consistent_reader.RETRY_WAITS, strict=False)] == [
+        True,
+        True,
+    ]
 
 
 def test_the_last_try_is_an_error_that_names_the_object(memory, monkeypatch):

@@ -70,7 +70,7 @@ def test_a_file_is_one_object(store, model):
 
 def test_a_large_file_goes_in_parts(store, model, monkeypatch):
     config, params = model
-    monkeypatch.setattr(object_store, "LEAST_PART", 5 << 10)
+    monkeypatch.setattr(object_store, "MIN_PART_BYTES", 5 << 10)
     llama_jax.save("s3://bucket/one.gguf", config, params)
     assert store.changes == [("PARTS", "one.gguf")]
     same("s3://bucket/one.gguf", params)

@@ -13,7 +13,7 @@ from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
-from llama_jax.tokenizers.interface import ENDS, order_matters, split_longest, split_special
+from llama_jax.tokenizers.interface import END_NAMES, order_matters, split_longest, split_special
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import EntryKind
 
@@ -214,7 +214,12 @@ def test_ends_that_llama_cpp_knows_by_their_texts(pairs):
     fields = to_metadata(pairs["ranks"][0])
     own = from_metadata(fields, "x.gguf").stop_ids
     size = len(fields["tokenizer.ggml.tokens"])
-    names = [*sorted(ENDS - {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}), "<fim_pad>", "<|file_sep|>", "<fim_prefix>"]
+    names = [
+        *sorted(END_NAMES - {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}),
+        "<fim_pad>",
+        "<|file_sep|>",
+        "<fim_prefix>",
+    ]
     tokenizer = from_metadata(with_tokens(fields, *((name, EntryKind.NORMAL) for name in names)), "x.gguf")
     ids = {name: size + i for i, name in enumerate(names)}
     # <|end|> is none beside <|return|>, and </s> none beside <|tool_response>; one that begins what is filled in is none.

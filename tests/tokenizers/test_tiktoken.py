@@ -10,7 +10,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TiktokenTokenizer
-from llama_jax.tokenizers.tiktoken import LONGEST_RUN, LONGEST_TEXT, SPLIT, cut, merges
+from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, MAX_RUN, MAX_TEXT, cut, merges
 from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
@@ -25,7 +25,7 @@ def llama3():
 def library():
     """tiktoken by itself, from its own reader of the file."""
     ranks = load_tiktoken_bpe(str(shared_data("tokenizers/llama3/tokenizer.model")))
-    return tiktoken.Encoding("llama3", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("llama3", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
 
 
 def test_ids_equal_llama_cpps_vectors():
@@ -75,17 +75,17 @@ def test_the_files_beside_it_name_other_ends():
     assert 300 in tokenizer.stop_ids
 
 
-@given(st.lists(st.tuples(st.sampled_from("a \n"), st.integers(1, 3 * LONGEST_RUN)), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from("a \n"), st.integers(1, 3 * MAX_RUN)), max_size=20))
 def test_long_texts_are_cut_as_meta_cuts_them(runs):
     """Oracle: the rule in words, character by character."""
     text = "".join(character * count for character, count in runs)
     expected = []
-    for start in range(0, len(text), LONGEST_TEXT):
+    for start in range(0, len(text), MAX_TEXT):
         piece, run, was_space = "", 0, None
-        for character in text[start : start + LONGEST_TEXT]:
+        for character in text[start : start + MAX_TEXT]:
             run = run + 1 if character.isspace() == was_space else 1
             was_space = character.isspace()
-            if run > LONGEST_RUN:
+            if run > MAX_RUN:
                 expected.append(piece)
                 piece, run = "", 1
             piece += character

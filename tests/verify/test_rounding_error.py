@@ -86,12 +86,6 @@ def test_what_may_lie_between_two_models(here, there, name, weights, activations
         assert rounding_between(origin(**a), origin(**b)) == Rounding(name, weights, activations)
 
 
-def test_explained_divergence_grows_with_the_rounding_and_ends_at_a_nat():
-    explained = [Rounding(kind, rounding, 0).kl for kind, rounding in ROUNDING.items()]
-    assert explained == sorted(explained)
-    assert (EXACT.kl, explained[-1]) == (0, rounding_error.KL_LIMIT)
-
-
 def test_float32_explains_a_rounding_per_position_of_what_is_added_and_left():
     norms = np.array([1.0, 2.0, 4.0])
     explained = EXACT.explains(norms, np.zeros(3)) / norms

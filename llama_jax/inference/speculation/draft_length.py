@@ -16,12 +16,12 @@ from llama_jax.inference.decode import STEPS_PER_CHUNK
 TRYING = 0.01  # share of the time that may be spent on trying numbers that are known as slower
 PROMISING = 1.25  # tokens per pass; with fewer, drafts pay on few devices, and a twentieth of that time is used
 MEMORY = 24  # tokens of a row after which the weight of an older observation is half; a reply may copy for a hundred
-PATIENCE = 4  # pieces between two tries
+PATIENCE = 4  # chunks between two tries
 GUESS = 1.1, 0.1  # cost in steps of an unmeasured pass, and of each draft; one pass that is tried measures it
 FIRST = 6  # passes after which the acceptance is known of a drafter that tells nothing beforehand
 MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: acceptance is known from few tokens; time is a guess
-SHORT, LONG = 0.04, 0.1  # seconds of a piece; the host works for half a millisecond after each
-SURE = STEPS_PER_CHUNK  # tokens without a correct draft after which drafts are hopeless: a short text has one more piece
+SHORT, LONG = 0.04, 0.1  # seconds of a chunk; the host works for half a millisecond after each
+SURE = STEPS_PER_CHUNK  # tokens without a correct draft after which drafts are hopeless: a short text has one more chunk
 SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
 
 
@@ -36,9 +36,9 @@ class Pace:
       passes: number of passes with drafts.
       hits, trials: drafts that were accepted, and those examined; older ones have less weight.
       elapsed, wasted: seconds in total, and those that the fastest number would have saved.
-      since: pieces since a number other than the best was tried.
-      lengths: passes (or steps) of the next piece with each number: while the number is the best, twice as many as the last
-        piece had, up to LONG and at least SHORT, or LONG at once where drafts are hopeless; a number that is only tried
+      since: chunks since a number other than the best was tried.
+      lengths: passes (or steps) of the next chunk with each number: while the number is the best, twice as many as the last
+        chunk had, up to LONG and at least SHORT, or LONG at once where drafts are hopeless; a number that is only tried
         starts with one, or CHUNK.
     """
 
@@ -63,7 +63,7 @@ class Pace:
         return cls((0, *reversed(numbers)), (None,) * len(shortest), blind, lengths=shortest)
 
     def length(self, number: int) -> int:
-        """Passes (or steps) of the next piece with this number of drafts, if there is room."""
+        """Passes (or steps) of the next chunk with this number of drafts, if there is room."""
         return self.lengths[self.numbers.index(number)]
 
     @property
@@ -106,9 +106,9 @@ class Pace:
         return number if self.rate(number) > margin * self.rate(0) else 0
 
     def goes_on(self, number: int) -> bool:
-        """Whether steps may be started after a piece with `number` drafts before its results are known.
+        """Whether steps may be started after a chunk with `number` drafts before its results are known.
 
-        The device then does not wait for the host; the results change the choice one piece later.
+        The device then does not wait for the host; the results change the choice one chunk later.
         """
         if number:
             return not self.blind and (number != self.best or self.seconds[self.numbers.index(number)] is None)
@@ -132,34 +132,36 @@ class Pace:
         return max(self.expected(number) / self.rate(number) - 1 / self.rate(self.best), 0.0) if self.seconds[0] else 0.0
 
     def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
-        """The value after a piece.
+        """The value after a chunk.
 
         Args:
-          passes: passes (or steps) of the piece.
+          passes: passes (or steps) of the chunk.
           rows: average number of rows that were not done.
           accepted, looked_at: drafts; for 0, those that would have been. Drafts after a wrong one were not looked at.
           seconds: None where the time does not count, because a program may have been compiled in it.
         """
         per_row = passes + (accepted / rows if number else 0.0)
         kept = 0.5 ** (per_row / MEMORY)
-        found = replace(self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1)
-        found = replace(found, passes=self.passes + (passes if number else 0))
+        updated = replace(
+            self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1
+        )
+        updated = replace(updated, passes=self.passes + (passes if number else 0))
         if seconds is None:
-            return found
+            return updated
         new, old = seconds / passes, self.seconds[self.numbers.index(number)]
         believed = new if old is None or new < old else old + SOFTENING * (new - old)
         times = tuple(believed if n == number else s for n, s in zip(self.numbers, self.seconds, strict=True))
-        found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
-        best = found.best
+        updated = replace(updated, seconds=times, elapsed=self.elapsed + seconds)
+        best = updated.best
         lengths = (
-            found._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else STEPS_PER_CHUNK
+            updated._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else STEPS_PER_CHUNK
             for n, length in zip(self.numbers, self.lengths, strict=True)
         )
-        found = replace(found, lengths=tuple(lengths))
-        if number == best or not found.rate(best):
-            return found
-        wasted = max(seconds - per_row / found.rate(best), 0.0)
-        return replace(found, wasted=self.wasted + wasted, since=0)
+        updated = replace(updated, lengths=tuple(lengths))
+        if number == best or not updated.rate(best):
+            return updated
+        wasted = max(seconds - per_row / updated.rate(best), 0.0)
+        return replace(updated, wasted=self.wasted + wasted, since=0)
 
     def _grown(self, number: int, passes: int, seconds: float) -> int:
         length, least = self.length(number), 1 if number else STEPS_PER_CHUNK

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
+from llama_jax.inference.compiled_decode import Run
 from llama_jax.inference.decode import DecodeState, Request, shard_cache
 from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
-from llama_jax.inference.generate import Run
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache
@@ -78,7 +78,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
-        return placed, placed._run().read_prompts(tokens, lengths, capacity, options).cache
+        return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
 
     def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray) -> KVCache:
         """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""
@@ -98,10 +98,12 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def propose(self, memory: KVCache, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """See `Drafter.propose`."""
         last = state.cache.length
-        two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
-        return self.propose_after(memory, state, two, count)
+        last_tokens = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
+        return self.propose_after(memory, state, last_tokens, count)
 
-    def propose_after(self, memory: KVCache, state: DecodeState, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose_after(
+        self, memory: KVCache, state: DecodeState, last_tokens: jax.Array, count: int
+    ) -> tuple[jax.Array, KVCache]:
         """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
 
         After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
@@ -120,7 +122,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return shard_cache(cache, self.sharding), seen, token
 
-        cache, seen, first = draw(memory.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
+        cache, seen, first = draw(memory.replace(length=last - 1), last_tokens, state.seen[:, :vocab], state.count)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry

@@ -26,7 +26,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
       shortest: number of last tokens that must match; otherwise nothing is drafted.
 
     Raises:
-      GenerationError: numbers that cannot be.
+      GenerationError: an invalid number.
     """
 
     tokens: int = struct.field(pytree_node=False, default=7)
@@ -44,11 +44,11 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         """See `Drafter.hindsight`."""
         rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
-        def look_back(piece: TokenChunk) -> tuple[int, int]:
+        def look_back(chunk: TokenChunk) -> tuple[int, int]:
             right = 0
-            for row, ids, valid in zip(rows, piece.tokens, piece.valid, strict=True):
+            for row, ids, valid in zip(rows, chunk.tokens, chunk.valid, strict=True):
                 right += sum([row.append(token) for token in ids[valid].tolist()])
-            return right, int(piece.valid.sum())
+            return right, int(chunk.valid.sum())
 
         return look_back
 

@@ -44,12 +44,12 @@ class Passes(NamedTuple):
     """The results of some passes.
 
     Attributes:
-      piece: [B, passes * (drafted + 1)]: for each pass the tokens that it gave, and then invalid ones.
+      chunk: [B, passes * (drafted + 1)]: for each pass the tokens that it gave, and then invalid ones.
       offered: int32[B, passes], tokens that were drafted.
       accepted: int32[B, passes], how many of them the model chose too.
     """
 
-    piece: TokenChunk
+    chunk: TokenChunk
     offered: jax.Array
     accepted: jax.Array
 
@@ -74,9 +74,9 @@ def verify(model: Model, state: DecodeState, drafts: jax.Array, choose: Any = sa
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
     with sharding.context():
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
-        state, piece = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
-    length = before + jnp.sum(piece.valid, axis=1, dtype=jnp.int32)
-    return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), piece
+        state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
+    length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
+    return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), chunk
 
 
 def choose_each(
@@ -136,14 +136,14 @@ def run_passes(
         (state, memory, history), taken, tokens, counts = carry
         drafts, memory = drafter.propose(memory, state, history, size.drafted)
         live, last = ~state.done, state.cache.length
-        state, piece = verify(model, state, drafts)
+        state, chunk = verify(model, state, drafts)
         memory = drafter.roll_back(memory, state.cache.length)
         put = lambda row, new, last: lax.dynamic_update_slice_in_dim(row, new, last + 1, 0)
-        history = sharding.constrain(jax.vmap(put)(history, piece.tokens, last), "row")
+        history = sharding.constrain(jax.vmap(put)(history, chunk.tokens, last), "row")
         tokens = tuple(
-            lax.dynamic_update_slice_in_dim(whole, new, taken * width, 1) for whole, new in zip(tokens, piece, strict=True)
+            lax.dynamic_update_slice_in_dim(whole, new, taken * width, 1) for whole, new in zip(tokens, chunk, strict=True)
         )
-        right = piece.valid[:, :-1] & (piece.tokens[:, :-1] == drafts)
+        right = chunk.valid[:, :-1] & (chunk.tokens[:, :-1] == drafts)
         new = jnp.sum(live[:, None] & (drafts >= 0), axis=1), jnp.sum(right, axis=1)
         counts = tuple(
             lax.dynamic_update_index_in_dim(whole, x.astype(jnp.int32), taken, 1)

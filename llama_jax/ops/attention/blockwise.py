@@ -31,64 +31,42 @@ Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class QueryGradientInputs(NamedTuple):
-    """What the backward pass reads of queries; it is cut into blocks together.
-
-    Attributes:
-      queries: [B, K, T, G, H].
-      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw.
-      mean: [B, K, T, G, 1], of the gradients of each query's weights, under the weights.
-      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
-    """
-
-    queries: jax.Array
-    normalizer: jax.Array
-    mean: jax.Array
-    of_mixed: jax.Array
-
-    @classmethod
-    def of(cls, queries: jax.Array, normalizer: jax.Array, mixed: jax.Array, of_mixed: jax.Array) -> QueryGradientInputs:
-        """From the mixture [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
-        mean = jnp.sum(of_mixed.astype(normalizer.dtype) * mixed, axis=-1, keepdims=True)
-        return cls(queries, normalizer, mean, of_mixed)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: AttentionMask,
+    mask: AttentionMask,
     scale: float,
     window: int | None = None,
 ) -> jax.Array:
     """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
-    return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
+    return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
 
-def _forward_and_kept(queries, keys, values, seen, scale, window):
-    found = forward_part(queries, keys, values, seen, scale=scale, window=window)
+def _blockwise_fwd(queries, keys, values, mask, scale, window):
+    out_lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
     # By a name, so that training can keep them: what comes out of a loop is otherwise made again by `jax.checkpoint`.
-    mixed, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (found[0].astype(queries.dtype), found[1]))
-    return mixed, (pack_bits((queries, keys, values, mixed)), normalizer, seen)
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out_lse[0].astype(queries.dtype), out_lse[1]))
+    return out, (pack_bits((queries, keys, values, out)), lse, mask)
 
 
-def _backward(scale: float, window: int | None, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
-    arrays, normalizer, seen = kept
-    queries, keys, values, mixed = unpack_bits(arrays)
-    of_queries = QueryGradientInputs.of(queries, normalizer, mixed, of_mixed)
-    found = backward_part(of_queries, keys, values, seen, scale=scale, window=window)
-    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+def _blockwise_bwd(scale: float, window: int | None, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    arrays, lse, mask = residuals
+    queries, keys, values, out = unpack_bits(arrays)
+    inputs = QueryGradientInputs.of(queries, lse, out, d_out)
+    gradients = backward_part(inputs, keys, values, mask, scale=scale, window=window)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (queries, keys, values), strict=True)), None
 
 
-blockwise.defvjp(_forward_and_kept, _backward)
+blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
 def forward_part(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: AttentionMask,
+    mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -98,46 +76,68 @@ def forward_part(
     Args:
       queries: [B, K, T, G, H].
       keys, values: [B, K, S, H].
-      seen: what stands where.
+      mask: of these queries and keys.
 
     Returns:
-      The mixture [B, K, T, G, H] and the log-sum-exp of each query's scores [B, K, T, G, 1], both in float32 at least; 0 and
+      The output [B, K, T, G, H] and the log-sum-exp of each query's scores [B, K, T, G, 1], both in float32 at least; 0 and
       -inf for a query that sees none of the keys.
     """
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     query_blocks, key_blocks = _blocks_of(queries, keys)
-    first, end = _reach(seen, window, query_blocks, key_blocks)
+    first, end = _reach(mask, window, query_blocks, key_blocks)
     arrays = pack_bits((queries, keys, values))  # each block is a slice of them
 
-    def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own = unpack_bits(query_blocks.cut(arrays[0], i, -3))
+    def block_of_queries(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
-            largest, total, mixed = carry
+            largest, total, out = carry
             key, value = (unpack_bits(key_blocks.cut(x, j, -2)) for x in arrays[1:])
-            scores = scores_of(own, key, visible(_cut(seen, query_blocks, i, key_blocks, j), window), scale)
+            scores = scores_of(query, key, visible(_cut(mask, query_blocks, i, key_blocks, j), window), scale)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return larger, total, mixed * shrink + weighted_values(weights, value)
+            return larger, total, out * shrink + weighted_values(weights, value)
 
-        # Like `own`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
-        total, mixed = (jnp.zeros_like(own, precise, (*own.shape[:-1], size)) for size in (1, width))
-        start = jnp.full_like(total, LOWEST), total, mixed
-        largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        mixed = mixed / jnp.where(total == 0, 1, total)
-        normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
-        return query_blocks.put(found[0], mixed, i, -3), query_blocks.put(found[1], normalizer, i, -3)
+        # Like `query`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
+        total, out = (jnp.zeros_like(query, precise, (*query.shape[:-1], size)) for size in (1, width))
+        start = jnp.full_like(total, LOWEST), total, out
+        largest, total, out = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        out = out / jnp.where(total == 0, 1, total)
+        lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+        return query_blocks.put(results[0], out, i, -3), query_blocks.put(results[1], lse, i, -3)
 
-    mixed, normalizer = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
-    return _loop(query_blocks.count, block_of_queries, (mixed, normalizer))
+    out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
+    return _loop(query_blocks.count, block_of_queries, (out, lse))
+
+
+class QueryGradientInputs(NamedTuple):
+    """What the backward pass reads for each query; it is cut into blocks together.
+
+    Attributes:
+      queries: [B, K, T, G, H].
+      lse: [B, K, T, G, 1], the log-sum-exp of the scores over all keys that a query saw.
+      delta: [B, K, T, G, 1], the inner product of the output and its gradient (Dao et al. 2022, algorithm 4).
+      d_out: [B, K, T, G, H], the gradient of the attention output.
+    """
+
+    queries: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    d_out: jax.Array
+
+    @classmethod
+    def of(cls, queries: jax.Array, lse: jax.Array, out: jax.Array, d_out: jax.Array) -> QueryGradientInputs:
+        """From the attention output [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+        delta = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1, keepdims=True)
+        return cls(queries, lse, delta, d_out)
 
 
 def backward_part(
-    of_queries: QueryGradientInputs,
+    inputs: QueryGradientInputs,
     keys: jax.Array,
     values: jax.Array,
-    seen: AttentionMask,
+    mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -145,30 +145,30 @@ def backward_part(
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
     Args:
-      of_queries: with the log-sum-exp over these keys and all others that a query saw.
+      inputs: with the log-sum-exp over these keys and all others that a query saw.
       keys, values: [B, K, S, H].
-      seen: what stands where.
+      mask: of these queries and keys.
     """
-    query_blocks, key_blocks = _blocks_of(of_queries.queries, keys)
-    first, end = _reach(seen, window, query_blocks, key_blocks)
-    precise = of_queries.normalizer.dtype
-    arrays = pack_bits(of_queries), pack_bits((keys, values))
+    query_blocks, key_blocks = _blocks_of(inputs.queries, keys)
+    first, end = _reach(mask, window, query_blocks, key_blocks)
+    precise = inputs.lse.dtype
+    arrays = pack_bits(inputs), pack_bits((keys, values))
 
-    def block_of_queries(i: jax.Array, found: Three) -> Three:
-        own = unpack_bits(query_blocks.cut(arrays[0], i, -3))
+    def block_of_queries(i: jax.Array, gradients: Three) -> Three:
+        query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
-            of_own, of_keys, of_values = carry
+            dq, dk, dv = carry
             key, value = unpack_bits(key_blocks.cut(arrays[1], j, -2))
-            allowed = visible(_cut(seen, query_blocks, i, key_blocks, j, once=True), window)
-            new = gradients_of_block(scale, own, key, value, allowed)
-            return of_own + new[0], key_blocks.add(of_keys, new[1], j, -2), key_blocks.add(of_values, new[2], j, -2)
+            allowed = visible(_cut(mask, query_blocks, i, key_blocks, j, once=True), window)
+            new = block_gradients(scale, query, key, value, allowed)
+            return dq + new[0], key_blocks.add(dk, new[1], j, -2), key_blocks.add(dv, new[2], j, -2)
 
-        start = jnp.zeros_like(own.queries, precise), *found[1:]
-        of_own, of_keys, of_values = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        return query_blocks.add(found[0], of_own, i, -3), of_keys, of_values
+        start = jnp.zeros_like(query.queries, precise), *gradients[1:]
+        dq, dk, dv = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        return query_blocks.add(gradients[0], dq, i, -3), dk, dv
 
-    zeros = partial(jnp.zeros_like, of_queries.queries, precise)
+    zeros = partial(jnp.zeros_like, inputs.queries, precise)
     return _loop(query_blocks.count, block_of_queries, (zeros(), zeros(keys.shape), zeros(values.shape)))
 
 
@@ -181,8 +181,8 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
-def gradients_of_block(
-    scale: float, of_queries: QueryGradientInputs, keys: jax.Array, values: jax.Array, allowed: jax.Array
+def block_gradients(
+    scale: float, inputs: QueryGradientInputs, keys: jax.Array, values: jax.Array, allowed: jax.Array
 ) -> Three:
     """The gradients from all scores of some queries and keys.
 
@@ -191,33 +191,33 @@ def gradients_of_block(
     Args:
       allowed: bool[B|1, T, S].
     """
-    queries, normalizer, mean, of_mixed = of_queries
+    queries, lse, delta, d_out = inputs
 
     def flat(x: jax.Array) -> jax.Array:  # [B, K, T, G, ...] as [B, K, T * G, ...]
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
     def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-        return lax.dot_general(a, b, (((3,), (axis,)), ((0, 1), (0, 1))), preferred_element_type=normalizer.dtype)
+        return lax.dot_general(a, b, (((3,), (axis,)), ((0, 1), (0, 1))), preferred_element_type=lse.dtype)
 
-    flat_queries, of_flat = flat(queries).astype(keys.dtype), flat(of_mixed).astype(values.dtype)
+    flat_queries, flat_d_out = flat(queries).astype(keys.dtype), flat(d_out).astype(values.dtype)
     allowed = jnp.repeat(allowed.swapaxes(-1, -2), queries.shape[-2], axis=-1)[:, None]  # [B|1, 1, S, T * G]
-    logarithms = product(keys, flat_queries, 3) * scale - flat(normalizer).swapaxes(-1, -2)
+    logarithms = product(keys, flat_queries, 3) * scale - flat(lse).swapaxes(-1, -2)
     weights = jnp.where(allowed, jnp.exp(logarithms), 0)
-    of_values = product(weights.astype(values.dtype), of_flat, 2)
-    of_weights = product(values, of_flat, 3)
-    of_scores = (weights * (of_weights - flat(mean).swapaxes(-1, -2))).astype(keys.dtype)
+    dv = product(weights.astype(values.dtype), flat_d_out, 2)
+    d_weights = product(values, flat_d_out, 3)
+    d_scores = (weights * (d_weights - flat(delta).swapaxes(-1, -2))).astype(keys.dtype)
     # Scaled after the matmuls and not before: there are H numbers per query instead of S.
-    of_keys = product(of_scores, flat_queries, 2) * scale
-    of_own = (weight_gradient(of_scores, keys) * scale).reshape(queries.shape)
-    return of_own, of_keys, of_values
+    dk = product(d_scores, flat_queries, 2) * scale
+    dq = (weight_gradient(d_scores, keys) * scale).reshape(queries.shape)
+    return dq, dk, dv
 
 
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention to two sets of keys from the attention to each: mixtures and log-sum-exps as `forward_part` gives them."""
-    normalizer = jnp.logaddexp(first[1], second[1])
-    known = jnp.where(normalizer == -jnp.inf, 0, normalizer)  # a query that sees nothing in either: exp(-inf - 0) = 0
-    shares = (mixed * jnp.exp(own - known) for mixed, own in (first, second))
-    return functools.reduce(jnp.add, shares), normalizer
+    """Attention to two sets of keys from the attention to each: outputs and log-sum-exps as `forward_part` returns them."""
+    lse = jnp.logaddexp(first[1], second[1])
+    known = jnp.where(lse == -jnp.inf, 0, lse)  # a query that sees nothing in either: exp(-inf - 0) = 0
+    shares = (out * jnp.exp(part - known) for out, part in (first, second))
+    return functools.reduce(jnp.add, shares), lse
 
 
 @dataclass(frozen=True)
@@ -278,30 +278,30 @@ def _side(heads: int) -> int:
 
 
 def _cut(
-    seen: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
+    mask: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
 ) -> AttentionMask:
     """What stands where in a pair of blocks; a key is in one block only, and a query too where `once` asks for it."""
-    queries = query_blocks.own(seen.query_positions, i, NO_QUERY) if once else query_blocks.cut(seen.query_positions, i, -1)
-    keys = key_blocks.own(seen.key_positions, j, NO_KEY)
+    queries = query_blocks.own(mask.query_positions, i, NO_QUERY) if once else query_blocks.cut(mask.query_positions, i, -1)
+    keys = key_blocks.own(mask.key_positions, j, NO_KEY)
     return AttentionMask(
-        queries, keys, query_blocks.cut(seen.query_segments, i, -1), key_blocks.cut(seen.key_segments, j, -1)
+        queries, keys, query_blocks.cut(mask.query_segments, i, -1), key_blocks.cut(mask.key_segments, j, -1)
     )
 
 
 def _reach(
-    seen: AttentionMask, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks
+    mask: AttentionMask, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """The first block of keys that some query of each block may see, and the one after the last: int32[blocks] each."""
-    earliest, latest = query_blocks.ends(seen.query_positions, NO_QUERY)
-    nearest, farthest = key_blocks.ends(seen.key_positions, NO_KEY)
+    earliest, latest = query_blocks.ends(mask.query_positions, NO_QUERY)
+    nearest, farthest = key_blocks.ends(mask.key_positions, NO_KEY)
     last = latest[:, None]
     needed = nearest[None] <= last
     if window is not None:
         # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
         oldest = jnp.maximum(earliest, 0)[:, None] - window
         needed &= (farthest[None] > oldest) & (latest[:, None] >= 0)
-    if seen.query_segments is not None and seen.key_segments is not None:
-        (low, high), (lowest, highest) = query_blocks.ends(seen.query_segments), key_blocks.ends(seen.key_segments)
+    if mask.query_segments is not None and mask.key_segments is not None:
+        (low, high), (lowest, highest) = query_blocks.ends(mask.query_segments), key_blocks.ends(mask.key_segments)
         above = high[:, None]
         needed &= (lowest[None] <= above) & (low[:, None] <= highest[None])
     some = jnp.any(needed, axis=1)

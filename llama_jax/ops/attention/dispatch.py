@@ -22,14 +22,14 @@ AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
-MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
+MANY_SCORES, MANY_QUERIES, FEW_QUERIES_OF_GPU = 2**20, 64, 16
 SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
 
 
 def attend(
     queries: jax.Array,
     view: KVView,
-    seen: AttentionMask,
+    mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -44,13 +44,13 @@ def attend(
     Args:
       queries: [B, K, T, G, H].
       view: of keys and values [B, K, S, H].
-      seen: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
+      mask: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
         causal mask and also hides the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
       window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
       backend: "reference" is the definition; "dense" makes whole rows of scores, the fastest for short ones, and supports
         every kind of differentiation; "blockwise" uses memory that grows with T + S instead of T * S; "cudnn" and "splash"
-        are kernels for GPUs and TPUs. "auto" uses `choose`.
+        are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
       head_sharding: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
 
     Returns:
@@ -61,26 +61,26 @@ def attend(
         together.
     """
     keys, values = view
-    check_shapes(queries, keys, seen, window)
+    check_shapes(queries, keys, mask, window)
     problem = kernels.AttentionShape(
         queries.shape,
         keys.shape,
         queries.dtype,
-        seen.ordered,
-        seen.query_segments is not None,
+        mask.ordered,
+        mask.query_segments is not None,
         mesh_in_force(),
         head_sharding,
     )
     name, why = choose_backend(lowering_platform(), lowering_device_kind(), problem, backend)
     log_backend(name, why)
     if name == "blockwise":
-        return blockwise(queries, keys, values, seen, scale, window)
+        return blockwise(queries, keys, values, mask, scale, window)
     if name == "dense":
-        return dense_attention(queries, keys, values, seen, scale, window)
+        return dense_attention(queries, keys, values, mask, scale, window)
     if name == "reference":
-        return reference(queries, keys, values, seen, scale=scale, window=window)
+        return reference(queries, keys, values, mask, scale=scale, window=window)
     kernel = {"cudnn": kernels.cudnn, "splash": kernels.splash}[name]
-    return kernels.over_devices(partial(kernel, scale=scale, window=window), head_sharding)(queries, keys, values, seen)
+    return kernels.over_devices(partial(kernel, scale=scale, window=window), head_sharding)(queries, keys, values, mask)
 
 
 def choose_backend(
@@ -102,12 +102,12 @@ def choose_backend(
     if backend != "auto":
         if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
-        return backend, "as asked for"
+        return backend, "as requested"
     plain, why = _without_kernel(platform, problem)
     kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
-    if problem.queries[2] <= (FEW_QUERIES if kernel == "cudnn" and not problem.ordered else 1):
+    if problem.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not problem.ordered else 1):
         return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
     refusal = refusals[kernel](platform, device_kind, problem)
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")

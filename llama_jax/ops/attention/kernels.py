@@ -30,11 +30,13 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, visible
+from llama_jax.ops.platform import TPU_LANES
 
-TPU_LANES = 128  # a TPU kernel's blocks are multiples of it
 WIDEST = 128  # features of a head that cuDNN has
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
-FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks
+# Blocks of queries for which cuDNN is given a mask: the least queries of one, and how many of rows and of long rows.
+LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
+LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
@@ -48,7 +50,7 @@ class HeadSharding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What attention is asked for, as far as the choice depends on it.
+    """The shapes of an attention call, as far as the choice of a backend depends on them.
 
     Attributes:
       queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
@@ -115,37 +117,41 @@ def _refusal_of_division(kernel: str, problem: AttentionShape) -> str | None:
 
 
 def cudnn(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: AttentionMask, *, scale: float, window: int | None = None
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask, *, scale: float, window: int | None = None
 ) -> jax.Array:
     """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
 
     Segments, and positions other than those of whole rows, are passed to cuDNN as a mask. Whole rows are then computed in
     blocks of queries, which avoids most of the mask, and the scores after a block.
     """
-    if seen.ordered and seen.query_segments is None:
+    if mask.ordered and mask.query_segments is None:
         local = None if window is None else (window - 1, 0)
         return _dot_product_attention(queries, keys, values, scale, is_causal=True, local_window_size=local)
     new, slots = queries.shape[2], keys.shape[2]
-    count = min(BLOCKS_OF_LONG if new >= LONG else BLOCKS, max(new // FEWEST_MASKED, 1)) if seen.ordered else 1
-    found = []
+    count = (
+        min(MASKED_BLOCKS_OF_LONG_ROWS if new >= LONG_ROWS else MASKED_BLOCKS, max(new // LEAST_MASKED_QUERIES, 1))
+        if mask.ordered
+        else 1
+    )
+    blocks = []
     for begin, end in itertools.pairwise(2 * (new * i // (2 * count)) for i in range(count + 1)):
-        first = max(begin - window + 1, 0) // 2 * 2 if seen.ordered and window is not None else 0
-        last = end if seen.ordered else slots
-        allowed = visible(seen.part(slice(begin, end), slice(first, last)), window)
-        mixed = _dot_product_attention(
+        first = max(begin - window + 1, 0) // 2 * 2 if mask.ordered and window is not None else 0
+        last = end if mask.ordered else slots
+        allowed = visible(mask.part(slice(begin, end), slice(first, last)), window)
+        attended = _dot_product_attention(
             queries[:, :, begin:end], keys[:, :, first:last], values[:, :, first:last], scale, mask=allowed[:, None]
         )
-        if not seen.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
-            mixed = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], mixed, 0)
-        found.append(mixed)
-    return jnp.concatenate(found, axis=2)
+        if not mask.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
+            attended = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], attended, 0)
+        blocks.append(attended)
+    return jnp.concatenate(blocks, axis=2)
 
 
 def _dot_product_attention(
     queries: jax.Array, keys: jax.Array, values: jax.Array, scale: float, **options: Any
 ) -> jax.Array:
     batch, heads, new, groups, width = queries.shape
-    mixed = jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         queries.swapaxes(1, 2).reshape(batch, new, heads * groups, width),
         keys.swapaxes(1, 2),
         values.swapaxes(1, 2),
@@ -153,14 +159,14 @@ def _dot_product_attention(
         implementation="cudnn",
         **options,
     )
-    return mixed.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
+    return attended.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
 
 
 def splash(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: AttentionMask,
+    mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
@@ -172,10 +178,10 @@ def splash(
 
     batch, _, new, groups, _ = queries.shape
     square = new, new
-    mask = kernels.CausalMask(square) if window is None else kernels.LocalMask(square, (window - 1, 0), 0)
+    causal = kernels.CausalMask(square) if window is None else kernels.LocalMask(square, (window - 1, 0), 0)
     side = next(size for size in (512, 256, TPU_LANES) if new % size == 0)
     kernel = kernels.make_splash_mqa_single_device(
-        kernels.MultiHeadMask([mask] * groups),
+        kernels.MultiHeadMask([causal] * groups),
         block_sizes=kernels.BlockSizes(
             block_q=side,
             block_kv=side,
@@ -190,12 +196,12 @@ def splash(
         interpret=interpret,
     )
     segments = None
-    if seen.query_segments is not None and seen.key_segments is not None:
-        segments = kernels.SegmentIds(*(jnp.broadcast_to(x, (batch, new)) for x in (seen.query_segments, seen.key_segments)))
+    if mask.query_segments is not None and mask.key_segments is not None:
+        segments = kernels.SegmentIds(*(jnp.broadcast_to(x, (batch, new)) for x in (mask.query_segments, mask.key_segments)))
     over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))  # queries [G, T, H], keys and values [T, H]
     by_group = (queries * scale).astype(queries.dtype).swapaxes(2, 3)
-    mixed = jax.vmap(over_heads)(by_group, keys, values, segments)
-    return mixed.swapaxes(2, 3).astype(queries.dtype)
+    attended = jax.vmap(over_heads)(by_group, keys, values, segments)
+    return attended.swapaxes(2, 3).astype(queries.dtype)
 
 
 def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
@@ -207,12 +213,12 @@ def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
     if head_sharding is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return kernel
 
-    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: AttentionMask) -> jax.Array:
+    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
         rows = head_sharding.mesh_axes_of_rows or None
         heads = P(rows, head_sharding.mesh_axes_of_heads or None)
-        of_seen = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), seen)
+        mask_spec = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), mask)
         # Not checked: a kernel does not say over which axes its results differ.
-        mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, of_seen), out_specs=heads, check_vma=False)
-        return mapped(queries, keys, values, seen)
+        mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, mask_spec), out_specs=heads, check_vma=False)
+        return mapped(queries, keys, values, mask)
 
     return run

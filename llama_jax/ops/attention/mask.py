@@ -39,7 +39,7 @@ class AttentionMask(struct.PyTreeNode):
 
     @classmethod
     def whole(cls, length: int, segments: jax.Array | None = None) -> AttentionMask:
-        """Of whole rows of T tokens, each of which sees itself and those before it: `segments` int32[B, T] or None."""
+        """The causal mask of whole rows of T tokens, with the document of each: `segments` int32[B, T] or None."""
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         return cls(slots, slots, segments, segments, ordered=True)
 
@@ -53,12 +53,12 @@ class AttentionMask(struct.PyTreeNode):
         )
 
 
-def visible(seen: AttentionMask, window: int | None = None) -> jax.Array:
+def visible(mask: AttentionMask, window: int | None = None) -> jax.Array:
     """bool[B|1, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
-    queries, keys = seen.query_positions[..., :, None], seen.key_positions[..., None, :]
-    found = keys <= queries
+    queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
+    allowed = keys <= queries
     if window is not None:
-        found &= queries - keys < window
-    if seen.query_segments is not None and seen.key_segments is not None:
-        found &= seen.query_segments[..., :, None] == seen.key_segments[..., None, :]
-    return found
+        allowed &= queries - keys < window
+    if mask.query_segments is not None and mask.key_segments is not None:
+        allowed &= mask.query_segments[..., :, None] == mask.key_segments[..., None, :]
+    return allowed

@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages, of which a table says which belong to a row (Kwon et al. 2023, section 4)."""
+"""Attention to keys and values in pages; a table has the pages of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.ops.platform import log_backend, lowering_platform, mesh_in_force
 
 
 class PagedView(struct.PyTreeNode):
-    """Keys and values in pages, of which a table says which belong to a row.
+    """Keys and values in pages, and a table of the pages of each row.
 
     Attributes:
       pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side: the key of head k at 2k, its
@@ -56,55 +56,40 @@ class PagedView(struct.PyTreeNode):
             return jnp.pad(row, padding, mode="edge"), jnp.pad(position.reshape(-1), padding, constant_values=NO_QUERY)
         token = jnp.arange(count, dtype=jnp.int32)
         row = jnp.searchsorted(self.starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-        own = jnp.minimum(row, rows - 1)
-        return own, jnp.where(row < rows, self.lengths[own] - self.starts[own + 1] + token, NO_QUERY)
+        valid_row = jnp.minimum(row, rows - 1)
+        return valid_row, jnp.where(row < rows, self.lengths[valid_row] - self.starts[valid_row + 1] + token, NO_QUERY)
 
 
-def write_paged(
-    pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, head_sharding: HeadSharding | None = None
-) -> Any:
-    """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
+def paged_reference(
+    queries: jax.Array,
+    view: PagedView,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: int = 0,
+    sink_queries: jax.Array | None = None,
+) -> jax.Array:
+    """`attend_paged` as it is defined, of every token with all slots of its row: the oracle of the other ways."""
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    row, position = view.tokens(len(queries))
+    gathered: Any = over_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
+    dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
+    slots = dense.reshape(len(queries), -1, *dense.shape[3:])
+    query, key = position[:, None], jnp.arange(slots.shape[1])[None]
+    sink = (key < sinks) & (key <= query)
+    allowed = seen_by(query, key, window, chunk) | sink  # [T, S]
+    keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
 
-    Args:
-      pages: [L, P, page, 2K, H], an array or `Quantized`.
-      keys, values: [T, K, H]. Padding is dropped.
-      view: where they belong; its own pages are not read.
-      head_sharding: as for `attend_paged`.
+    def scores_of(queries: jax.Array) -> jax.Array:
+        return jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
 
-    Returns:
-      The pages with them.
-
-    Raises:
-      MeshError: as `attend_paged`.
-    """
-    cut = _Cut.of(head_sharding, pages, view, len(keys))
-    if cut is None:
-        return _write(pages, keys, values, view)
-    of_pages, of_tokens, of_view = cut.specs(pages, view)
-    run = jax.shard_map(
-        lambda pages, keys, values, view: _write(pages, keys, values, _own(view, pages.shape[1], cut.rows)),
-        in_specs=(of_pages, of_tokens, of_tokens, of_view),
-        out_specs=of_pages,
-        check_vma=False,
-    )
-    return run(pages, keys, values, view.replace(pages=None))
-
-
-def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
-    layers, count, page, *_ = pages.shape
-    row, position = view.tokens(len(keys))
-    place = (view.layer * count + view.table[row, position // page]) * page + position % page
-    there = (position != NO_QUERY) & (position < view.table.shape[1] * page)
-    place = jnp.where(there, place, layers * count * page)  # beyond the end
-    both = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
-    new = quantize(both) if isinstance(pages, Quantized) else both.astype(pages.dtype)
-    return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
-
-
-@for_cpu(cpu.put_rows)
-def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """[L, P, page, ...] with rows [T, ...] at int32[T] places; those beyond the end are dropped."""
-    return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
+    scores = scores_of(queries)
+    if sink_queries is not None:
+        scores = jnp.where(sink[:, None, None], scores_of(sink_queries), scores)
+    scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
+    weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
+    return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)
 
 
 def attend_paged(
@@ -144,16 +129,63 @@ def attend_paged(
     cut = _Cut.of(head_sharding, view.pages, view, len(queries))
     if cut is None:
         return attend(queries, view, sink_queries=sink_queries)
-    of_pages, of_tokens, of_view = cut.specs(view.pages, view)
+    pages_spec, tokens_spec, view_spec = cut.specs(view.pages, view)
     run = jax.shard_map(
         lambda queries, sink_queries, view: attend(
             queries, _own(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
         ),
-        in_specs=(of_tokens, None if sink_queries is None else of_tokens, of_view.replace(pages=of_pages)),
-        out_specs=of_tokens,
+        in_specs=(tokens_spec, None if sink_queries is None else tokens_spec, view_spec.replace(pages=pages_spec)),
+        out_specs=tokens_spec,
         check_vma=False,  # a kernel does not say over which axes its results differ
     )
     return run(queries, sink_queries, view)
+
+
+def write_paged(
+    pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, head_sharding: HeadSharding | None = None
+) -> Any:
+    """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
+
+    Args:
+      pages: [L, P, page, 2K, H], an array or `Quantized`.
+      keys, values: [T, K, H]. Padding is dropped.
+      view: where they belong; its own pages are not read.
+      head_sharding: as for `attend_paged`.
+
+    Returns:
+      The pages with them.
+
+    Raises:
+      MeshError: as `attend_paged`.
+    """
+    cut = _Cut.of(head_sharding, pages, view, len(keys))
+    if cut is None:
+        return _write(pages, keys, values, view)
+    pages_spec, tokens_spec, view_spec = cut.specs(pages, view)
+    run = jax.shard_map(
+        lambda pages, keys, values, view: _write(pages, keys, values, _own(view, pages.shape[1], cut.rows)),
+        in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
+        out_specs=pages_spec,
+        check_vma=False,
+    )
+    return run(pages, keys, values, view.replace(pages=None))
+
+
+def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
+    layers, count, page, *_ = pages.shape
+    row, position = view.tokens(len(keys))
+    place = (view.layer * count + view.table[row, position // page]) * page + position % page
+    there = (position != NO_QUERY) & (position < view.table.shape[1] * page)
+    place = jnp.where(there, place, layers * count * page)  # beyond the end
+    both = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
+    new = quantize(both) if isinstance(pages, Quantized) else both.astype(pages.dtype)
+    return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
+
+
+@for_cpu(cpu.put_rows)
+def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """[L, P, page, ...] with rows [T, ...] at int32[T] places; those beyond the end are dropped."""
+    return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
 
 
 class _Cut(NamedTuple):
@@ -185,10 +217,10 @@ class _Cut(NamedTuple):
         return cls(rows, heads)
 
     def specs(self, pages: Any, view: PagedView) -> tuple[Any, P, PagedView]:
-        """Of pages, of anything [T, K, ...], and of a view without pages."""
+        """Partition specs of pages, of anything [T, K, ...], and of a view without pages."""
         rows, heads = self.rows or None, self.heads or None
-        of_view = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
-        return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), of_view
+        view_spec = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
+        return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), view_spec
 
 
 def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
@@ -235,35 +267,3 @@ def choose_paged(platform: str, problem: PagedAttentionShape) -> tuple[str, str]
     name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
     refusal = refuse(platform, problem)
     return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)
-
-
-def paged_reference(
-    queries: jax.Array,
-    view: PagedView,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: int = 0,
-    sink_queries: jax.Array | None = None,
-) -> jax.Array:
-    """`attend_paged` as it is defined, of every token with all slots of its row: the oracle of the other ways."""
-    precise = jnp.promote_types(queries.dtype, jnp.float32)
-    row, position = view.tokens(len(queries))
-    gathered: Any = over_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
-    dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
-    slots = dense.reshape(len(queries), -1, *dense.shape[3:])
-    query, key = position[:, None], jnp.arange(slots.shape[1])[None]
-    sink = (key < sinks) & (key <= query)
-    allowed = seen_by(query, key, window, chunk) | sink  # [T, S]
-    keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
-
-    def scores_of(queries: jax.Array) -> jax.Array:
-        return jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
-
-    scores = scores_of(queries)
-    if sink_queries is not None:
-        scores = jnp.where(sink[:, None, None], scores_of(sink_queries), scores)
-    scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
-    weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
-    return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)

@@ -66,16 +66,16 @@ def attend_by_blocks(
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries
 
-    def of_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
-        """Of some queries [q, K, G, H] of a row, from a position on."""
+    def attend_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
+        """Attention of queries [q, K, G, H] of a row, from a position on."""
         position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
         held = jnp.minimum(view.lengths[row], entries * page)
 
-        def of_keys(
+        def add_keys(
             carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, seen: Any
         ) -> tuple[jax.Array, ...]:
             """With those of `count` pages from an entry of the table on, which `seen` tells from their positions."""
-            largest, total, mixed = carry
+            largest, total, acc = carry
             chosen = lax.dynamic_slice(table, (row, entry), (1, count))[0]
             read: Any = over_rows(lambda x: x[view.layer, chosen], view.pages)
             both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
@@ -88,7 +88,7 @@ def attend_by_blocks(
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
             new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
-            return larger, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new
+            return larger, total * shrink + jnp.sum(weights, axis=-1), acc * shrink[..., None] + new
 
         shape = heads, len(queries), groups
         carry: tuple[jax.Array, ...] = (
@@ -97,43 +97,43 @@ def attend_by_blocks(
             jnp.zeros((*shape, width), precise),
         )
         if sinks:
-            of_sinks = min(-(-sinks // page), entries)
-            carry = of_keys(carry, sink_queries, jnp.int32(0), of_sinks, lambda key: (key <= position) & (key < sinks))
+            sink_pages = min(-(-sinks // page), entries)
+            carry = add_keys(carry, sink_queries, jnp.int32(0), sink_pages, lambda key: (key <= position) & (key < sinks))
         others = lambda key: seen_by(position, key, window, chunk) & (key >= sinks)
         keys = pages_at_once * page
         last = jnp.minimum(begin + len(queries), held)
         first = first_seen(begin, window, chunk) // keys
-        step = lambda j, carry: of_keys(carry, queries, j * pages_at_once, pages_at_once, others)
-        _, total, mixed = lax.fori_loop(first, -(-last // keys), step, carry)
-        return (mixed / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
+        step = lambda j, carry: add_keys(carry, queries, j * pages_at_once, pages_at_once, others)
+        _, total, acc = lax.fori_loop(first, -(-last // keys), step, carry)
+        return (acc / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
 
     if view.each is not None and view.each <= FEW_QUERIES and tokens == rows * view.each:
         # All rows at once, as they are decoded: a matmul for all of them instead of one for each.
         by_row = (x.reshape(rows, view.each, *x.shape[1:]) for x in (queries, sink_queries))
-        found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
-        return found.reshape(queries.shape)
+        out = jax.vmap(attend_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
+        return out.reshape(queries.shape)
 
     blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
     padded = [jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0))) for x in (queries, sink_queries)]
 
-    def of_block(i: jax.Array, found: jax.Array) -> jax.Array:
+    def attend_block(i: jax.Array, out: jax.Array) -> jax.Array:
         # Of the row's last block, tokens of the next row are computed too and then written over.
-        own = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
-        mixed = of_row(blocks.rows[i], blocks.positions[i], *own)
-        return lax.dynamic_update_slice_in_dim(found, mixed, blocks.starts[i], 0)
+        queries_of_block = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
+        acc = attend_row(blocks.rows[i], blocks.positions[i], *queries_of_block)
+        return lax.dynamic_update_slice_in_dim(out, acc, blocks.starts[i], 0)
 
-    found = lax.fori_loop(0, blocks.needed, of_block, jnp.zeros_like(padded[0]))[:tokens]
-    return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], found, 0)
+    out = lax.fori_loop(0, blocks.needed, attend_block, jnp.zeros_like(padded[0]))[:tokens]
+    return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
 def seen_by(query: jax.Array, key: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
     """Whether the query at a position sees the key at another of its row."""
-    found = key <= query
+    allowed = key <= query
     if window is not None:
-        found &= query - key < window
+        allowed &= query - key < window
     if chunk is not None:
-        found &= query // chunk == key // chunk
-    return found
+        allowed &= query // chunk == key // chunk
+    return allowed
 
 
 def first_seen(query: jax.Array, window: int | None, chunk: int | None) -> jax.Array:

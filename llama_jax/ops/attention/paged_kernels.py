@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
 from llama_jax.ops.int8 import Quantized
 
-KEYS_AT_ONCE, QUERIES_AT_ONCE = 512, 32  # of a block of the TPU's kernel
+KEYS_OF_TPU_BLOCK, QUERIES_OF_TPU_BLOCK = 512, 32  # of a block of the TPU's kernel
 LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
 
 
 @dataclass(frozen=True)
 class PagedAttentionShape:
-    """What attention over pages is asked for, as far as the choice depends on it.
+    """The shapes of an attention call over pages, as far as the choice of a kernel depends on them.
 
     Attributes:
       queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
@@ -85,7 +85,7 @@ def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = 
         table = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
         lengths -= first * page
     order = jnp.argsort(new == 0, stable=True)
-    mixed = ragged_paged_attention(
+    acc = ragged_paged_attention(
         queries.reshape(tokens, heads * groups, width),
         view.pages.reshape(layers * count, page, both, width),
         lengths[order],
@@ -94,11 +94,11 @@ def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = 
         jnp.sum(new > 0, dtype=jnp.int32)[None],
         sm_scale=scale,
         sliding_window=window,
-        num_kv_pages_per_block=min(max(1, KEYS_AT_ONCE // page), table.shape[1]),
-        num_queries_per_block=min(QUERIES_AT_ONCE, tokens),
+        num_kv_pages_per_block=min(max(1, KEYS_OF_TPU_BLOCK // page), table.shape[1]),
+        num_queries_per_block=min(QUERIES_OF_TPU_BLOCK, tokens),
     )
     padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
-    return jnp.where(padding[:, None, None], 0, mixed).reshape(queries.shape)
+    return jnp.where(padding[:, None, None], 0, acc).reshape(queries.shape)
 
 
 ROWS_OF_QUERIES, FEWEST_ROWS, KEYS_OF_BLOCK = 64, 16, 64  # of a matmul of the GPU's kernel
@@ -164,17 +164,17 @@ def triton(
         def _() -> None:
             index = jnp.arange(rows_of_queries)
             token = index // groups
-            own = (token < blocks.size) & (first + token < length)
-            place = jnp.where(own, ((start + token) * heads + head) * groups + index % groups, 0)
+            is_query = (token < blocks.size) & (first + token < length)
+            place = jnp.where(is_query, ((start + token) * heads + head) * groups + index % groups, 0)
             columns = jnp.arange(width)[None]
-            query = plgpu.load(q.at[place[:, None], columns], mask=own[:, None], other=0)
+            query = plgpu.load(q.at[place[:, None], columns], mask=is_query[:, None], other=0)
             position = (first + token)[:, None]
             begin = first_seen(first, window, chunk) // KEYS_OF_BLOCK
             end = pl.cdiv(jnp.minimum(first + blocks.size, held), KEYS_OF_BLOCK)
             each = pl.cdiv(end - begin, parts)
 
-            def of_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                largest, total, mixed = carry
+            def add_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                largest, total, acc = carry
                 key = j * KEYS_OF_BLOCK + jnp.arange(KEYS_OF_BLOCK)
                 there = key < held
                 entry = plgpu.load(table.at[jnp.where(there, row * entries + key // page, 0)])
@@ -198,24 +198,24 @@ def triton(
                     precision=exact,
                     preferred_element_type=jnp.float32,
                 )
-                return larger, total, mixed * shrink[:, None] + new
+                return larger, total, acc * shrink[:, None] + new
 
             some = jnp.zeros(rows_of_queries, jnp.float32)
             carry = some - 1e30, some, jnp.zeros((rows_of_queries, width), jnp.float32)
             bounds = begin + part * each, jnp.minimum(begin + (part + 1) * each, end)
-            largest, total, mixed = jax.lax.fori_loop(*bounds, of_keys, carry)
+            largest, total, acc = jax.lax.fori_loop(*bounds, add_keys, carry)
             if parts == 1:
-                mixed = mixed / jnp.where(total == 0, 1, total)[:, None]
-            place = jnp.where(own, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
-            plgpu.store(out.at[place[:, None], columns], mixed.astype(out.dtype), mask=own[:, None])
-            plgpu.store(most_out.at[place], largest, mask=own)
-            plgpu.store(total_out.at[place], total, mask=own)
+                acc = acc / jnp.where(total == 0, 1, total)[:, None]
+            place = jnp.where(is_query, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
+            plgpu.store(out.at[place[:, None], columns], acc.astype(out.dtype), mask=is_query[:, None])
+            plgpu.store(most_out.at[place], largest, mask=is_query)
+            plgpu.store(total_out.at[place], total, mask=is_query)
 
     shapes = (
         jax.ShapeDtypeStruct((parts * flat + 1, width), dtype if parts == 1 else jnp.float32),
         *[jax.ShapeDtypeStruct((parts * flat + 1,), jnp.float32)] * 2,
     )
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         grid=(len(blocks.rows), heads, parts),
         out_shape=shapes,
@@ -233,12 +233,12 @@ def triton(
         values.reshape(-1, width),
         *factors,
     )
-    mixed, most, total = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in found)
+    acc, most, total = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in results)
     if parts == 1:
-        joined = mixed[0]
+        joined = acc[0]
     else:
         weights = jnp.exp(most - jnp.max(most, axis=0))
         sums = jnp.sum(total * weights, axis=0)
-        joined = jnp.sum(mixed * weights[..., None], axis=0) / jnp.where(sums == 0, 1, sums)[:, None]
+        joined = jnp.sum(acc * weights[..., None], axis=0) / jnp.where(sums == 0, 1, sums)[:, None]
     padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
     return jnp.where(padding[:, None, None, None], 0, joined.reshape(queries.shape)).astype(dtype)

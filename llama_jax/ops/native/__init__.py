@@ -45,13 +45,15 @@ SECONDS = 120  # limit for the compiler, which takes two or three
 
 def _libraries() -> dict[str, tuple[str, ...]]:
     types = {"float32": "float", "bfloat16": "brain", "int8": "int8_t"}
-    found: dict[str, tuple[str, ...]] = {f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in NATIVE_FORMATS}
+    libraries: dict[str, tuple[str, ...]] = {
+        f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in NATIVE_FORMATS
+    }
     for dtype, name in types.items():
         if dtype != "int8":
-            found[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"
-        found[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
-        found[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
-    return found | {"rows": ("rows.cc",)}
+            libraries[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"
+        libraries[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
+        libraries[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
+    return libraries | {"rows": ("rows.cc",)}
 
 
 LIBRARIES = _libraries()
@@ -234,22 +236,22 @@ def _compiled(library: str) -> Path:
     Raises:
       OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
     """
-    found = compiler()
-    if found is None:
+    cxx = compiler()
+    if cxx is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     source, *definitions = LIBRARIES[library]
     flags = [*FLAGS, *definitions]
-    about = (_sources(), _version(found), " ".join(flags), processor(), jaxlib.__version__)
+    about = (_sources(), _version(cxx), " ".join(flags), processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
     path = folder / f"{library}-{name}.so"
     if not path.exists():
         _say_compiling(folder)
-        with write_atomically(path) as made:
-            done = _run([found, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(made)])
+        with write_atomically(path) as temporary:
+            done = _run([cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(temporary)])
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise UserError(f"{found} fails: {first}")
+                raise UserError(f"{cxx} fails: {first}")
     return path
 
 
@@ -285,8 +287,8 @@ def _stop(process: subprocess.Popen[str], kill: bool) -> None:
 
 
 @cache
-def _version(found: str) -> str:
-    done = _run([found, "--version"])
+def _version(cxx: str) -> str:
+    done = _run([cxx, "--version"])
     done.check_returncode()
     return done.stdout
 

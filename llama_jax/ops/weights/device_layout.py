@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from llama_jax.ops.platform import is_divided, lowering_platform
+from llama_jax.ops.platform import TPU_LANES, is_divided, lowering_platform
 from llama_jax.ops.weights.format_spec import INT4, QuantField, QuantFormat, bits_of, packed, unpacked
 
-TPU_LANES = 128  # numbers that lie together in a TPU's memory
 TILES = {8: 32, 4: 64}  # and rows of them, by the bits of a number
-AT_ONCE = 64  # rows to take
+ROWS_AT_ONCE = 64  # rows to take
 
 
 def storage_order(plane: QuantField, ndim: int, platform: str) -> tuple[int, ...] | None:
@@ -57,7 +56,7 @@ def arranged(plane: QuantField, array: Any) -> Any:
 
 
 def platform_of(sharding: Any) -> str:
-    """Of the devices that hold what lies so."""
+    """The platform of the devices of a sharding."""
     return next(iter(sharding.device_set)).platform
 
 
@@ -65,8 +64,8 @@ def _as_the_other(array: Any) -> Any:
     """Integers of 4 bits `packed`, and what is packed as such integers."""
     change = packed if array.dtype == INT4 else _out_of_bytes
     if isinstance(array, jax.ShapeDtypeStruct):
-        found = jax.eval_shape(change, array)
-        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=array.sharding)
+        shape = jax.eval_shape(change, array)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=array.sharding)
     return jax.block_until_ready(jax.jit(change, out_shardings=array.sharding)(array))  # for the same reason as above
 
 
@@ -86,16 +85,16 @@ def take(form: QuantFormat, tables: tuple[jax.Array, ...], rows: jax.Array) -> t
     return tuple((_take_groups if by_groups else _take_rows)(table, rows) for table in tables)
 
 
-def in_runs(look_up: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+def in_runs(embed: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """`embed` of some rows, on a TPU of few at a time: of 512 tokens the tiles that are taken are 67 MB."""
-    if lowering_platform() != "tpu" or rows.size <= AT_ONCE or is_divided():
-        return look_up(rows)
-    found = lax.map(look_up, rows.reshape(-1), batch_size=AT_ONCE)
-    return found.reshape(*rows.shape, *found.shape[1:])
+    if lowering_platform() != "tpu" or rows.size <= ROWS_AT_ONCE or is_divided():
+        return embed(rows)
+    taken = lax.map(embed, rows.reshape(-1), batch_size=ROWS_AT_ONCE)
+    return taken.reshape(*rows.shape, *taken.shape[1:])
 
 
 def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Of numbers of 8 bits, [V, D]; others as JAX takes them."""
+    """Rows of a table of 8-bit numbers, [V, D]; of others as JAX takes them."""
     tile = TILES[8]
     if table.ndim != 2 or table.dtype.itemsize > 1 or len(table) % tile:
         return table[rows]
@@ -103,7 +102,7 @@ def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Of what lies groups first: [V, groups, 128], and [V, groups], which a TPU stores so by itself if they are few."""
+    """Rows of a table stored groups first: [V, groups, 128], or [V, groups], which a TPU stores so by itself if few."""
     groups, rest = table.shape[1], table.shape[2:]
     tile = TILES.get(bits_of(table.dtype)) if rest else TPU_LANES
     if tile is None or len(table) % tile or (not rest and groups >= TPU_LANES) or is_divided():
@@ -117,5 +116,5 @@ def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
 def _out_of_tiles(tiles: jax.Array, rows: jax.Array) -> jax.Array:
     """A row of each tile, [*rows, tile, ...]: [*rows, ...]. All but one are added up as zeros."""
     chosen = rows[..., None] == jnp.arange(tiles.shape[rows.ndim])
-    kept = jnp.where(chosen.reshape(*chosen.shape, *[1] * (tiles.ndim - chosen.ndim)), tiles, 0)
-    return jnp.sum(kept, axis=rows.ndim, dtype=jnp.int8 if tiles.dtype == INT4 else tiles.dtype)
+    selected = jnp.where(chosen.reshape(*chosen.shape, *[1] * (tiles.ndim - chosen.ndim)), tiles, 0)
+    return jnp.sum(selected, axis=rows.ndim, dtype=jnp.int8 if tiles.dtype == INT4 else tiles.dtype)

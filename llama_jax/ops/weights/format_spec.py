@@ -1,4 +1,4 @@
-"""What a kind of quantized weights is: which arrays a matrix is kept as, and how its numbers come back from them.
+"""What a format of quantized weights is: the arrays that a matrix is kept as, and how to decode them.
 
 A matrix [*out, D] is kept as planes: arrays whose axes are those of the matrix but for the last, along which a plane has an
 entry for each number, for each group of them, or for two numbers in a byte. All functions here are of NumPy's arrays as well
@@ -30,10 +30,10 @@ class QuantField:
     """One of the arrays of a kind.
 
     Attributes:
-      name: of what it holds.
-      dtype: of its entries.
-      entries, numbers: so many entries for so many numbers of a row; 0 entries where there is one for a whole row, and the
-        plane lacks the last axis.
+      name: what it holds.
+      dtype: dtype of its entries.
+      entries, numbers: `numbers` numbers of a row share `entries` entries; 0 entries means one entry per row, and the plane
+        lacks the last axis.
       grouped: its last two axes are groups, and the entries of a group.
     """
 
@@ -44,7 +44,7 @@ class QuantField:
     grouped: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the plane of a matrix."""
+        """The shape of the plane of a matrix of a shape."""
         *out, columns = shape
         return (*out, *self.end(columns))
 
@@ -58,8 +58,8 @@ class QuantField:
 
     def packed(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and dtype of the plane of a matrix where integers of 4 bits are `packed`; of others as they are."""
-        *out, entries = found = self.shape(shape)
-        return ((*out, entries // 2), np.dtype(np.uint8)) if self.dtype == INT4 else (found, np.dtype(self.dtype))
+        *out, entries = whole = self.shape(shape)
+        return ((*out, entries // 2), np.dtype(np.uint8)) if self.dtype == INT4 else (whole, np.dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class QuantFormat:
         return len(self.planes) == 2 and not self.planes[1].entries
 
     def bytes_of_row(self, columns: int) -> int:
-        """Of a row in the bytes that `from_rows` reads."""
+        """Bytes of a row as `from_rows` reads them."""
         return sum(math.prod(plane.end(columns)) * bits_of(plane.dtype) // 8 for plane in self.planes)
 
     def to_rows(self, planes: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -106,13 +106,13 @@ class QuantFormat:
         """The planes of rows in bytes, uint8[..., bytes]: a GGUF's blocks, or what `to_rows` gives."""
         if self.of_gguf:
             return split(raw.reshape(*raw.shape[:-1], columns // self.block, -1), self.planes)
-        found, at = [], 0
+        planes, at = [], 0
         for plane in self.planes:
             shape, dtype = plane.packed((*raw.shape[:-1], columns))
             size = math.prod(shape[raw.ndim - 1 :]) * dtype.itemsize
-            found.append(np.ascontiguousarray(raw[..., at : at + size]).view(dtype).reshape(shape))
+            planes.append(np.ascontiguousarray(raw[..., at : at + size]).view(dtype).reshape(shape))
             at += size
-        return tuple(found)
+        return tuple(planes)
 
 
 def in_smaller_groups(planes: tuple[np.ndarray, ...], kind: QuantFormat, smaller: QuantFormat) -> tuple[np.ndarray, ...]:
@@ -141,7 +141,7 @@ def in_bytes(x: Array) -> Array:
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """Of what `packed` gave, uint8[..., n / 2], every other number from the first and the second on: int8[..., n / 2]."""
+    """The numbers at even and at odd indices of what `packed` returned, uint8[..., n / 2]: int8[..., n / 2] each."""
     return (x << 4).view(np.int8) >> 4, x.view(np.int8) >> 4
 
 
@@ -201,23 +201,23 @@ def looked_up(table: np.ndarray, indices: Array) -> Array:
         return table[indices]
     if len(table) > 16 or lowering_platform() == "gpu":
         return jnp.asarray(table).at[indices.astype(np.int32)].get(mode="promise_in_bounds")
-    found = [jnp.float32(number) for number in table]
+    candidates = [jnp.float32(number) for number in table]
     for bit in range(4):
         high = (indices >> np.uint8(bit)) & 1 == 1
-        found = [jnp.where(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
-    return found[0]
+        candidates = [jnp.where(high, candidates[i + 1], candidates[i]) for i in range(0, len(candidates), 2)]
+    return candidates[0]
 
 
 def split(blocks: np.ndarray, planes: tuple[QuantField, ...]) -> tuple[np.ndarray, ...]:
     """The planes of blocks of a file, uint8[..., blocks, bytes]."""
-    found, at = [], 0
+    arrays, at = [], 0
     block = planes_block(planes)
     for plane in planes:
         size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
         part = np.ascontiguousarray(blocks[..., at : at + size]).view(plane.dtype)
-        found.append(part.reshape(*blocks.shape[:-2], -1))
+        arrays.append(part.reshape(*blocks.shape[:-2], -1))
         at += size
-    return tuple(found)
+    return tuple(arrays)
 
 
 def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[QuantField, ...]) -> None:
@@ -238,7 +238,7 @@ def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Quan
 
 
 def join(planes: tuple[np.ndarray, ...], kind: QuantFormat) -> np.ndarray:
-    """The blocks of a file, uint8[..., blocks, bytes], of which `split` gave the planes."""
+    """Undo `split`: the blocks of a file, uint8[..., blocks, bytes]."""
     parts = []
     for array, plane in zip(planes, kind.planes, strict=True):
         entries = kind.block * plane.entries // plane.numbers

@@ -43,8 +43,8 @@ def _encode_by(
 
 def _scaled(factors: Array, numbers: Array, offsets: Array | None = None) -> Array:
     """[..., D] from factors and offsets, [..., groups, 1 | size], and the numbers in their order, however grouped."""
-    found = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
-    return rows_of(found if offsets is None else found + offsets)
+    scaled = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
+    return rows_of(scaled if offsets is None else scaled + offsets)
 
 
 def _each(x: Array) -> Array:
@@ -106,7 +106,7 @@ def _decode_mxfp4(e: Array, values: Array) -> Array:
 
 
 def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
-    """Of a block in 4 or 5 bits: eight factors and eight minima of 6 bits in 12 bytes, [..., blocks, 2, 4, 1 | 32] each."""
+    """The eight factors and minima of a block in 4 or 5 bits, 6 bits each in 12 bytes: [..., blocks, 2, 4, 1 | 32] each."""
     four = for_each(packed.reshape(*packed.shape[:-1], -1, 3, 4), 32)
     first, second, third = (four[..., i : i + 1, :, :] for i in range(3))
     # The first four have six bits of a byte; the last two of the same byte, and half of another.
@@ -116,8 +116,8 @@ def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
 
 def _times(d: Array, integers: Array) -> Array:
     """[..., blocks] by [..., blocks, *groups, 1 | size]: the factors of all groups of a row."""
-    found = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
-    return found.reshape(*d.shape[:-1], -1, integers.shape[-1])
+    scales = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
+    return scales.reshape(*d.shape[:-1], -1, integers.shape[-1])
 
 
 def _nibbles_of_k(values: Array) -> Array:

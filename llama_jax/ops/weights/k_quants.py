@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK = 256  # numbers that share the factor of the factors
-LEAST = np.float32(1e-15)  # a smaller largest number counts as zero
+SUPERBLOCK = 256  # numbers that share the factor of the factors
+NEGLIGIBLE = np.float32(1e-15)  # a smaller largest number counts as zero
 _ONE = np.float32(1)
 
 
@@ -49,15 +49,15 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
     factors, integers = _search_symmetric(groups)
     factors = factors.reshape(-1, 16)
     largest = _at_largest(factors.T)
-    is_zero = np.abs(largest) < LEAST
+    is_zero = np.abs(largest) < NEGLIGIBLE
     inverse = np.float32(-128) / np.where(is_zero, _ONE, largest)
     d = np.where(is_zero, np.float32(0), _ONE / inverse).astype(np.float16)
     scales = np.minimum(np.rint(inverse[:, None] * factors), 127).astype(np.int8)
     scales[is_zero] = 0
     each = (d.astype(np.float32)[:, None] * scales).reshape(-1)
     there = each != 0
-    found = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
-    integers = np.where(there, found, integers).T.astype(np.uint8).reshape(-1, BLOCK)
+    nearest = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
+    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
     integers[is_zero] = 0
     quarters = integers.reshape(-1, 2, 4, 32)  # of each 128 numbers
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
@@ -66,7 +66,7 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _with_minima(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each block of 256 the two factors float16, eight factors and minima of 6 bits in 12 bytes, and the integers
+    """For each block of 256 the two factors float16, eight factors and minima of 6 bits in 12 bytes, and the integers
     uint8[blocks, 8, 32]."""
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, 32).T
     factors, minima, integers = _search(groups, trials)
@@ -75,8 +75,8 @@ def _with_minima(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray
     each = (d.astype(np.float32)[:, None] * six).reshape(-1)
     offset = (dmin.astype(np.float32)[:, None] * six_of_minima).reshape(-1)
     there = each != 0
-    found = np.clip(np.rint((groups + offset) / np.where(there, each, _ONE)), 0, trials.levels)
-    integers = np.where(there, found, integers).T.astype(np.uint8).reshape(-1, 8, 32)
+    nearest = np.clip(np.rint((groups + offset) / np.where(there, each, _ONE)), 0, trials.levels)
+    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, 8, 32)
     first, last = np.split(six, 2, axis=1)
     first_of_minima, last_of_minima = np.split(six_of_minima, 2, axis=1)
     packed = [first | last >> 4 << 6, first_of_minima | last_of_minima >> 4 << 6, last & 15 | (last_of_minima & 15) << 4]
@@ -100,10 +100,10 @@ def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.
     is_flat = maximum == minimum
 
     def integers_of(inverse: np.ndarray, minimum: np.ndarray) -> np.ndarray:
-        found = x - minimum
-        found *= inverse
-        np.rint(found, out=found)
-        return np.clip(found, 0, levels, out=found)
+        scaled = x - minimum
+        scaled *= inverse
+        np.rint(scaled, out=scaled)
+        return np.clip(scaled, 0, levels, out=scaled)
 
     def error_of(integers: np.ndarray, factor: np.ndarray, minimum: np.ndarray) -> np.ndarray:
         difference = integers * factor
@@ -147,7 +147,7 @@ def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights = x * x
     weighted = weights * x
     largest = _at_largest(x)
-    is_zero = np.abs(largest) < LEAST
+    is_zero = np.abs(largest) < NEGLIGIBLE
     divisor = np.where(is_zero, _ONE, largest)
 
     def integers_of(inverse: np.ndarray) -> np.ndarray:
@@ -172,7 +172,7 @@ def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _at_largest(x: np.ndarray) -> np.ndarray:
-    """Of each column the entry that is largest without its sign, the first of several."""
+    """The entry of each column with the largest absolute value, the first of several."""
     return np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
 
 

@@ -102,8 +102,8 @@ class LayerWeight(struct.PyTreeNode):
             flat: Any = self.stack.replace(planes=flat_planes(self.stack.form, self.stack.planes, shape))
         else:
             flat = self.stack.reshape(*shape, columns)
-        found = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
-        return checkpoint_name(found.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
+        product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
+        return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
 
     def decoded(self) -> jax.Array:
         """The matrix itself; of a magnitude's rows, never for a matmul."""
@@ -199,8 +199,10 @@ def split(
 
     def layer_of(sliced: list[Any], layer: int | jax.Array) -> Any:
         rest = iter(sliced)
-        found = [matrix_of(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)]
-        return jax.tree.unflatten(structure, found)
+        leaves_of_layer = [
+            matrix_of(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves_of_layer)
 
     return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], layer_of
 

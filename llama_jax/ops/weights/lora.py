@@ -1,4 +1,4 @@
-"""A frozen matrix with a low-rank change that is learnt (Hu et al. 2021, LoRA): W x + s B (A x).
+"""A frozen matrix with a low-rank change that is learned (Hu et al. 2021, LoRA): W x + s B (A x).
 
 With a magnitude (Liu et al. 2024, DoRA) each row of W + s B A is then made as long as that says.
 """
@@ -34,7 +34,7 @@ class LowRank(struct.PyTreeNode):
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """The number of axes of the matrix."""
         return self.b.ndim
 
     def change(self, x: jax.Array, scale: float, out_dtype: Any) -> jax.Array:
@@ -84,27 +84,27 @@ class LowRankWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         return self.base.shape
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """The number of axes of the matrix."""
         return self.base.ndim
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the matrix."""
+        """The dtype of the matrix."""
         return self.base.dtype
 
     @property
     def sharding(self) -> Any:
-        """Of the matrix."""
+        """The sharding of the matrix."""
         return self.base.sharding
 
 
 class LoraWeight(LowRankWeight, kw_only=True):
-    """A matrix in the place of which stand itself and a change of low rank.
+    """A matrix W with a low-rank change: W x + s B (A x).
 
     The two are multiplied apart and never added up: W + s B A would be as large as W, would have to be made at every step,
     and in 16 or fewer bits would lose most of the change.
@@ -117,20 +117,20 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """See `layers.project`."""
-        found = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
+        product = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
         factor = self._factor()
         if factor is not None:
-            found = (found.astype(jnp.promote_types(found.dtype, factor.dtype)) * factor).astype(out_dtype)
+            product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
         # Named once more, so that with `remat="dots"` the sum is saved and not each of its terms.
-        return checkpoint_name(found, PRODUCT)
+        return checkpoint_name(product, PRODUCT)
 
     def decoded(self) -> jax.Array:
         """W + s B A of one layer, its rows as long as a magnitude says; for files and comparisons, never for a matmul.
 
         It is added in float32 at least and rounded once to the dtype of W.
         """
-        found, factor = self._changed(), self._factor()
-        return (found if factor is None else found * factor[..., None]).astype(self.base.dtype)
+        changed, factor = self._changed(), self._factor()
+        return (changed if factor is None else changed * factor[..., None]).astype(self.base.dtype)
 
     def with_dora_scale(self) -> LoraWeight:
         """The same of one layer with what its magnitude makes of each row computed: for inference, where it stays."""

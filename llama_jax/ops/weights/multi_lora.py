@@ -1,4 +1,4 @@
-"""A frozen matrix with a table of low-rank changes, of which each row of a batch uses one or none."""
+"""A frozen matrix with several low-rank changes; each row of a batch uses one or none."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
                 f"which adapter of a table each of {x.shape[0]} rows uses is needed, and {said}; say it with choose_adapters"
             )
         change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
-        found = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
+        product = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
         if self.factor is not None:
-            own = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
-            own = jnp.where(self.rows.reshape(-1, *[1] * (own.ndim - 1)) < 0, 1, own)
-            own = own.reshape(len(own), *[1] * (x.ndim - 2), *own.shape[1:])
-            found = (found.astype(jnp.promote_types(found.dtype, own.dtype)) * own).astype(out_dtype)
-        return checkpoint_name(found, PRODUCT)
+            factor = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
+            factor = jnp.where(self.rows.reshape(-1, *[1] * (factor.ndim - 1)) < 0, 1, factor)
+            factor = factor.reshape(len(factor), *[1] * (x.ndim - 2), *factor.shape[1:])
+            product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
+        return checkpoint_name(product, PRODUCT)
 
     def of_adapter(self, number: int) -> LoraWeight:
         """The matrix with one of the adapters."""

@@ -39,7 +39,7 @@ NF4 = np.asarray(
 def dynamic_map() -> np.ndarray:
     """The 256 numbers that factors are kept as: with seven exponents, and as many fractions as each leaves bits for
     (Dettmers 2015, 8-bit approximations for parallelism in deep learning, section 2)."""
-    found = [np.float32(0), np.float32(1)]
+    numbers = [np.float32(0), np.float32(1)]
     tenth = float(np.float32(0.1))
     for i in range(7):
         count = 2**i
@@ -47,8 +47,8 @@ def dynamic_map() -> np.ndarray:
         # From both ends and rounded once, as PyTorch divides an interval: so the numbers are the same to the last bit.
         ends = np.where(places < (count + 1) // 2, tenth + step * places, 1 - step * (count - places)).astype(np.float32)
         means = np.float32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
-        found += [*means, *-means]
-    return np.sort(np.asarray(found, np.float32))
+        numbers += [*means, *-means]
+    return np.sort(np.asarray(numbers, np.float32))
 
 
 DYNAMIC = dynamic_map()

@@ -49,7 +49,7 @@ class QuantizedWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         plane, array = max(zip(self.form.planes, self.planes, strict=True), key=lambda pair: pair[0].entries)
         if plane.grouped:
             return (*array.shape[:-2], array.shape[-2] * plane.numbers)
@@ -57,17 +57,17 @@ class QuantizedWeight(struct.PyTreeNode):
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """The number of axes of the matrix."""
         return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return jnp.dtype(self.dtype_name)
 
     @property
     def sharding(self) -> Any:
-        """Of the plane that is laid out as the matrix would be."""
+        """The sharding of the plane that is sharded as the matrix would be."""
         return self.planes[0].sharding
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -99,23 +99,23 @@ class JoinedWeight(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all as one."""
+        """The shape of all parts as one matrix."""
         *before, _, features, columns = self.parts[0].shape
         return (*before, sum(part.shape[-3] for part in self.parts), features, columns)
 
     @property
     def ndim(self) -> int:
-        """Of all as one."""
+        """The number of axes of the matrix."""
         return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.parts[0].dtype
 
     @property
     def sharding(self) -> Any:
-        """Of the first, and so of all."""
+        """The sharding of the first part, and so of all."""
         return self.parts[0].sharding
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -137,8 +137,8 @@ def quantized(matrix: Any, kind: str) -> QuantizedWeight:
     form = with_fallback(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
     assert form.encode is not None
     places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
-    found = form.encode(np.asarray(matrix, np.float32))
-    planes = tuple(jax.device_put(plane, place) for plane, place in zip(found, places, strict=True))
+    encoded = form.encode(np.asarray(matrix, np.float32))
+    planes = tuple(jax.device_put(plane, place) for plane, place in zip(encoded, places, strict=True))
     return QuantizedWeight(planes, form.name, str(matrix.dtype)).arranged()
 
 
@@ -161,7 +161,7 @@ def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[An
 
 
 class _Settings(NamedTuple):
-    """What a matmul is told beside arrays: the kind of the weight, and the dtypes of `x` and the result."""
+    """Static arguments of a matmul: the format of the weight, and the dtypes of `x` and the result."""
 
     kind: str
     dtype: str
@@ -175,8 +175,8 @@ def _project(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -
     It has a derivative of its own because a weight of integers has none: of a frozen weight only that of `x` is wanted.
     """
     form = QUANT_FORMATS[settings.kind]
-    found = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form)
-    return found.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
+    product = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form)
+    return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
 
 
 def _forward(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
@@ -187,8 +187,8 @@ def _backward(settings: _Settings, planes: Any, gradient: jax.Array) -> tuple[ja
     form = QUANT_FORMATS[settings.kind]
     out = _out(form, planes)
     rows = gradient.reshape(-1, math.prod(out))
-    found = multiply_transposed(rows, _flat(form, planes), form)
-    return found.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1), None
+    product = multiply_transposed(rows, _flat(form, planes), form)
+    return product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1), None
 
 
 _project.defvjp(_forward, _backward)
@@ -284,7 +284,7 @@ def multiply_transposed(gradient: jax.Array, planes: tuple[jax.Array, ...], form
         return [jnp.tensordot(part, rows, axes=1, preferred_element_type=jnp.float32) for rows in decoded]
 
     def add(index: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        return [total + found for total, found in zip(totals, products(index), strict=True)]
+        return [total + product for total, product in zip(totals, products(index), strict=True)]
 
     # The sum begins with the first part. Zeros would be made once for all weights, and copied for each, 34 MB of 2,048 rows.
     return jnp.stack(lax.fori_loop(1, chunks.parts, add, products(0)), axis=-1).reshape(len(gradient), -1)
@@ -296,8 +296,8 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
 
     def put(index: jax.Array, out: jax.Array) -> jax.Array:
         decoded = chunks.decode(index, x.dtype)
-        found = sum(_dot(x[:, i :: len(decoded)], rows) for i, rows in enumerate(decoded))
-        return lax.dynamic_update_index_in_dim(out, found, index, 1 + chunks.apart)
+        product = sum(_dot(x[:, i :: len(decoded)], rows) for i, rows in enumerate(decoded))
+        return lax.dynamic_update_index_in_dim(out, product, index, 1 + chunks.apart)
 
     # All of it is written over. Zeros would be made when the program begins, for all layers at once: 2.8 GB of an 8B model;
     # what depends on `x` alone would be made once for all weights that read it, and copied for each, 117 MB of 14,336 rows

@@ -60,7 +60,7 @@ def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
 
 
 def _signed_largest(groups: np.ndarray) -> np.ndarray:
-    """Of each group the entry that is largest without its sign."""
+    """The entry of each group with the largest absolute value."""
     where = np.abs(groups).argmax(-1, keepdims=True)
     return np.take_along_axis(groups, where, -1)[..., 0]
 

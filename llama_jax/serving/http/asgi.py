@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import UserError
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.server import ServerOptions, drain, run_engine
-from llama_jax.serving.http.service import Served, Service, connect
+from llama_jax.serving.http.server import ServerOptions
+from llama_jax.serving.http.service import Served, Service
 
 
 class Mounted:
@@ -29,10 +27,8 @@ class Mounted:
 
     def __init__(self, engine: Any, served: Served, limits: Limits, options: ServerOptions = ServerOptions()) -> None:
         if options.access.most_connections:
-            raise UserError(f"most_connections={options.access.most_connections}: the connections are the host's; give 0")
-        self._engine = engine
-        self._served = served
-        self._limits = limits
+            raise UserError(f"most_connections={options.access.most_connections}: the host has the connections; pass 0")
+        self._model = engine, served, limits
         self._options = options
         self._service: Service | None = None
         self._app: ASGIApp | None = None
@@ -51,15 +47,12 @@ class Mounted:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        loop, options = asyncio.get_running_loop(), self._options
-        timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
-        service = self._service = connect(self._engine, self._served, self._limits, **timing)
-        self._app = make_app(service, options.access)
-        ended: asyncio.Future[BaseException | None] = loop.create_future()
-        threading.Thread(target=run_engine, args=(self._engine, service, loop, ended), name="engine", daemon=True).start()
+        service = self._service = self._options.service(*self._model)
+        self._app = make_app(service, self._options.access)
+        service.start_engine()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        if not ended.done():
-            await drain(service, options.drain_seconds, ended)
+        if not service.ended.done():
+            await service.drain(self._options.drain_seconds)
         service.close()
         await send({"type": "lifespan.shutdown.complete"})

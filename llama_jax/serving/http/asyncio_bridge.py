@@ -7,56 +7,42 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any
 
-from llama_jax.serving.requests import GenerationRequest, Update
-
-
-class Cancellable(Protocol):
-    def cancel(self) -> None: ...
+from llama_jax.serving.requests import GenerationRequest, Ticket, Update
 
 
-class Submits(Protocol):
-    """The part of an `Engine` that is needed here."""
-
-    after_turn: Callable[[], None] | None
-
-    def check_room(self, requests: int = 1) -> None: ...
-
-    def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Cancellable: ...
-
-
-class Exchange:
-    """The choices of one HTTP request: their tickets, and their updates that have not been taken yet.
+class UpdateStream:
+    """The choices of one HTTP request: their tickets, and the updates that have not been taken yet.
 
     Updates of a choice that have not been taken are merged, so that a slow client costs only the memory of its tokens.
     """
 
-    def __init__(self, closed: Callable[[Exchange], None]) -> None:
-        self.tickets: list[Cancellable] = []
-        self.left = False  # the client has disconnected
+    def __init__(self, closed: Callable[[UpdateStream], None]) -> None:
+        self.tickets: list[Ticket] = []
+        self.disconnected = False
         self._updates: dict[int, Update] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = closed
 
     async def next(self) -> dict[int, Update]:
         """What is new, by choice; nothing once the client has disconnected."""
-        while not self._updates and not self.left:
+        while not self._updates and not self.disconnected:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self.left:
+        if self.disconnected:
             return {}
         updates, self._updates = self._updates, {}
         return updates
 
     def put(self, index: int, update: Update) -> None:
         """Store what the engine has delivered."""
-        before = self._updates.setdefault(index, update)
-        if before is not update:
-            before.tokens += update.tokens
-            before.prompt = before.prompt if update.prompt is None else update.prompt
-            before.cached = max(before.cached, update.cached)
-            before.finish, before.error, before.ended_by = update.finish, update.error, update.ended_by
+        merged = self._updates.setdefault(index, update)
+        if merged is not update:
+            merged.tokens += update.tokens
+            merged.prompt = merged.prompt if update.prompt is None else update.prompt
+            merged.cached = max(merged.cached, update.cached)
+            merged.finish, merged.error, merged.ended_by = update.finish, update.error, update.ended_by
         self._wake()
 
     def cancel(self) -> None:
@@ -65,9 +51,9 @@ class Exchange:
             if index not in self._updates or self._updates[index].finish is None:
                 self.put(index, Update(finish="cancelled"))
 
-    def leave(self) -> None:
-        """Record that the client has disconnected and wants nothing more."""
-        self.left = True
+    def disconnect(self) -> None:
+        """Record that the client has disconnected."""
+        self.disconnected = True
         self._wake()
 
     def close(self) -> None:
@@ -81,37 +67,37 @@ class Exchange:
             self._waiter.set_result(None)
 
 
-class Switchboard:
-    """All exchanges with an engine. Everything here runs on the event loop, except what the engine calls."""
+class EngineBridge:
+    """All update streams of an engine. Everything here runs on the event loop, except what the engine calls."""
 
-    def __init__(self, engine: Submits, loop: asyncio.AbstractEventLoop) -> None:
-        self.open: set[Exchange] = set()
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.open: set[UpdateStream] = set()
         self._engine = engine
         self.loop = loop
-        self._arrived: deque[tuple[Exchange, int, Update]] = deque()
+        self._arrived: deque[tuple[UpdateStream, int, Update]] = deque()
         engine.after_turn = self.wake
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Exchange:
-        """Hand requests to the engine, all or none; `Exchange.close` must be called in the end.
+    def submit(self, requests: Sequence[GenerationRequest]) -> UpdateStream:
+        """Hand requests to the engine, all or none; `UpdateStream.close` must be called in the end.
 
         Raises:
           what `Engine.submit` raises.
         """
         self._engine.check_room(len(requests))  # otherwise those admitted would fill the queue until they are withdrawn
-        exchange = Exchange(self.open.discard)
+        stream = UpdateStream(self.open.discard)
         try:
             for i, request in enumerate(requests):
-                exchange.tickets.append(self._engine.submit(request, partial(self._deliver, exchange, i)))
+                stream.tickets.append(self._engine.submit(request, partial(self._deliver, stream, i)))
         except BaseException:
-            exchange.close()
+            stream.close()
             raise
-        self.open.add(exchange)
-        return exchange
+        self.open.add(stream)
+        return stream
 
     def cancel(self) -> None:
         """End every response as cancelled without the engine, which is in a long step."""
-        for exchange in list(self.open):
-            exchange.cancel()
+        for stream in list(self.open):
+            stream.cancel()
 
     def wake(self) -> None:
         """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""
@@ -119,10 +105,10 @@ class Switchboard:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._flush)
 
-    def _deliver(self, exchange: Exchange, index: int, update: Update) -> None:
-        self._arrived.append((exchange, index, update))
+    def _deliver(self, stream: UpdateStream, index: int, update: Update) -> None:
+        self._arrived.append((stream, index, update))
 
     def _flush(self) -> None:
         for _ in range(len(self._arrived)):  # no more than have arrived by now, so that other tasks can run
-            exchange, index, update = self._arrived.popleft()
-            exchange.put(index, update)
+            stream, index, update = self._arrived.popleft()
+            stream.put(index, update)

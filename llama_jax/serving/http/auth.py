@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import shown
@@ -24,13 +24,13 @@ BLANKS = " \t"  # HTTP's; str.strip alone also takes bytes of latin-1 that may e
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may ask.
+    """Which requests are allowed.
 
     Attributes:
       api_key: bearer token that requests must have; None for no key.
       hosts: names by which the server is reached, besides localhost and addresses; "*" for any.
-      origins: pages of other origins that may ask, as https://example.org; "*" for any.
-      most_connections: at the same time; 0 for as many as come.
+      origins: other origins whose pages may send requests, as https://example.org; "*" for any.
+      most_connections: at the same time; 0 for no limit.
       open_metrics: `/metrics` needs no key.
     """
 
@@ -42,7 +42,7 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware: refuses what `Access` does not allow, and counts the responses.
+    """ASGI middleware: refuses what `Access` does not allow, and counts responses.
 
     A page of another site whose name resolves to this machine (DNS rebinding) sends that name as the host, never an address:
     so addresses are allowed, and names only if they are known.
@@ -72,22 +72,20 @@ class Guard:
         status = 0
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        shared = [] if origin is None or not self._is_shared(origin) else _cors(origin, "*" in self._access.origins)
+        cors: list[tuple[bytes, bytes]] = []  # without cookies, because there are none
+        if origin is not None and self._is_shared(origin):
+            readers = b"*" if "*" in self._access.origins else origin.encode("latin-1")
+            cors = [(b"access-control-allow-origin", readers), (b"vary", b"Origin")]
 
-        async def noting(message: MutableMapping[str, Any]) -> None:
+        async def send_counted(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if shared:
-                    message["headers"] = [*message.get("headers", []), *shared]
+                message["headers"] = [*message.get("headers", []), *cors]
             await send(message)
 
         try:
-            response = self._answer(scope, headers, origin)
-            if response is None:
-                await self._app(scope, receive, noting)
-            else:
-                await response(scope, receive, noting)
+            await self._responder(scope, headers, origin)(scope, receive, send_counted)
         except Exception:
             status = status or 500  # this response is sent outside this middleware, see `make_app`
             raise
@@ -95,30 +93,30 @@ class Guard:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._answered[path, status or CLIENT_LEFT] += 1
 
-    def _answer(self, scope: Scope, headers: Headers, origin: str | None) -> Response | None:
-        """The response that is sent without calling the application, or None."""
+    def _responder(self, scope: Scope, headers: Headers, origin: str | None) -> ASGIApp:
+        """The application, or the response that is sent in its place."""
         try:
             self._check(scope, headers, origin)
+            if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
+                allowed = {"Methods": "GET, POST", "Headers": "Authorization, Content-Type"}
+                fields = {f"Access-Control-Allow-{name}": value for name, value in allowed.items()}
+                return Response(status_code=204, headers=fields)
+            if self._key is not None and scope["path"] not in self._without_key:
+                self._check_key(self._key, headers.get("authorization", ""))
         except ApiError as error:
-            return JSONResponse(error.body(), error.status, error.headers)
-        if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
-            allowed = {
-                "Access-Control-Allow-Methods": "GET, POST",
-                "Access-Control-Allow-Headers": "Authorization, Content-Type",
-            }
-            return Response(status_code=204, headers=allowed)
-        if self._key is not None and scope["path"] not in self._without_key:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            # In constant time, so that timing does not reveal how much of a guess is right.
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(BLANKS).encode("latin-1"), self._key):
-                denied = ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                return JSONResponse(denied.body(), denied.status, denied.headers)
-        return None
+            return error.response()
+        return self._app
+
+    def _check_key(self, api_key: bytes, authorization: str) -> None:
+        scheme, _, key = authorization.partition(" ")
+        # In constant time, so that timing does not reveal how much of a guess is right.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(BLANKS).encode("latin-1"), api_key):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None) -> None:
         """Raise ApiError for a host, an origin or a number of connections that is not allowed."""
@@ -126,7 +124,7 @@ class Guard:
         if most and self._connections() > most and scope["path"] not in OPEN:
             raise ApiError(
                 429,
-                f"there are {most} connections, as many as may be; try again later",
+                f"there are {most} connections, which is the limit; try again later",
                 code="too_many_connections",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
@@ -140,7 +138,7 @@ class Guard:
         if origin is not None and not self._is_shared(origin) and origin.partition("://")[2] != host:
             raise ApiError(
                 403,
-                f"pages of {shown(origin, 80)} may not ask here; the server's --allow-origin adds an origin",
+                f"the origin {shown(origin, 80)} is not allowed; the server's --allow-origin adds one",
                 code="unknown_origin",
             )
 
@@ -159,8 +157,3 @@ class Guard:
 
     def _is_shared(self, origin: str) -> bool:
         return "*" in self._access.origins or origin in self._access.origins
-
-
-def _cors(origin: str, everyone: bool) -> list[tuple[bytes, bytes]]:
-    """The headers that let a page of another origin read the response; never with cookies, because there are none."""
-    return [(b"access-control-allow-origin", b"*" if everyone else origin.encode("latin-1")), (b"vary", b"Origin")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -14,17 +16,15 @@ from llama_jax.serving.http.errors import ApiError
 
 LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
 HEAD_SECONDS = 60  # limit for a client to send a head
-FEED = (
-    16 << 10
-)  # bytes that are parsed at once; the heads that fit in hold up the event loop for a few hundredths of a second
-UNREAD_SECONDS = 60  # limit for a client to read nothing of what it is sent
+FEED = 16 << 10  # bytes that are parsed at once: their heads hold up the event loop for a few hundredths of a second
+UNREAD_SECONDS = 60  # limit for a client that reads nothing
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn keeps heads of any size for any time: here both are limited, with an error in the usual form.
 
     uvicorn also waits for ever until a client reads. Here a response pauses as soon as the kernel takes no more of it, and
-    when that has taken nothing for UNREAD_SECONDS the connection is closed, whose request then leaves the engine.
+    when that has taken nothing for UNREAD_SECONDS the connection is closed, and its request leaves the engine.
 
     A client may send many requests before it reads a response: of these no more than come in FEED bytes are parsed and kept
     as requests; the others follow once all of them have been answered.
@@ -183,8 +183,8 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as found:
-                data = data[found.args[0] :]
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
             framing = [
                 name + b": " + value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")
             ]
@@ -202,31 +202,19 @@ def _disconnect(cycle: Any) -> None:
 
 
 class _Resumed:
-    """The callbacks of a parser for a message whose head is known, and for further messages."""
+    """The callbacks of a parser for the body of a message whose head is known, and for further messages."""
 
     def __init__(self, connection: Connection) -> None:
-        self._told: Any = None
         self._connection = connection
-
-    def on_body(self, body: bytes) -> None:
-        self._connection.on_body(body)
+        self._body_ended = False
+        self.on_body = connection.on_body
+        for name in ("on_message_begin", "on_url", "on_header", "on_headers_complete"):
+            setattr(self, name, partial(self._forward, getattr(connection, name)))
 
     def on_message_complete(self) -> None:
-        self._told = self._connection
+        self._body_ended = True
         self._connection.on_message_complete()
 
-    def on_message_begin(self) -> None:
-        if self._told is not None:
-            self._told.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if self._told is not None:
-            self._told.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._told is not None:
-            self._told.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if self._told is not None:
-            self._told.on_headers_complete()
+    def _forward(self, callback: Callable[..., None], *args: bytes) -> None:
+        if self._body_ended:
+            callback(*args)

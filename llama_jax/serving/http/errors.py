@@ -1,9 +1,11 @@
-"""The errors of requests that cannot be served: in OpenAI's form, with this project's messages."""
+"""The errors of requests, in OpenAI's form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -14,8 +16,8 @@ class ApiError(Exception):
     Attributes:
       status: the HTTP status.
       message: names the thing, its value, the need and the remedy.
-      param: the field of the body that is meant.
-      code: a word by which programs can recognize it.
+      param: the field of the body that is wrong.
+      code: identifies the error for programs.
       headers: to send with it.
     """
 
@@ -35,6 +37,9 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
     def body(self) -> dict[str, Any]:
         """The JSON body."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
@@ -47,7 +52,7 @@ def _valid(text: str | None) -> str | None:
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400: the request itself cannot be served."""
+    """A 400: the request itself is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)
 
 

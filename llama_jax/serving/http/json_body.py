@@ -36,7 +36,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, whose room in the budget is kept until the context ends; ApiError if it is too large or too slow."""
+        """The body, which is counted in the budget until the context ends; ApiError if it is too large or too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
         if kind != "application/json":
             raise ApiError(415, f"the content type {kind or 'that is missing'!r} is not JSON; send application/json")
@@ -61,7 +61,7 @@ class BodyReader:
                 close = {"Connection": "close"}
                 raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers=close) from None
             except ClientDisconnect:
-                raise ApiError(400, "the client left before its body was whole") from None
+                raise ApiError(400, "the client disconnected before its body was complete") from None
             finally:
                 self._reading.discard(limit)
             yield content
@@ -78,7 +78,7 @@ class BodyReader:
         if self.held + more > self._most_bytes:
             raise ApiError(
                 429,
-                f"other bodies have {self.held} bytes of the {self._most_bytes} that all may have; try again later",
+                f"other bodies take {self.held} of {self._most_bytes} bytes; try again later",
                 code="bodies_full",
                 headers={"Retry-After": "2", "Connection": "close"},
             )

@@ -65,7 +65,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def answer(content: bytes) -> bytes:
-    """What the process answers to a body: "t" and the marshalled value, or "e" and the marshalled reason and code."""
+    """The process's answer to a body: "t" and the marshalled value, or "e" and the marshalled reason and code."""
     try:
         value = parse(content)
         try:
@@ -84,11 +84,11 @@ def main() -> None:
     out.write(b"r")
     out.flush()
     while size := source.read(8):
-        found = answer(source.read(int.from_bytes(size, "big")))
-        out.write(len(found).to_bytes(8, "big"))
-        out.write(found)
+        reply = answer(source.read(int.from_bytes(size, "big")))
+        out.write(len(reply).to_bytes(8, "big"))
+        out.write(reply)
         out.flush()
-        del found
+        del reply
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`: their fields, and what these ask for together."""
+"""The bodies of requests: their schemas, and the typed requests that are made of them."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from llama_jax.errors import shown
 from llama_jax.inference.sampling import Sampling
 from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
-from llama_jax.serving.http.messages import messages_field
-from llama_jax.serving.http.schema import Field, Fields
-from llama_jax.serving.http.tools import as_given, check_free, must_call, tool_choice_field, tools_field
+from llama_jax.serving.http.schema import Schema
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
@@ -20,7 +20,9 @@ MOST_STOPS = 16
 MOST_STOP_TOKENS = 8  # in addition to the model's: the engine has 16 places
 LONGEST_STOP = 1000  # characters
 LEAST_TEMPERATURE = 1e-6  # below, only the most probable token is left
-USUAL_COMPLETION = 16  # tokens, as OpenAI's
+DEFAULT_COMPLETION = 16  # tokens, as OpenAI's
+MOST_TOOLS = 128
+LONGEST_NAME = 64  # of a function, in characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +45,16 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What both kinds of request ask for.
+class ApiRequest:
+    """What completions and chats have in common.
 
     Attributes:
-      max_tokens: None for the usual number.
+      max_tokens: None for the default.
       stop: texts that end a choice.
-      stop_token_ids: tokens that end it, beside the model's own.
+      stop_token_ids: tokens that end it, in addition to the model's.
       alternatives: how many further tokens get log-probabilities; None for no log-probabilities at all.
       usage: for a stream, "last" for a separate chunk at the end, "each" for every chunk.
-      format: what the text must be, None for anything.
+      format: the `response_format` that the text must follow; None for any text.
     """
 
     model: str | None
@@ -70,7 +72,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionAsked(Asked):
+class CompletionRequest(ApiRequest):
     """`prompts` are texts, or lists of token ids."""
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -79,12 +81,12 @@ class CompletionAsked(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatAsked(Asked):
-    """What a chat asks for.
+class ChatRequest(ApiRequest):
+    """A request for a reply.
 
     Attributes:
-      tools: functions that the model may call, in the form that templates get.
-      must_call: names of functions of which it must call at least one; none where it may choose.
+      tools: functions that the model may call, as templates take them.
+      must_call: names of functions, at least one of which it must call; none where it may choose.
       several: whether it may call more than one where it must call.
     """
 
@@ -94,13 +96,64 @@ class ChatAsked(Asked):
     several: bool
 
 
-def _common(limits: Limits, *, fewest: int) -> dict[str, Field]:
-    stops = f.listed(f.text(longest=LONGEST_STOP, shortest=1), most=MOST_STOPS)
-    last_id = limits.vocab_size - 1
-    seed = "Start of the random stream, modulo 2**32; choice i has seed + i. Left out, it is drawn."
-    below = f"Divides the logits; below {LEAST_TEMPERATURE:g} the most probable token is taken."
+def request_schemas(limits: Limits) -> dict[str, Schema]:
+    """The schema of the body for each path that takes one."""
+    text, tokens = f.text(longest=limits.longest_prompt), f.integer(0, limits.vocab_size - 1)
+    ids = f.array(tokens, most=limits.context, fewest=1)
+    texts, lists = (f.array(each, most=limits.most_choices, fewest=1) for each in (text, ids))
+    completion: dict[str, Schema] = {
+        "prompt": {"anyOf": [text, ids, texts, lists]},
+        **_common_fields(limits, fewest=0),
+        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also the prompt's own."),
+        "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Log-probabilities, also of so many most probable tokens."),
+        "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
+        "add_special_tokens": f.boolean(
+            True, "Begin a text with the begin-of-sequence token, where the vocabulary has one."
+        ),
+        "suffix": f.unsupported(""),
+    }
+    chat: dict[str, Schema] = {
+        "messages": f.array(_message(limits.longest_prompt), fewest=1, most=limits.context),
+        **_common_fields(limits, fewest=1),
+        "max_completion_tokens": f.integer(1, limits.context, about="The same as max_tokens."),
+        "logprobs": f.boolean(),
+        "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
+        "tools": f.array(_tool(), most=MOST_TOOLS),
+        "tool_choice": {
+            "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name()}, "name"))],
+            "default": "auto",
+            "description": "none: the tools are not shown to the model; auto: it may call some; required, or a function:"
+            " it must.",
+        },
+        "parallel_tool_calls": f.boolean(True, "false, for one call, needs tool_choice to be required, or a function."),
+        "functions": f.unsupported([]),
+        "function_call": f.unsupported("none", "auto"),
+        "modalities": f.unsupported(["text"]),
+        "store": f.unsupported(False),
+        "metadata": f.unsupported({}),
+        "service_tier": f.unsupported("auto", "default"),
+    }
+    special = f.boolean(True, "Add the begin and end tokens that the vocabulary's own rule adds.")
+    model = f.text(longest=1000)
     return {
-        "model": f.text(longest=1000, about="The served model's name, or that of an adapter, or nothing."),
+        "/v1/completions": f.object_of(completion, "prompt"),
+        "/v1/chat/completions": f.object_of(chat, "messages"),
+        "/tokenize": f.object_of({"model": model, "prompt": text, "add_special_tokens": special}, "prompt"),
+        "/detokenize": f.object_of({"model": model, "tokens": f.array(tokens, most=1_000_000)}, "tokens"),
+    }
+
+
+def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
+    stop = f.text(longest=LONGEST_STOP, shortest=1)
+    seed = "Start of the random stream, modulo 2**32; choice i has seed + i. Random by default."
+    below = f"Divides the logits; below {LEAST_TEMPERATURE:g} the most probable token is taken."
+    stream_options = {
+        "include_usage": f.boolean(),
+        "continuous_usage_stats": f.boolean(),
+        "include_obfuscation": f.unsupported(False),
+    }
+    return {
+        "model": f.text(longest=1000, about="The served model's name, or that of an adapter; by default the model's."),
         "n": f.integer(1, limits.most_choices, 1),
         "max_tokens": f.integer(fewest, limits.context),
         "temperature": f.number(0, 100, 1.0, below),
@@ -109,179 +162,236 @@ def _common(limits: Limits, *, fewest: int) -> dict[str, Field]:
         "min_p": f.number(0, 1, 0.0),
         "repetition_penalty": f.number(0.01, 100, 1.0),
         "seed": f.integer(-(2**63), 2**63 - 1, about=seed),
-        "stop": Field(
-            {"anyOf": [{"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}, stops.schema]},
-            lambda name, value: stops.read(name, [value] if isinstance(value, str) else value),
-            (),
-        ),
-        "stop_token_ids": f.listed(f.integer(0, last_id), most=MOST_STOP_TOKENS),
+        "stop": {"anyOf": [stop, f.array(stop, most=MOST_STOPS)]},
+        "stop_token_ids": f.array(f.integer(0, limits.vocab_size - 1), most=MOST_STOP_TOKENS),
         "ignore_eos": f.boolean(about="Go on after the tokens that end a text."),
-        "min_tokens": f.integer(0, limits.context, 0, "Before so many tokens nothing but a stop text ends a choice."),
+        "min_tokens": f.integer(0, limits.context, 0, "Before so many tokens only a stop text ends a choice."),
         "stream": f.boolean(),
-        "stream_options": f.nested(
-            {"include_usage": f.boolean(), "continuous_usage_stats": f.boolean(), "include_obfuscation": f.neutral(False)}
-        ),
+        "stream_options": f.object_of(stream_options),
         "response_format": _response_format(),
-        "user": f.text(longest=1000, about="Whom the request is for; it changes nothing."),
-        "presence_penalty": f.neutral(0),
-        "frequency_penalty": f.neutral(0),
-        "logit_bias": f.neutral({}),
+        "user": f.text(longest=1000, about="End-user identifier; ignored."),
+        "presence_penalty": f.unsupported(0),
+        "frequency_penalty": f.unsupported(0),
+        "logit_bias": f.unsupported({}),
     }
 
 
-def _response_format() -> Field:
-    schema_fields: Fields = {
+def _response_format() -> Schema:
+    json_schema = {
         "name": f.text(longest=1000),
         "description": f.text(longest=100_000),
-        "schema": f.any_object(),
-        "strict": f.boolean(about="What is generated follows the schema either way."),
+        "schema": {"type": "object"},
+        "strict": f.boolean(about="The text follows the schema either way."),
     }
-    kinds: dict[str, dict[str, Field]] = {
+    fields: dict[str, dict[str, Schema]] = {
         "text": {},
         "json_object": {},
-        "json_schema": {"json_schema": Field(f.schema_of(schema_fields), f.nested(schema_fields).read, required=True)},
-        "regex": {"regex": f.text(longest=100_000, shortest=1, required=True)},
+        "json_schema": {"json_schema": f.object_of(json_schema)},
+        "regex": {"regex": f.text(longest=100_000, shortest=1)},
     }
-    tables = {
-        kind: {"type": Field({"const": kind}, lambda _, value: value, required=True)} | more for kind, more in kinds.items()
+    return f.tagged("type", *(f.object_of({"type": f.enum(kind)} | more, "type", *more) for kind, more in fields.items()))
+
+
+def _name() -> Schema:
+    return f.text(longest=LONGEST_NAME, shortest=1)
+
+
+def _function(function: Schema, **others: Schema) -> Schema:
+    return f.object_of({"type": f.enum("function"), "function": function} | others, "type", "function")
+
+
+def _tool() -> Schema:
+    strict = "Only where tool_choice asks for a call: only then do arguments follow a grammar."
+    function = {
+        "name": _name(),
+        "description": f.text(longest=100_000),
+        "parameters": {"type": "object"},
+        "strict": f.boolean(about=strict),
     }
-
-    def read(name: str, value: Any) -> dict[str, Any] | None:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if not isinstance(kind, str) or kind not in tables:
-            need = ", ".join(tables)
-            raise refused(f"{name} is {shown(value, 60)}; it must be an object whose type is one of {need}", name)
-        found = f.read_object(tables[kind], value, name)
-        return None if kind == "text" else found
-
-    return Field({"oneOf": [f.schema_of(table) for table in tables.values()]}, read)
+    return _function(f.object_of(function, "name"))
 
 
-def completion_fields(limits: Limits) -> dict[str, Field]:
-    """The fields of `/v1/completions`."""
-    one, ids = f.text(longest=limits.longest_prompt), f.token_ids(limits.vocab_size, most=limits.context)
-    texts = f.listed(one, most=limits.most_choices, fewest=1)
-    lists = f.listed(ids, most=limits.most_choices, fewest=1)
+def _message(longest: int) -> Schema:
+    """A message of a chat.
 
-    def read(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
-        if isinstance(value, str):
-            return (one.read(name, value),)
-        first = value[0] if isinstance(value, list) and value else None
-        if first is None:
-            raise refused(f"{name} must be a text, a list of token ids, or a list of either, with at least one entry", name)
-        if isinstance(first, str):
-            return texts.read(name, value)
-        return lists.read(name, value) if isinstance(first, list) else (ids.read(name, value),)
+    Args:
+      longest: characters of its content.
+    """
+    text, name = f.text(longest=longest), f.text(longest=1000)
+    part = f.tagged("type", f.object_of({"type": f.enum("text"), "text": text}, "type", "text"))
+    content = {"anyOf": [text, f.array(part, most=longest)]}
+    function = {"name": f.text(longest=LONGEST_NAME), "arguments": f.text(longest=1_000_000)}
+    call = _function(f.object_of(function, "name", "arguments"), id=name, index=f.integer(0, 2**31))
+    call["required"] += ["id"]
+    # Clients send these back empty.
+    empty = {field: f.enum([]) for field in ("refusal", "audio", "annotations", "function_call", "tool_calls")}
+    empty |= {"name": f.NULL, "tool_call_id": f.NULL}
 
-    return {
-        "prompt": Field({"anyOf": [one.schema, ids.schema, texts.schema, lists.schema]}, read, required=True),
-        **_common(limits, fewest=0),
-        "echo": f.boolean(about="Give the prompt before what continues it; with logprobs, its own as well."),
-        "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Log-probabilities, also of so many most probable tokens."),
-        "best_of": f.integer(1, limits.most_choices, about="Only what n is."),
-        "add_special_tokens": f.boolean(
-            True, "Begin a text with the begin-of-sequence token, where the vocabulary has one."
-        ),
-        "suffix": f.neutral(""),
-    }
+    def of_role(*roles: str, **more: Schema) -> Schema:
+        fields = {"role": f.enum(*roles), "content": content} | empty | more
+        return f.object_of(fields, "role", *(() if roles == ("assistant",) else ("content",)))
 
-
-def chat_fields(limits: Limits) -> dict[str, Field]:
-    """The fields of `/v1/chat/completions`."""
-    return {
-        "messages": messages_field(limits.longest_prompt, limits.context),
-        **_common(limits, fewest=1),
-        "max_completion_tokens": f.integer(1, limits.context, about="The same as max_tokens."),
-        "logprobs": f.boolean(),
-        "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
-        "tools": tools_field(),
-        "tool_choice": tool_choice_field(),
-        "parallel_tool_calls": f.boolean(True, "false, for one call, needs tool_choice to be required, or a function."),
-        "functions": f.neutral([]),
-        "function_call": f.neutral("none", "auto"),
-        "modalities": f.neutral(["text"]),
-        "store": f.neutral(False),
-        "metadata": f.neutral({}),
-        "service_tier": f.neutral("auto", "default"),
-    }
-
-
-def read_completion(fields: Fields, limits: Limits, body: Any) -> CompletionAsked:
-    """What a body of `/v1/completions` asks for; ApiError for an impossible request."""
-    given = f.read_object(fields, body)
-    prompts, n = given["prompt"], given["n"]
-    if len(prompts) * n > limits.most_choices:
-        raise refused(f"{len(prompts)} prompts and n={n} make more than {limits.most_choices} choices; ask for fewer", "n")
-    if given["best_of"] not in (None, n):
-        raise refused(f"best_of={given['best_of']} is not supported but as n, which is {n}; leave it out", "best_of")
-    if given["max_tokens"] == 0 and not given["echo"]:
-        raise refused("max_tokens=0 asks for nothing; give echo=true to have the prompt scored", "max_tokens")
-    asked = _asked(given, given["max_tokens"], given["logprobs"])
-    return CompletionAsked(**asked, prompts=prompts, echo=given["echo"], add_special_tokens=given["add_special_tokens"])
-
-
-def read_chat(fields: Fields, body: Any) -> ChatAsked:
-    """What a body of `/v1/chat/completions` asks for; ApiError for an impossible request."""
-    given = f.read_object(fields, body)
-    most, alias = given["max_tokens"], given["max_completion_tokens"]
-    if most is not None and alias is not None and most != alias:
-        raise refused(f"max_tokens={most} and max_completion_tokens={alias} differ; give one of them", "max_tokens")
-    most = most if alias is None else alias
-    if given["top_logprobs"] is not None and not given["logprobs"]:
-        raise refused("top_logprobs needs logprobs=true", "top_logprobs")
-    alternatives = (given["top_logprobs"] or 0) if given["logprobs"] else None
-    called = must_call(given["tools"], given["tool_choice"])
-    tools = () if given["tool_choice"] == "none" else given["tools"]
-    if tools and given["response_format"] is not None:
-        raise refused("response_format cannot go with tools; leave one of them out", "response_format")
-    if not called:
-        check_free(tools, given["parallel_tool_calls"])
-    return ChatAsked(
-        **_asked(given, most, alternatives, "tool_choice" if called else "response_format"),
-        messages=given["messages"],
-        tools=tuple(as_given(tools)),
-        must_call=called,
-        several=given["parallel_tool_calls"] and given["tool_choice"] == "required",
+    return f.tagged(
+        "role",
+        of_role("system", "developer", "user"),
+        of_role("assistant", tool_calls=f.array(call, most=1000)),
+        of_role("tool", name=name, tool_call_id=name),
     )
 
 
-def _asked(
-    given: dict[str, Any], max_tokens: int | None, alternatives: int | None, grammar: str = "response_format"
+def read_completion(schema: Schema, body: Any, limits: Limits) -> CompletionRequest:
+    """The request of a body of `/v1/completions`; ApiError for an invalid one."""
+    fields = f.read(schema, body)
+    prompt, n, max_tokens = fields["prompt"], fields["n"], fields["max_tokens"]
+    prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    if len(prompts) * n > limits.most_choices:
+        raise refused(f"{len(prompts)} prompts and n={n} make more than {limits.most_choices} choices; ask for fewer", "n")
+    if fields["best_of"] not in (None, n):
+        raise refused(f"best_of={fields['best_of']} must equal n, which is {n}; leave it out", "best_of")
+    if max_tokens == 0 and not fields["echo"]:
+        raise refused("max_tokens=0 asks for nothing; set echo=true to have the prompt scored", "max_tokens")
+    return CompletionRequest(
+        **_common(fields, max_tokens, fields["logprobs"]),
+        prompts=prompts,
+        echo=fields["echo"],
+        add_special_tokens=fields["add_special_tokens"],
+    )
+
+
+def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
+    """The request of a body of `/v1/chat/completions`; ApiError for an invalid one."""
+    if isinstance(body, dict) and isinstance(body.get("messages"), list) and len(body["messages"]) > limits.context:
+        message = (
+            f"{len(body['messages'])} messages are more than the {limits.context} tokens of the context; leave some out"
+        )
+        raise refused(message, "messages", "context_length_exceeded")
+    fields = f.read(schema, body)
+    max_tokens, alias = fields["max_tokens"], fields["max_completion_tokens"]
+    if max_tokens is not None and alias is not None and max_tokens != alias:
+        raise refused(f"max_tokens={max_tokens} and max_completion_tokens={alias} differ; send one of them", "max_tokens")
+    if fields["top_logprobs"] is not None and not fields["logprobs"]:
+        raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+    tools, choice, parallel = fields["tools"] or (), fields["tool_choice"], fields["parallel_tool_calls"]
+    must_call = _must_call(tools, choice)
+    tools = () if choice == "none" else tools
+    if tools and _format(fields) is not None:
+        raise refused("response_format cannot be combined with tools; leave one of them out", "response_format")
+    if not must_call:
+        _check_free_choice(tools, parallel)
+    messages = tuple(_message_for_templates(f"messages[{i}]", each) for i, each in enumerate(fields["messages"]))
+    length = sum(len(message["content"]) for message in messages)
+    if length > limits.longest_prompt:
+        message = f"messages have {length} characters, more than {limits.longest_prompt}"
+        raise refused(message, "messages", "context_length_exceeded")
+    in_templates = ("name", "description", "parameters")
+    functions = [
+        {name: each["function"][name] for name in in_templates if each["function"][name] is not None} for each in tools
+    ]
+    return ChatRequest(
+        **_common(
+            fields,
+            max_tokens if alias is None else alias,
+            (fields["top_logprobs"] or 0) if fields["logprobs"] else None,
+            "tool_choice" if must_call else "response_format",
+        ),
+        messages=messages,
+        tools=tuple({"type": "function", "function": function} for function in functions),
+        must_call=must_call,
+        several=parallel and choice == "required",
+    )
+
+
+def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
+    """The functions, one or more of which must be called; none where the model may choose. ApiError for an unknown one."""
+    if choice in ("none", "auto"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if not names:
+        raise refused("tool_choice asks for a call, and there are no tools; send some", "tool_choice")
+    if choice == "required":
+        return names
+    if (name := choice["function"]["name"]) not in names:
+        raise refused(f"tool_choice asks for {shown(name, 70)}, which is none of the tools; name one of them", "tool_choice")
+    return (name,)
+
+
+def _check_free_choice(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
+    """Raise ApiError for what only a grammar can enforce, where the model may choose whether to call tools."""
+    for i, tool in enumerate(tools):
+        if tool["function"]["strict"]:
+            name = f"tools[{i}].function.strict"
+            raise refused(f"{name}=true needs tool_choice to be required, or a function; leave it out", name, "unsupported")
+    if tools and not parallel:
+        raise refused(
+            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out, and take the first",
+            "parallel_tool_calls",
+            "unsupported",
+        )
+
+
+def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
+    """A message whose content is one text, and whose calls have objects as arguments, not JSON texts."""
+    content, calls = fields["content"], fields["tool_calls"] or ()
+    if content is None and not calls:
+        raise refused(f"{name}.content is missing", f"{name}.content", "missing_field")
+    role = "system" if fields["role"] == "developer" else fields["role"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    message: dict[str, Any] = {"role": role, "content": text}
+    if calls:
+        message["tool_calls"] = [_call_for_templates(f"{name}.tool_calls", call) for call in calls]
+    for key in ("tool_call_id", "name"):
+        if fields[key] is not None:
+            message[key] = fields[key]
+    return cast(Message, message)
+
+
+def _call_for_templates(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refused(f"{name} has arguments that are no JSON object; send what was received", name)
+    return {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
+
+
+def _common(
+    fields: dict[str, Any], max_tokens: int | None, alternatives: int | None, grammar: str = "response_format"
 ) -> dict[str, Any]:
-    """The fields of `Asked`.
+    """The fields of `ApiRequest`.
 
     Args:
       grammar: the field that may constrain the text.
     """
-    options = given["stream_options"]
-    if options is not None and not given["stream"]:
-        raise refused("stream_options is for streams; give stream=true, or leave it out", "stream_options")
-    if max_tokens is not None and given["min_tokens"] > max_tokens:
-        raise refused(f"min_tokens={given['min_tokens']} is more than max_tokens={max_tokens}; lower it", "min_tokens")
-    if given["response_format"] is not None or grammar == "tool_choice":
+    stop, options = fields["stop"] or (), fields["stream_options"]
+    if options is not None and not fields["stream"]:
+        raise refused("stream_options is for streams; set stream=true, or leave it out", "stream_options")
+    if max_tokens is not None and fields["min_tokens"] > max_tokens:
+        raise refused(f"min_tokens={fields['min_tokens']} is more than max_tokens={max_tokens}; lower it", "min_tokens")
+    if _format(fields) is not None or grammar == "tool_choice":
         for name in ("ignore_eos", "min_tokens"):
-            if given[name]:
-                raise refused(f"{name} cannot go with {grammar}, which says where the text ends; leave it out", name)
-    seed = int.from_bytes(os.urandom(4), "little") if given["seed"] is None else given["seed"] % 2**32
+            if fields[name]:
+                raise refused(
+                    f"{name} cannot be combined with {grammar}, which says where the text ends; leave it out", name
+                )
     options = options or {"include_usage": False, "continuous_usage_stats": False}
-    return {
-        "model": given["model"],
-        "n": given["n"],
+    return {name: fields[name] for name in ("model", "n", "ignore_eos", "min_tokens", "stream")} | {
         "max_tokens": max_tokens,
         "sampling": Sampling(
-            temperature=given["temperature"] if given["temperature"] >= LEAST_TEMPERATURE else 0.0,
-            top_p=max(given["top_p"], 1e-9),  # keeps only the most probable token, as 0 would
-            top_k=max(given["top_k"], 0),
-            min_p=given["min_p"] if given["min_p"] >= 1e-30 else 0.0,
-            repetition_penalty=given["repetition_penalty"],
-            seed=seed,
+            temperature=fields["temperature"] if fields["temperature"] >= LEAST_TEMPERATURE else 0.0,
+            top_p=max(fields["top_p"], 1e-9),  # keeps only the most probable token, as 0 would
+            top_k=max(fields["top_k"], 0),
+            min_p=fields["min_p"] if fields["min_p"] >= 1e-30 else 0.0,
+            repetition_penalty=fields["repetition_penalty"],
+            seed=int.from_bytes(os.urandom(4), "little") if fields["seed"] is None else fields["seed"] % 2**32,
         ),
-        "stop": given["stop"],
-        "stop_token_ids": given["stop_token_ids"],
-        "ignore_eos": given["ignore_eos"],
-        "min_tokens": given["min_tokens"],
+        "stop": (stop,) if isinstance(stop, str) else stop,
+        "stop_token_ids": fields["stop_token_ids"] or (),
         "alternatives": alternatives,
-        "stream": given["stream"],
         "usage": "each" if options["continuous_usage_stats"] else "last" if options["include_usage"] else None,
-        "format": given["response_format"],
+        "format": _format(fields),
     }
+
+
+def _format(fields: dict[str, Any]) -> dict[str, Any] | None:
+    return None if fields["response_format"] == {"type": "text"} else fields["response_format"]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames, of_chat, of_completion
-from llama_jax.serving.http.errors import ApiError, refused
-from llama_jax.serving.http.service import Service, Work
-from llama_jax.serving.http.tools import Call
-from llama_jax.serving.requests import Update
+from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.request_schema import ApiRequest
+from llama_jax.serving.http.service import AdmittedRequest, Service, until_disconnected
+from llama_jax.serving.http.tools import ToolCall
+from llama_jax.serving.requests import ScoredToken, Update
 
 DONE = b"data: [DONE]\n\n"
 compact = json.JSONEncoder(separators=(",", ":")).encode
@@ -28,43 +30,40 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + compact(content).encode() + b"\n\n"
 
 
-class Written(NamedTuple):
-    """A choice that has ended.
+@dataclass
+class WholeChoice:
+    """All parts of a choice so far; `logprobs` as `ResponseFormat.logprobs` returns them."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: dict[str, list[str]] = field(default_factory=dict)
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class ResponseFormat(ABC):
+    """How a response is written. Log-probabilities are written without dictionaries, which take three times as long.
 
     Attributes:
-      logprobs: of all its parts, as `Format.logprobs` gives them.
-    """
-
-    text: str
-    logprobs: Mapping[str, Sequence[str]]
-    finish: str
-    calls: Sequence[Call] = ()
-
-
-class Format(ABC):
-    """The format of a response.
+      opening, closing: what surrounds the text of a chunk.
+      others: fields of log-probabilities that are no lists.
 
     Args:
-      fixed: "id", "created" and "model".
-      scored: whether log-probabilities are wanted.
-      usage: whether chunks have the field.
+      model: its name in the response.
     """
 
+    id_prefix: str
     object: str
-    of_chunk: str
+    chunk_object: str
+    opening: str
+    closing: str
+    others = ""
 
-    def __init__(self, fixed: dict[str, Any], names: TokenNames, *, scored: bool, usage: bool) -> None:
-        self._fixed = fixed
+    def __init__(self, request: ApiRequest, model: str, names: TokenNames) -> None:
+        self._fixed = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._names = names
-        self._scored = scored
-        self._usage = usage
-        fields = fixed | {"object": self.of_chunk}
-        self._head = "data: " + compact(fields)[:-1] + ',"choices":[{"index":'
-        self._end = ',"usage":null}\n\n' if usage else "}\n\n"
-        self._tail = self._closing + ',"logprobs":null,"finish_reason":null}]' + self._end
-
-    _opening: str
-    _closing: str
+        self._scored = request.alternatives is not None
+        self._head = "data: " + compact(self._fixed | {"object": self.chunk_object})[:-1] + ',"choices":[{"index":'
+        self._end = "}\n\n" if request.usage is None else ',"usage":null}\n\n'
+        self._tail = self.closing + ',"logprobs":null,"finish_reason":null}]' + self._end
 
     def begin(self, index: int) -> bytes:
         """What comes before the first chunk of a choice."""
@@ -72,76 +71,107 @@ class Format(ABC):
 
     def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
         """What is new in a choice, as an event."""
-        more = self.calls(delta.calls) if delta.calls else ""
-        head = f"{self._head}{index}{self._opening}{quoted(delta.text)}{more}"
+        head = f"{self._head}{index}{self.opening}{quoted(delta.text)}"
+        if delta.calls:
+            head += ',"tool_calls":' + json.dumps([{"index": i} | call.as_dict() for i, call in enumerate(delta.calls)])
         if finish is None and not self._scored and usage is None:
             return (head + self._tail).encode()
-        logprobs = self._object(self.logprobs(delta.scored)) if self._scored else "null"
-        reason = "null" if finish is None else f'"{finish}"'
+        logprobs = self._logprobs_object(self.logprobs(delta.scored))
         end = self._end if usage is None else f',"usage":{json.dumps(usage)}}}\n\n'
-        return f'{head}{self._closing},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}'.encode()
+        return f'{head}{self.closing},"logprobs":{logprobs},"finish_reason":{json.dumps(finish)}}}]{end}'.encode()
 
     def last(self, usage: dict[str, Any]) -> bytes:
         """The total usage, as an event without choices."""
-        return event(self._fixed | {"object": self.of_chunk, "choices": [], "usage": usage})
+        return event(self._fixed | {"object": self.chunk_object, "choices": [], "usage": usage})
 
-    def whole(self, choices: Sequence[Written], usage: dict[str, Any]) -> Iterator[bytes]:
+    def whole(
+        self, choices: Sequence[WholeChoice], finishes: Sequence[str | None], usage: dict[str, Any]
+    ) -> Iterator[bytes]:
         """The whole response, in a part for each choice."""
         before = compact(self._fixed | {"object": self.object})[:-1] + ',"choices":['
-        for i, choice in enumerate(choices):
-            content = compact({"index": i, **self.content(choice)})[:-1]
-            lists = {name: ",".join(parts) for name, parts in choice.logprobs.items()}
-            logprobs = self._object(lists) if self._scored else "null"
+        for i, (choice, finish) in enumerate(zip(choices, finishes, strict=True)):
+            content = compact({"index": i, **self.content("".join(choice.texts), choice.calls)})[:-1]
+            lists = {name: ",".join(choice.logprobs.get(name, ())) for name in self.logprobs([])}
             after = f'],"usage":{compact(usage)}}}' if i == len(choices) - 1 else ""
-            yield f'{before}{content},"logprobs":{logprobs},"finish_reason":{quoted(choice.finish)}}}{after}'.encode()
+            logprobs = self._logprobs_object(lists)
+            yield f'{before}{content},"logprobs":{logprobs},"finish_reason":{json.dumps(finish)}}}{after}'.encode()
             before = ","
 
-    def _object(self, lists: Mapping[str, str]) -> str:
-        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self._others + "}"
-
-    _others = ""  # fields of log-probabilities that are no lists
+    def _logprobs_object(self, lists: Mapping[str, str]) -> str:
+        if not self._scored:
+            return "null"
+        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self.others + "}"
 
     @abstractmethod
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
         """Log-probabilities: the elements of each list that they consist of, as JSON."""
 
     @abstractmethod
-    def content(self, choice: Written) -> dict[str, Any]:
+    def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """The field of a choice that holds its text."""
 
-    def calls(self, calls: Sequence[Call]) -> str:
-        """What follows the text in a chunk with tool calls."""
-        return ',"tool_calls":' + json.dumps([{"index": i} | call.as_dict() for i, call in enumerate(calls)])
 
+class CompletionFormat(ResponseFormat):
+    """The form of `/v1/completions`."""
 
-class CompletionFormat(Format):
-    object = of_chunk = "text_completion"
-    _opening, _closing = ',"text":', ""
+    id_prefix = "cmpl"
+    object = chunk_object = "text_completion"
+    opening, closing = ',"text":', ""
 
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
-        return of_completion(self._names, scored)
+        names = self._names
 
-    def content(self, choice: Written) -> dict[str, Any]:
-        return {"text": choice.text}
+        def top(token: ScoredToken) -> str:
+            if token.logprob is None:
+                return "null"
+            logprobs = {names(i)[0]: _number(logprob) for i, logprob in ((token.id, token.logprob), *token.alternatives)}
+            return "{" + ",".join([f"{name}:{logprob}" for name, logprob in logprobs.items()]) + "}"
+
+        return {
+            "tokens": ",".join([names(each.token.id)[0] for each in scored]),
+            "token_logprobs": ",".join([_number(each.token.logprob) for each in scored]),
+            "top_logprobs": ",".join([top(each.token) for each in scored]),
+            "text_offset": ",".join([str(each.offset) for each in scored]),
+        }
+
+    def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        return {"text": text}
 
 
-class ChatFormat(Format):
-    object, of_chunk = "chat.completion", "chat.completion.chunk"
-    _opening, _closing = ',"delta":{"content":', "}"
-    _others = ',"refusal":null'
+class ChatFormat(ResponseFormat):
+    """The form of `/v1/chat/completions`."""
+
+    id_prefix = "chatcmpl"
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+    opening, closing = ',"delta":{"content":', "}"
+    others = ',"refusal":null'
 
     def begin(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":""}'
         return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
 
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
-        return of_chat(self._names, scored)
+        def fields(token: int, logprob: float | None) -> str:
+            name, content = self._names(token)
+            return f'"token":{name},"logprob":{_number(logprob)},"bytes":{content}'
 
-    def content(self, choice: Written) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
+        def top(token: ScoredToken) -> str:
+            return ",".join([f"{{{fields(*one)}}}" for one in token.alternatives])
+
+        tokens = [each.token for each in scored]
+        content = [f'{{{fields(token.id, token.logprob)},"top_logprobs":[{top(token)}]}}' for token in tokens]
+        return {"content": ",".join(content)}
+
+    def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
         return {"message": message}
+
+
+def _number(logprob: float | None) -> str:
+    """The log-probability as JSON: values below -9999, such as minus infinity, become -9999, as with OpenAI."""
+    return "null" if logprob is None else repr(logprob if logprob > -9999.0 else -9999.0)
 
 
 STREAM_HEADERS = [
@@ -153,57 +183,61 @@ STREAM_HEADERS = [
 SLICE = 64  # tokens that are written at once, in a millisecond or two with log-probabilities; then other tasks run
 
 
-class Answer:
+class GeneratedResponse:
     """A response, as an ASGI application: the engine's output for a request, streamed or sent when it is complete."""
 
-    def __init__(self, service: Service, work: Work, format: Format) -> None:
+    def __init__(self, service: Service, admitted: AdmittedRequest, format: type[ResponseFormat]) -> None:
         self._service = service
-        self._work = work
-        self._format = format
-        self._open = len(work.choices)
-        self._last = [0.0] * len(work.choices)  # when each choice last got tokens
+        self._admitted = admitted
+        self._format = format(admitted.body, admitted.body.model or service.served.name, service.names)
+        self._open = len(admitted.choices)
+        self._last = [0.0] * len(admitted.choices)  # when each choice last got tokens
         self._since = 0  # tokens that were written since other tasks could run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self._work.asked.stream else self._whole(send))
-            if not self._work.exchange.left:
-                self._service.metrics.whole.observe(time.monotonic() - self._work.arrived)
+            await (self._stream(send) if self._admitted.body.stream else self._whole(send))
+            if not self._admitted.updates.disconnected:
+                self._service.metrics.whole.observe(time.monotonic() - self._admitted.arrived)
         finally:
             watching.cancel()
-            self._work.exchange.close()
+            self._admitted.updates.close()
 
     async def _watch(self, receive: Receive) -> None:
         """Stop as soon as the client disconnects, streamed or not, also while the request waits in the queue."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._work.exchange.leave()
+        await until_disconnected(receive)
+        self._admitted.updates.disconnect()
+
+    async def _next(self, write: Callable[[int, Update], None]) -> bool:
+        """Write what is new, in slices between which other tasks run; False once the client has disconnected."""
+        updates = await self._admitted.updates.next()
+        for i, update in updates.items():
+            self._observe(i, update)
+            for part in in_slices(update):
+                write(i, part)
+                self._since += len(part.tokens) + len(part.prompt or ())
+                if self._since >= SLICE:
+                    self._since = 0
+                    await asyncio.sleep(0)
+        return bool(updates)
 
     async def _whole(self, send: Send) -> None:
-        choices, exchange = self._work.choices, self._work.exchange
-        texts: list[list[str]] = [[] for _ in choices]
-        logprobs: list[dict[str, list[str]]] = [{name: [] for name in self._format.logprobs([])} for _ in choices]
-        calls: list[list[Any]] = [[] for _ in choices]
+        choices = [WholeChoice() for _ in self._admitted.choices]
+
+        def write(index: int, update: Update) -> None:
+            choice, delta = choices[index], self._take(index, update)
+            choice.texts.append(delta.text)
+            choice.calls += delta.calls
+            if delta.scored:  # written as it comes, so that little is left to be done when the last token has come
+                for name, elements in self._format.logprobs(delta.scored).items():
+                    choice.logprobs.setdefault(name, []).append(elements)
+
         while self._open:
-            updates = await exchange.next()
-            if not updates:
+            if not await self._next(write):
                 return
-            for i, update in updates.items():
-                self._observe(i, update)
-                for part in in_slices(update):
-                    delta = self._take(i, part)
-                    texts[i].append(delta.text)
-                    calls[i] += delta.calls
-                    if delta.scored:  # written as it comes, so that little is left to be done when the last token has come
-                        for name, elements in self._format.logprobs(delta.scored).items():
-                            logprobs[i][name].append(elements)
-                    if self._due(part):
-                        await asyncio.sleep(0)
-        parts = zip(texts, logprobs, choices, calls, strict=True)
-        written = [Written("".join(text), lists, choice.finish or "", called) for text, lists, choice, called in parts]
         bodies = []
-        for body in self._format.whole(written, self._usage()):
+        for body in self._format.whole(choices, [choice.finish for choice in self._admitted.choices], self._usage()):
             bodies.append(body)
             await asyncio.sleep(0)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, bodies))).encode())]
@@ -212,25 +246,27 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": n < len(bodies)})
 
     async def _stream(self, send: Send) -> None:
-        exchange, usage = self._work.exchange, self._work.asked.usage
+        usage = self._admitted.body.usage
+        events: list[bytes] = []
         begun: set[int] = set()
         started = False
+
+        def write(index: int, update: Update) -> None:
+            before = self._admitted.choices[index].finish
+            delta = self._take(index, update)
+            finish = self._admitted.choices[index].finish
+            if not delta.text and not delta.scored and (finish is None or before is not None):
+                return  # nothing can be shown yet
+            if index not in begun:
+                begun.add(index)
+                events.append(self._format.begin(index))
+            events.append(self._format.chunk(index, delta, finish, self._usage() if usage == "each" else None))
+
         try:
             while self._open:
-                updates = await exchange.next()
-                if not updates:
+                events.clear()
+                if not await self._next(write):
                     return
-                events = []
-                for i, update in updates.items():
-                    self._observe(i, update)
-                    for part in in_slices(update):
-                        new = self._events(i, part)
-                        if new and i not in begun:
-                            begun.add(i)
-                            events.append(self._format.begin(i))
-                        events += new
-                        if self._due(part):
-                            await asyncio.sleep(0)
                 if not self._open:
                     events += [self._format.last(self._usage())] * (usage is not None) + [DONE]
                 if events:
@@ -243,61 +279,42 @@ class Answer:
                 raise
             await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
 
-    def _events(self, index: int, update: Update) -> list[bytes]:
-        """The events of an update: one, or none if nothing can be shown yet."""
-        before = self._work.choices[index].finish
-        delta = self._take(index, update)
-        finish = self._work.choices[index].finish
-        if not delta.text and not delta.scored and (finish is None or before is not None):
-            return []
-        usage = self._usage() if self._work.asked.usage == "each" else None
-        return [self._format.chunk(index, delta, finish, usage)]
-
-    def _due(self, part: Update) -> bool:
-        """Whether, after this part, SLICE tokens have been written since other tasks could run."""
-        self._since += len(part.tokens) + len(part.prompt or ())
-        if self._since < SLICE:
-            return False
-        self._since = 0
-        return True
-
     def _observe(self, index: int, update: Update) -> None:
         """Record when a choice gets tokens."""
-        if update.tokens and self._work.choices[index].finish is None:
+        if update.tokens and self._admitted.choices[index].finish is None:
             now, last, metrics = time.monotonic(), self._last[index], self._service.metrics
             if last:
                 metrics.between_tokens.observe((now - last) / len(update.tokens), len(update.tokens))
             else:
-                metrics.first_token.observe(now - self._work.arrived)
+                metrics.first_token.observe(now - self._admitted.arrived)
             self._last[index] = now
 
-    def _take(self, index: int, update: Update) -> Any:
+    def _take(self, index: int, update: Update) -> Delta:
         """Advance a choice; ApiError if it failed."""
-        choice, work = self._work.choices[index], self._work
+        choice, admitted = self._admitted.choices[index], self._admitted
         finished = choice.finish is not None
         if not finished:
-            _check(update)
+            _check_finish(update)
         delta = choice.take(update)
         if choice.finish is not None and not finished:
             self._open -= 1
             if update.finish is None:
-                work.exchange.tickets[index].cancel()
-            if work.constraints and work.constraints[index].error is not None:
-                asked_by = "tool_choice" if work.asked.format is None else "response_format"
-                raise refused(f"the grammar cannot be followed further: {work.constraints[index].error}", asked_by)
+                admitted.updates.tickets[index].cancel()
+            if admitted.constraints and (error := admitted.constraints[index].error) is not None:
+                constrained_by = "tool_choice" if admitted.body.format is None else "response_format"
+                raise refused(f"the grammar cannot be followed further: {error}", constrained_by)
         return delta
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt once, and every generated token of the continuations, including stop tokens."""
-        work = self._work
-        prompt = sum(map(len, work.prompts))
-        made = sum(choice.count for choice in work.choices)
-        cached = sum(choice.cached for choice in work.choices[:: work.asked.n])
+        admitted = self._admitted
+        prompt = sum(map(len, admitted.prompts))
+        generated = sum(choice.count for choice in admitted.choices)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in admitted.choices[:: admitted.body.n])},
         }
 
 
@@ -311,11 +328,11 @@ def in_slices(update: Update) -> Sequence[Update]:
     return [*first, *then, replace(update, prompt=None, tokens=[])]
 
 
-def _check(update: Update) -> None:
+def _check_finish(update: Update) -> None:
     """Raise ApiError for a request that did not end by its text."""
     if update.finish == "failed":
         raise ApiError(500, f"the engine failed: {update.error}", code="engine_failed")
     if update.finish == "timeout":
         raise ApiError(504, "the request took longer than this server allows (--timeout)", code="timeout")
     if update.finish == "cancelled":
-        raise ApiError(503, "the server is shutting down; try another one", code="draining", headers={"Retry-After": "5"})
+        raise shutting_down()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,12 +21,12 @@ from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.auth import Access, Guard
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.request_schema import ChatAsked, CompletionAsked, Limits, read_chat, read_completion
-from llama_jax.serving.http.response import Answer, ChatFormat, CompletionFormat, Format
-from llama_jax.serving.http.schema import Fields
-from llama_jax.serving.http.service import Service, Work
+from llama_jax.serving.http.request_schema import read_chat, read_completion
+from llama_jax.serving.http.response import ChatFormat, CompletionFormat, GeneratedResponse, ResponseFormat
+from llama_jax.serving.http.schema import Schema
+from llama_jax.serving.http.service import AdmittedRequest, Service
 
-A = TypeVar("A", CompletionAsked, ChatAsked)
+T = TypeVar("T")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -50,7 +50,7 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
         "/metrics": ("GET", routes.metrics),
         "/openapi.json": ("GET", routes.openapi),
     }
-    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _surprise}
+    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected_error}
     return guarded(table, access, service.metrics, connections, handlers)
 
 
@@ -61,7 +61,7 @@ def guarded(
     connections: Callable[[], int],
     handlers: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]],
 ) -> Starlette:
-    """An application of routes, each with its method, that only those may ask whom `access` allows to."""
+    """An application of routes, each with its method, open to the requests that `access` allows."""
     guard = Middleware(Guard, access=access, paths=tuple(table), answered=metrics.answered, connections=connections)
     routes = [Route(path, handler, methods=[method]) for path, (method, handler) in table.items()]
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
@@ -72,36 +72,54 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize = tokenize_fields(service.limits)
-        self._detokenize = detokenize_fields(service.limits)
 
     async def completions(self, request: Request) -> Response:
-        service, fields = self._service, self._service.completion_fields
-        work = await self._work(request, lambda body: read_completion(fields, service.limits, body), service.complete)
-        return Answer(service, work, self._format(CompletionFormat, "cmpl", work))  # type: ignore[return-value]
+        service = self._service
+        return await self._generate(
+            request, partial(read_completion, limits=service.limits), service.complete, CompletionFormat
+        )
 
     async def chat(self, request: Request) -> Response:
-        service, fields = self._service, self._service.chat_fields
-        work = await self._work(request, lambda body: read_chat(fields, body), service.chat)
-        return Answer(service, work, self._format(ChatFormat, "chatcmpl", work))  # type: ignore[return-value]
+        service = self._service
+        return await self._generate(request, partial(read_chat, limits=service.limits), service.chat, ChatFormat)
 
-    async def _work(
-        self, request: Request, read: Callable[[Any], A], submit: Callable[[A, float], Coroutine[Any, Any, Work]]
-    ) -> Work:
-        """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
-        arrived, service = time.monotonic(), self._service
-        service.check_open()  # before a body is read for nothing
+    async def _generate(
+        self,
+        request: Request,
+        read: Callable[..., Any],
+        submit: Callable[..., Coroutine[Any, Any, AdmittedRequest]],
+        format: type[ResponseFormat],
+    ) -> Response:
+        """Hand a request to the engine."""
+        arrived = time.monotonic()
+        self._service.check_open()  # before a body is read for nothing
+        admitted = await self._post(request, read, partial(submit, arrived=arrived))
+        return GeneratedResponse(self._service, admitted, format)  # type: ignore[return-value]
+
+    async def _post(self, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        """What is made of a body, unless the client disconnects or the server begins to shut down before.
+
+        Args:
+          read: makes the typed request from the schema and the value of the body.
+          use: is called with that request.
+        """
+        service = self._service
+
+        async def prepare(body: bytearray) -> T:
+            typed = await service.parse(body, partial(read, service.schemas[request.url.path]))
+            service.check_model(typed.model)
+            return await use(typed)
+
         async with service.bodies.read(request) as body:
-            asked = await service.parse(body, read)
-            service.check_model(asked.model)
-            service.check_open()
-            return await service.unless_ended(submit(asked, arrived), request.receive)
+            return await service.unless_ended(prepare(body), request.receive)
 
-    def _format(self, kind: type[Format], prefix: str, work: Work) -> Format:
-        asked = work.asked
-        name = asked.model or self._service.served.name
-        fixed = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        return kind(fixed, self._service.names, scored=asked.alternatives is not None, usage=asked.usage is not None)
+    async def tokenize(self, request: Request) -> Response:
+        use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens)
+        return Response(await self._post(request, _read_fields, use), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        use = lambda typed: self._service.decode(typed.tokens, "tokens")
+        return JSONResponse({"prompt": await self._post(request, _read_fields, use)})
 
     async def models(self, request: Request) -> Response:
         service = self._service
@@ -116,21 +134,6 @@ class Routes:
         data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
         return JSONResponse({"object": "list", "data": data})
 
-    async def tokenize(self, request: Request) -> Response:
-        service = self._service
-        async with service.bodies.read(request) as body:
-            given = await service.parse(body, partial(f.read_object, self._tokenize))
-            service.check_model(given["model"])
-            ends = None if given["add_special_tokens"] else False
-            return Response(await service.tokenize(given["prompt"], ends), media_type="application/json")
-
-    async def detokenize(self, request: Request) -> Response:
-        service = self._service
-        async with service.bodies.read(request) as body:
-            given = await service.parse(body, partial(f.read_object, self._detokenize))
-            service.check_model(given["model"])
-            return JSONResponse({"prompt": await service.decode(given["tokens"], "tokens")})
-
     async def health(self, request: Request) -> Response:
         trouble = self._service.trouble()
         return status_response(trouble, "unhealthy")
@@ -143,7 +146,7 @@ class Routes:
         return Response(self._service.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(described(self._service))
+        return JSONResponse(openapi_description(self._service))
 
     async def page(self, request: Request) -> Response:
         # The page shows what a model wrote, so it may load and run only its own content.
@@ -161,63 +164,50 @@ def status_response(trouble: str | None, code: str) -> Response:
     """The answer to a probe: 200, or 503 with what is not as it should be."""
     if trouble is None:
         return JSONResponse({"status": "ok"})
-    return JSONResponse(ApiError(503, trouble, code=code).body(), 503)
+    return ApiError(503, trouble, code=code).response()
+
+
+def _read_fields(schema: Schema, body: Any) -> SimpleNamespace:
+    return SimpleNamespace(**f.read(schema, body))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    return error.response()
 
 
-async def _surprise(request: Request, error: Exception) -> Response:
-    """The response to an unexpected exception: the log has the traceback; the client is told only its type."""
-    found = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log says why", code="internal")
-    return JSONResponse(found.body(), found.status)
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    """The response to an unexpected exception: the log has the traceback; the client gets only its type."""
+    message = f"the server failed at this request ({type(error).__name__}); its log says why"
+    return ApiError(500, message, code="internal").response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """The response to an unknown path or method."""
     assert isinstance(error, HTTPException)
-    said = {404: f"{request.url.path[:200]} is not here; /openapi.json lists what is"}
-    said[405] = f"{request.method} is not for {request.url.path[:200]}; /openapi.json says what is"
-    found = ApiError(error.status_code, said.get(error.status_code, error.detail), headers=error.headers)
-    return JSONResponse(found.body(), found.status, found.headers)
+    messages = {404: f"there is no {request.url.path[:200]}; /openapi.json lists the paths"}
+    messages[405] = f"{request.url.path[:200]} does not take {request.method}; /openapi.json lists the methods"
+    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers).response()
 
 
-Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
-def tokenize_fields(limits: Limits) -> Fields:
-    """The fields of `/tokenize`."""
-    return {
-        "model": f.text(longest=1000),
-        "prompt": f.text(longest=limits.longest_prompt, required=True),
-        "add_special_tokens": f.boolean(True, "Put a BOS and an EOS where the vocabulary's own rule says so."),
-    }
-
-
-def detokenize_fields(limits: Limits) -> Fields:
-    """The fields of `/detokenize`."""
-    ids = f.token_ids(limits.vocab_size, most=1_000_000, fewest=0)
-    return {"model": f.text(longest=1000), "tokens": ids}
-
-
-def described(service: Service) -> Schema:
-    """The description, with the limits of this server."""
-    limits = service.limits
+def openapi_description(service: Service) -> Schema:
+    """The description of the routes, with the limits of this server."""
+    schemas = service.schemas
     chunks = "With stream=true a text/event-stream of chunks, which ends with `data: [DONE]`."
     return {
         "openapi": "3.1.0",
         "info": {"title": "llama_jax", "version": llama_jax.__version__, "description": f"Serves {service.served.name}."},
         "security": [{}, {"key": []}],
         "paths": {
-            "/v1/completions": _post("Continue texts.", service.completion_fields, "Completion", chunks, stream=True),
-            "/v1/chat/completions": _post("Reply in a chat.", service.chat_fields, "Chat", chunks, stream=True),
+            "/v1/completions": _post("Continue texts.", schemas["/v1/completions"], "Completion", chunks, stream=True),
+            "/v1/chat/completions": _post("Reply in a chat.", schemas["/v1/chat/completions"], "Chat", chunks, stream=True),
             "/v1/models": _get("What is served.", "Models"),
-            "/tokenize": _post("Ids of a text.", tokenize_fields(limits), "Tokens"),
-            "/detokenize": _post("The text of ids.", detokenize_fields(limits), "Text"),
+            "/tokenize": _post("Ids of a text.", schemas["/tokenize"], "Tokens"),
+            "/detokenize": _post("The text of ids.", schemas["/detokenize"], "Text"),
             "/health": _get("Whether the engine runs; 503 where it has failed, or is stuck.", "Status", probe=True),
             "/ready": _get("Whether new requests are taken; 503 where not.", "Status", probe=True),
             "/metrics": _get("Numbers for Prometheus.", None),
@@ -239,19 +229,24 @@ def _errors(*statuses: int) -> Schema:
 
 
 def _get(about: str, schema: str | None, *, probe: bool = False) -> Schema:
-    found = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
+    response = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
     errors = _errors(403, 503) if probe else _errors(401, 403, 429)
-    return {"get": {"summary": about, "responses": {"200": found} | errors}}
+    return {"get": {"summary": about, "responses": {"200": response} | errors}}
 
 
-def _post(about: str, fields: Fields, schema: str, more: str = "", *, stream: bool = False) -> Schema:
-    found = _response(about, _ref(schema))
+def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: bool = False) -> Schema:
+    response = _response(about, _ref(schema))
     if stream:
-        found["content"]["text/event-stream"] = {"schema": TEXT}
+        response["content"]["text/event-stream"] = {"schema": TEXT}
     errors = _errors(400, 401, 403, 404, 408, 413, 415, 429) | (_errors(503, 504) if stream else {})
-    body = {"required": True, "content": {"application/json": {"schema": f.schema_of(fields)}}}
+    body = {"required": True, "content": {"application/json": {"schema": f.described(request)}}}
     return {
-        "post": {"summary": about, "description": more or about, "requestBody": body, "responses": {"200": found} | errors}
+        "post": {
+            "summary": about,
+            "description": more or about,
+            "requestBody": body,
+            "responses": {"200": response} | errors,
+        }
     }
 
 

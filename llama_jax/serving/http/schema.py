@@ -1,10 +1,14 @@
-"""The fields of request bodies: one table both checks what is sent and describes it in `/openapi.json`."""
+"""JSON Schema of request bodies: one table both checks what is sent and describes it in `/openapi.json`.
+
+Only the keywords that are used here are understood. An object has no fields beyond its `properties`, and a field that
+is `null` or left out has its `default`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from llama_jax.errors import shown
@@ -12,121 +16,120 @@ from llama_jax.serving.http.errors import refused
 
 Schema = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Field:
-    """One field.
-
-    Attributes:
-      schema: JSON Schema of what is accepted, without `null`.
-      read: gives the value to use, from the field's name and what was sent; ApiError for what is not accepted.
-      default: the value where the field is left out, or is null.
-      required: whether it must be there.
-    """
-
-    schema: Schema
-    read: Callable[[str, Any], Any]
-    default: Any = None
-    required: bool = False
-
-    def described(self) -> Schema:
-        """The schema, with `null` for a field that may be left out."""
-        if self.required:
-            return self.schema
-        if isinstance(self.schema.get("type"), str) and "enum" not in self.schema:
-            return self.schema | {"type": [self.schema["type"], "null"]}
-        return {"anyOf": [self.schema, {"type": "null"}]}
+JSON_TYPES: dict[str, tuple[type, ...]] = {"integer": (int, float), "number": (int, float), "boolean": (bool,)}
+JSON_TYPES |= {"string": (str,), "array": (list,), "object": (dict,)}
+NULL: Schema = {"type": "null"}
 
 
-Fields = Mapping[str, Field]
+def integer(minimum: int, maximum: int, default: int | None = None, about: str = "") -> Schema:
+    return _annotated({"type": "integer", "minimum": minimum, "maximum": maximum}, default, about)
 
 
-def schema_of(fields: Fields) -> Schema:
-    """JSON Schema of an object with these fields and no others."""
-    required = [name for name, field in fields.items() if field.required]
-    return {
-        "type": "object",
-        "properties": {name: field.described() for name, field in fields.items()},
-        "additionalProperties": False,
-    } | ({"required": required} if required else {})
+def number(minimum: float, maximum: float, default: float, about: str = "") -> Schema:
+    return _annotated({"type": "number", "minimum": minimum, "maximum": maximum}, default, about)
 
 
-def read_object(fields: Fields, given: Any, where: str = "") -> dict[str, Any]:
-    """The values of an object's fields, ready to use; ApiError (400) names what is not accepted.
+def boolean(default: bool = False, about: str = "") -> Schema:
+    return _annotated({"type": "boolean"}, default, about)
+
+
+def text(*, longest: int, shortest: int = 0, about: str = "") -> Schema:
+    return _annotated({"type": "string", "minLength": shortest, "maxLength": longest}, None, about)
+
+
+def enum(*values: Any, default: Any = None, about: str = "") -> Schema:
+    """One of a few values, compared by type too: true is not 1."""
+    return _annotated({"enum": list(values)}, default, about)
+
+
+def unsupported(*values: Any) -> Schema:
+    """A field of OpenAI's that is not supported: only values without an effect are accepted."""
+    return enum(*values, about="Not supported: only values without an effect are accepted.")
+
+
+def array(items: Schema, *, most: int, fewest: int = 0) -> Schema:
+    """A list, which is read as a tuple."""
+    return {"type": "array", "items": items, "minItems": fewest, "maxItems": most}
+
+
+def object_of(properties: dict[str, Schema], *required: str) -> Schema:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def tagged(tag: str, *alternatives: Schema) -> Schema:
+    """One of several objects, distinguished by the `enum` of one field."""
+    return {"oneOf": list(alternatives), "discriminator": {"propertyName": tag}}
+
+
+def _annotated(schema: Schema, default: Any, about: str) -> Schema:
+    if default is not None:
+        schema["default"] = default
+    return schema | {"description": about} if about else schema
+
+
+def described(schema: Schema) -> Schema:
+    """The schema for clients: with `null` for every field that may be left out."""
+    schema = {name: [*map(described, part)] if name in ("anyOf", "oneOf") else part for name, part in schema.items()}
+    if "items" in schema:
+        schema["items"] = described(schema["items"])
+    if "properties" in schema:
+        fields = {name: described(field) for name, field in schema["properties"].items()}
+        schema["properties"] = {
+            name: field if name in schema["required"] else _or_null(field) for name, field in fields.items()
+        }
+    return schema
+
+
+def _or_null(schema: Schema) -> Schema:
+    if isinstance(schema.get("type"), str) and schema["type"] != "null":
+        return schema | {"type": [schema["type"], "null"]}
+    return {"anyOf": [schema, NULL]}
+
+
+def read(schema: Schema, value: Any, name: str = "") -> Any:
+    """The value to use, with tuples for lists and every field of an object; ApiError (400) names what is not accepted.
 
     Args:
-      where: the name of the object in the body, "" for the body itself.
+      name: of the value in the body, "" for the body itself.
     """
-    before = f"{where}." if where else ""
-    if not isinstance(given, dict):
-        raise refused(f"{where or 'the body'} is {shown(given, 40)}; it must be a JSON object", where or None)
-    unknown = [name for name in given if name not in fields]
-    if unknown:
-        names = ", ".join(shown(before + name, 60) for name in unknown[:5])
-        raise refused(
-            f"{names}: not known here; leave it out (/openapi.json lists what is)", before + unknown[0][:60], "unknown_field"
-        )
-    found = {}
-    for name, field in fields.items():
-        value = given.get(name)
-        if value is not None:
-            found[name] = field.read(before + name, value)
-        elif field.required:
-            raise refused(f"{before}{name} is missing; give it", before + name, "missing_field")
-        else:
-            found[name] = field.default
-    return found
+    if "anyOf" in schema:
+        schema = _alternative(schema["anyOf"], value, name)
+    elif "oneOf" in schema:
+        schema = _tagged_alternative(schema, value, name)
+    if "enum" in schema:
+        return _read_enum(schema["enum"], value, name)
+    kind = schema["type"]
+    if kind == "null":
+        raise refused(f"{name} is not supported here; leave it out", name, "unsupported")
+    wrong_type = not isinstance(value, JSON_TYPES[kind]) or (kind != "boolean" and isinstance(value, bool))
+    if kind in ("integer", "number"):
+        low, high = schema["minimum"], schema["maximum"]
+        if kind == "integer" and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if wrong_type or not low <= value <= high or (kind == "integer" and not isinstance(value, int)):
+            raise refused(f"{name}={shown(value, 40)} must be {_type_name(schema)} from {low} to {high}", name)
+        assert math.isfinite(value)
+        return value if kind == "integer" else float(value)
+    if wrong_type:
+        raise refused(f"{name or 'the body'} is {shown(value, 40)}; it must be {_type_name(schema)}", name or None)
+    if kind == "string":
+        return _read_text(schema, value, name)
+    if kind == "array":
+        return _read_array(schema, value, name)
+    return _read_object(schema, value, name) if kind == "object" else value
 
 
-def integer(minimum: int, maximum: int, default: int | None = None, about: str = "") -> Field:
-    schema = {"type": "integer", "minimum": minimum, "maximum": maximum}
-    return Field(_about(schema, about), lambda name, value: read_integer(name, value, minimum, maximum), default)
-
-
-def read_integer(name: str, value: Any, minimum: int, maximum: int) -> int:
-    """An integer, which may be written as 1.0; ApiError for another value."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise refused(f"{name}={shown(value, 40)} must be an integer from {minimum} to {maximum}", name)
+def _read_enum(values: Sequence[Any], value: Any, name: str) -> Any:
+    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
+        needed = " or ".join(map(_as_json, values))
+        raise refused(f"{name}={shown(value, 40)} is not supported here; it must be {needed}", name, "unsupported")
     return value
 
 
-def number(minimum: float, maximum: float, default: float, about: str = "") -> Field:
-    def read(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-            raise refused(f"{name}={shown(value, 40)} must be a number from {minimum:g} to {maximum:g}", name)
-        assert math.isfinite(value)
-        return float(value)
-
-    return Field(_about({"type": "number", "minimum": minimum, "maximum": maximum}, about), read, default)
-
-
-def boolean(default: bool = False, about: str = "") -> Field:
-    def read(name: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise refused(f"{name}={shown(value, 40)} must be true or false", name)
-        return value
-
-    return Field(_about({"type": "boolean"}, about), read, default)
-
-
-def text(*, longest: int, shortest: int = 0, required: bool = False, about: str = "") -> Field:
-    schema: Schema = {"type": "string", "maxLength": longest} | ({"minLength": shortest} if shortest else {})
-
-    def read(name: str, value: Any) -> str:
-        return read_text(name, value, longest, shortest)
-
-    return Field(_about(schema, about), read, required=required)
-
-
-def read_text(name: str, value: Any, longest: int, shortest: int = 0) -> str:
-    """A string that can be encoded in UTF-8; ApiError for another value."""
-    if not isinstance(value, str):
-        raise refused(f"{name}={shown(value, 40)} must be a text", name)
-    if not shortest <= len(value) <= longest:
-        least = f"from {shortest} to" if shortest else "at most"
-        raise refused(f"{name} has {len(value)} characters; it must have {least} {longest}", name)
+def _read_text(schema: Schema, value: str, name: str) -> str:
+    """A string that can be encoded in UTF-8."""
+    _check_length(schema["minLength"], schema["maxLength"], len(value), "characters", name)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -134,71 +137,72 @@ def read_text(name: str, value: Any, longest: int, shortest: int = 0) -> str:
     return value
 
 
-def one_of(values: Sequence[Any], default: Any = None, about: str = "") -> Field:
-    """One of a few values, compared by type too: true is not 1."""
-
-    def read(name: str, value: Any) -> Any:
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
-            need = " or ".join(map(_as_json, values))
-            raise refused(
-                f"{name}={shown(value, 40)} is not supported here; leave it out, or give {need}", name, "unsupported"
-            )
-        return value
-
-    return Field(_about({"enum": list(values)}, about), read, default)
-
-
-def listed(each: Field, *, most: int, fewest: int = 0, about: str = "", required: bool = False) -> Field:
-    """A list whose entries are each read as a field; gives a tuple."""
-    schema: Schema = {"type": "array", "items": each.schema, "maxItems": most}
-    schema |= {"minItems": fewest} if fewest else {}
-
-    def read(name: str, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise refused(f"{name}={shown(value, 40)} must be a list", name)
-        if not fewest <= len(value) <= most:
-            raise refused(f"{name} has {len(value)} entries; it must have from {fewest} to {most}", name)
-        return tuple(each.read(f"{name}[{i}]", entry) for i, entry in enumerate(value))
-
-    return Field(_about(schema, about), read, () if not required else None, required)
-
-
-def token_ids(vocab_size: int, *, most: int, fewest: int = 1) -> Field:
-    """A list of token ids, checked all at once, because a prompt may have many."""
-    schema: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
-    schema |= {"minItems": fewest, "maxItems": most}
-
-    def read(name: str, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list) or not fewest <= len(value) <= most:
-            raise refused(f"{name} must be a list of {fewest} to {most} token ids", name)
-        if {int} != set(map(type, value)) or min(value) < 0 or max(value) >= vocab_size:
-            return tuple(read_integer(f"{name}[{i}]", entry, 0, vocab_size - 1) for i, entry in enumerate(value))
+def _read_array(schema: Schema, value: list[Any], name: str) -> tuple[Any, ...]:
+    _check_length(schema["minItems"], schema["maxItems"], len(value), "entries", name)
+    items = schema["items"]
+    all_integers = items.get("type") == "integer" and {*map(type, value)} == {int}
+    if all_integers and items["minimum"] <= min(value) and max(value) <= items["maximum"]:  # a prompt may have many
         return tuple(value)
-
-    return Field(schema, read, required=True)
-
-
-def nested(fields: Fields, default: Any = None, about: str = "") -> Field:
-    """An object with fields of its own."""
-    return Field(_about(schema_of(fields), about), lambda name, value: read_object(fields, value, name), default)
+    return tuple(read(items, entry, f"{name}[{i}]") for i, entry in enumerate(value))
 
 
-def any_object(about: str = "") -> Field:
-    def read(name: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise refused(f"{name}={shown(value, 40)} must be an object", name)
+def _check_length(fewest: int, most: int, length: int, unit: str, name: str) -> None:
+    if not fewest <= length <= most:
+        raise refused(f"{name} has {length} {unit}; it must have from {fewest} to {most}", name)
+
+
+def _read_object(schema: Schema, value: dict[str, Any], name: str) -> dict[str, Any]:
+    if "properties" not in schema:
         return value
+    before, fields = f"{name}." if name else "", schema["properties"]
+    unknown = [field for field in value if field not in fields]
+    if unknown:
+        names = ", ".join(shown(before + field, 60) for field in unknown[:5])
+        raise refused(
+            f"{names}: not known here; leave it out (/openapi.json lists what is)", before + unknown[0][:60], "unknown_field"
+        )
+    values = {}
+    for field, part in fields.items():
+        if value.get(field) is not None:
+            values[field] = read(part, value[field], before + field)
+        elif field in schema["required"]:
+            raise refused(f"{before}{field} is missing", before + field, "missing_field")
+        else:
+            values[field] = part.get("default")
+    return values
 
-    return Field(_about({"type": "object"}, about), read)
+
+def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schema:
+    """The alternative for the type of a value, and of its first entry."""
+
+    def matches(schema: Schema, value: Any) -> bool:
+        if "enum" in schema or "oneOf" in schema:
+            return isinstance(value, dict) == ("oneOf" in schema)
+        right_type = isinstance(value, JSON_TYPES[schema["type"]])
+        return right_type and (schema["type"] != "array" or not value or matches(schema["items"], value[0]))
+
+    for schema in alternatives:
+        if matches(schema, value):
+            return schema
+    raise refused(f"{name}={shown(value, 40)} must be {' or '.join(map(_type_name, alternatives))}", name)
 
 
-def neutral(*values: Any) -> Field:
-    """A field of OpenAI's that is not supported: only values that ask for nothing are accepted."""
-    return one_of(values, about="Not supported: only what asks for nothing is accepted.")
+def _tagged_alternative(schema: Schema, value: Any, name: str) -> Schema:
+    tag = schema["discriminator"]["propertyName"]
+    if not isinstance(value, dict):
+        raise refused(f"{name}={shown(value, 40)} must be an object with the field {tag}", name)
+    tags = [each["properties"][tag]["enum"] for each in schema["oneOf"]]
+    kind = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
+    return next(each for each, values in zip(schema["oneOf"], tags, strict=True) if kind in values)
 
 
-def _about(schema: Schema, about: str) -> Schema:
-    return schema | {"description": about} if about else schema
+def _type_name(schema: Schema) -> str:
+    if "enum" in schema:
+        return " or ".join(map(_as_json, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"a list, each entry {_type_name(schema['items'])}"
+    names = {"integer": "an integer", "object": "a JSON object", "string": "a text", "boolean": "true or false"}
+    return names.get(schema.get("type", "object"), "a number")
 
 
 def _as_json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The server process: what it answers while it starts, the engine on a thread, the sockets on an event loop, and the end."""
+"""The server process: its answers while it starts, the engine on a thread, the sockets on an event loop, and shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.http.auth import Access
@@ -30,12 +29,11 @@ from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import METRICS_TYPE, guarded, make_app, status_response
-from llama_jax.serving.http.service import Served, Service, connect
+from llama_jax.serving.http.service import Served, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
 SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
-ENGINE_SECONDS = 0.5  # that the engine has after draining to end its step; then clients are answered without it
-LAST_WORDS = 0.5  # seconds after that, in all, in which clients can read what is left for them; then they are disconnected
+LAST_WORDS = 0.5  # seconds after the engine has ended in which clients can read their responses; then they are disconnected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +51,11 @@ class ServerOptions:
     drain_seconds: float = 30.0
     seconds: float = 0.0
     wedged_after: float = 120.0
+
+    def service(self, engine: Any, served: Served, limits: Limits, metrics: ServerMetrics | None = None) -> Service:
+        """See `Service`."""
+        timing = {"seconds": self.seconds, "wedged_after": self.wedged_after}
+        return Service(engine, served, limits, metrics=metrics, **timing)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -82,7 +85,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 class Started(NamedTuple):
-    """What a server serves: an `Engine` that is warm, the model as clients see it, and what they may ask for."""
+    """What a server serves: an `Engine` that is warm, the model as clients see it, and the limits of requests."""
 
     engine: Any
     served: Served
@@ -115,10 +118,10 @@ def serve(
     """
 
     def begin() -> Started:
-        found = start()
+        started = start()
         gc.collect()
         gc.freeze()
-        return found
+        return started
 
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -160,68 +163,31 @@ async def _serve(
     if not starting.done() or starting.exception() is not None:
         await server.end(serving, LAST_WORDS)
         return starting.exception() if starting.done() else None
-    engine, served, limits = starting.result()
-    timing: dict[str, Any] = {"seconds": options.seconds, "wedged_after": options.wedged_after}
-    service = connect(engine, served, limits, metrics=metrics, **timing)
-    ended: asyncio.Future[BaseException | None] = loop.create_future()
-    thread = threading.Thread(target=run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
-    asked = asyncio.Event()
+    service = options.service(*starting.result(), metrics)
+    stop: asyncio.Future[None] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, partial(_stop, number, asked))
-    thread.start()
+        loop.add_signal_handler(number, partial(_stop, number, stop))
+    service.start_engine()
     app = make_app(service, options.access, connections)
     ready()
-    stopping = asyncio.create_task(asked.wait())
-    first = [ended, stopping, serving]
+    first = [service.ended, stop, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-    if not ended.done():
-        await drain(service, options.drain_seconds, ended)
-    stopping.cancel()
+    if not service.ended.done():
+        await service.drain(options.drain_seconds)
     await server.end(serving, LAST_WORDS)
     service.close()
-    if ended.done():
-        return ended.result()
+    if service.ended.done():
+        return service.ended.result()
     if service.trouble() is not None:
         os._exit(1)  # the engine hangs in a program, so an orderly exit of Python would hang too
     return None  # it is in a long step, which nobody waits for
 
 
-async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
-    """Accept no new requests, let running ones end for so many seconds, and tell the clients of the others."""
-    service.begin_drain()
-    await _until(lambda: not service.switchboard.open or ended.done(), seconds)
-    service.engine.close()
-    await asyncio.wait([ended], timeout=ENGINE_SECONDS)
-    if not ended.done():
-        service.switchboard.cancel()
-
-
-async def _until(done: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        await asyncio.sleep(0.02)
-
-
-def run_engine(
-    engine: Any, service: Service, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[BaseException | None]
-) -> None:
-    """The function of the engine's thread."""
-    failure: BaseException | None = None
-    try:
-        engine.run()
-    except BaseException as error:
-        failure = error
-        service.failure = f"the engine failed: {type(error).__name__}: {error}"
-    service.switchboard.wake()
-    with contextlib.suppress(RuntimeError):  # the loop has already ended
-        loop.call_soon_threadsafe(ended.set_result, failure)
-
-
-def _stop(number: int, asked: asyncio.Event) -> None:
+def _stop(number: int, stop: asyncio.Future[None]) -> None:
     """The first signal starts an orderly shutdown, the second ends the process at once."""
-    if asked.is_set():
+    if stop.done():
         os._exit(128 + number)
-    asked.set()
+    stop.set_result(None)
 
 
 class _Server(uvicorn.Server):
@@ -322,8 +288,8 @@ def make_starting_app(
         least, most = RETRY_SECONDS
         seconds = min(max(round(startup.seconds_left or least), least), most)
         headers = {"Retry-After": str(seconds), "Connection": "close"}
-        found = ApiError(503, f"the server is {startup}; /ready says when it has started", code="starting", headers=headers)
-        return JSONResponse(found.body(), found.status, found.headers)
+        message = f"the server is {startup}; /ready says when it has started"
+        return ApiError(503, message, code="starting", headers=headers).response()
 
     handlers = {"/": page, "/health": health, "/ready": ready, "/metrics": numbers}
     table = {path: ("GET", handler) for path, handler in handlers.items()}

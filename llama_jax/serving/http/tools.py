@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import shown
 from llama_jax.serving.grammar import JSON_STYLE
-from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
-from llama_jax.serving.http.schema import Field
 
-MOST_TOOLS = 128
-LONGEST_NAME = 64
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a function; `arguments` are JSON."""
 
     id: str
@@ -30,77 +26,11 @@ class Call(NamedTuple):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def tools_field() -> Field:
-    """The field `tools` of a chat: a list of functions."""
-    function = {
-        "name": f.text(longest=LONGEST_NAME, shortest=1, required=True),
-        "description": f.text(longest=100_000),
-        "parameters": f.any_object(),
-        "strict": f.boolean(about="Only where tool_choice asks for a call: only then do arguments follow a grammar."),
-    }
-    tool = {
-        "type": Field({"const": "function"}, f.one_of(["function"]).read, required=True),
-        "function": Field(f.schema_of(function), f.nested(function).read, required=True),
-    }
-    return f.listed(f.nested(tool), most=MOST_TOOLS)
-
-
-def tool_choice_field() -> Field:
-    """The field `tool_choice`: a mode, or the function that must be called."""
-    modes = f.one_of(["none", "auto", "required"])
-    function = {"name": f.text(longest=LONGEST_NAME, shortest=1, required=True)}
-    named: dict[str, Field] = {
-        "type": Field({"const": "function"}, f.one_of(["function"]).read, required=True),
-        "function": Field(f.schema_of(function), f.nested(function).read, required=True),
-    }
-
-    def read(name: str, value: Any) -> Any:
-        return f.read_object(named, value, name) if isinstance(value, dict) else modes.read(name, value)
-
-    about = "none: the model is told of no tools; auto: it may call some; required, or a function: it must."
-    return Field({"anyOf": [modes.schema, f.schema_of(named)], "description": about}, read, "auto")
-
-
-def must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
-    """The functions of which one or more must be called; none where the model may choose. ApiError for an unknown one."""
-    if choice in ("none", "auto"):
-        return ()
-    names = tuple(tool["function"]["name"] for tool in tools)
-    if not names:
-        raise refused("tool_choice asks for a call, and there are no tools; give some", "tool_choice")
-    if choice == "required":
-        return names
-    if (name := choice["function"]["name"]) not in names:
-        raise refused(f"tool_choice asks for {shown(name, 70)}, which is none of the tools; name one of them", "tool_choice")
-    return (name,)
-
-
-def check_free(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
-    """Raise ApiError for what only a grammar can enforce, where the model may choose whether to call tools."""
-    for i, tool in enumerate(tools):
-        if tool["function"]["strict"]:
-            name = f"tools[{i}].function.strict"
-            raise refused(f"{name}=true needs tool_choice to be required, or a function; leave it out", name, "unsupported")
-    if tools and not parallel:
-        raise refused(
-            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out, and take the first",
-            "parallel_tool_calls",
-            "unsupported",
-        )
-
-
-def as_given(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as passed to a template: without fields that were left out, or that are only for the server."""
-    told = ("name", "description", "parameters")
-    functions = [{name: tool["function"][name] for name in told if tool["function"][name] is not None} for tool in tools]
-    return [{"type": "function", "function": function} for function in functions]
-
-
 def grammar_of_calls(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str, *, several: bool) -> str:
     """A grammar, in llguidance's Lark, of calls in the form of a template: in tags or as JSON alone.
 
     Args:
-      tools: as `as_given` returns them.
+      tools: of a `ChatRequest`.
       names: of the tools that may be called.
       template: of the model's chats.
       several: whether there may be more than one call.
@@ -166,33 +96,33 @@ class ToolText:
         self._begun = self._begun or bool(shown.strip())
         return shown
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ToolCall]]:
         """The rest to be shown, and the calls."""
         calls = _calls_of(self._held, self._names) if self._calls else None
         text, self._held = self._held, ""
         return (text, []) if calls is None else ("", calls)
 
 
-def _calls_of(text: str, names: frozenset[str]) -> list[Call] | None:
+def _calls_of(text: str, names: frozenset[str]) -> list[ToolCall] | None:
     """The calls that a text consists of, or None where it is something else."""
     if text.lstrip().startswith(OPENING):
         parts = re.findall(f"{OPENING}(.*?)(?:{CLOSING}|$)", text, re.DOTALL)
         whole = re.sub(f"{OPENING}.*?(?:{CLOSING}|$)", "", text, flags=re.DOTALL).strip() == ""
     else:
         parts, whole = [text], True
-    found: list[Any] = []
+    values: list[Any] = []
     for part in parts:
         try:
             value = json.loads(part)
         except (ValueError, RecursionError):
             return None
-        found += value if isinstance(value, list) else [value]
-    calls = [_call(value, names) for value in found]
+        values += value if isinstance(value, list) else [value]
+    calls = [_call(value, names) for value in values]
     known = [call for call in calls if call is not None]
     return known if whole and known and len(known) == len(calls) else None
 
 
-def _call(value: Any, names: frozenset[str]) -> Call | None:
+def _call(value: Any, names: frozenset[str]) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -203,4 +133,4 @@ def _call(value: Any, names: frozenset[str]) -> Call | None:
             return None
     if not isinstance(arguments, dict):
         return None
-    return Call(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""What must not be ended at once, since temporary files would be left; and what must."""
+"""Signals and fatal errors: some work ends in order, so that no temporary files are left, and some ends at once."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import llama_jax
-from llama_jax.exporting import register_for_export
+from llama_jax.export import register_for_export
 from llama_jax.inference.decode import begin_decode, decode, init_prefill, prefill
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling

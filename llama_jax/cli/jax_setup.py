@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -15,8 +14,9 @@ import jax
 import platformdirs
 
 from llama_jax import compiled
+from llama_jax.cli.output_format import note
 from llama_jax.errors import UserError, reason_of
-from llama_jax.flags import keep_freed_memory, set_flags
+from llama_jax.xla_flags import keep_freed_memory, set_flags
 
 LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
@@ -37,18 +37,17 @@ def use_compilation_cache(off: bool = False) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
     problem = _no_room(Path(folder)) if folder and "://" not in folder else None
     if problem is not None:
-        print(
-            f"llama-jax: compiled programs are not kept: {folder} cannot be written ({problem});"
-            " JAX_COMPILATION_CACHE_DIR names another folder",
-            file=sys.stderr,
+        note(
+            f"compiled programs are not kept: {folder} cannot be written ({problem}); JAX_COMPILATION_CACHE_DIR names"
+            " another folder"
         )
-        # Which JAX would say of every program. What is there already is still read.
+        # JAX would warn about every program. Existing files are still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     if folder and "://" not in folder:
         executables = Path(os.environ.setdefault(compiled.VARIABLE, str(Path(folder).absolute() / "executables")))
         problem = compiled.refusal(executables)
         if problem is not None:
-            print(f"llama-jax: executables in {executables} are not used: {problem}", file=sys.stderr)
+            note(f"executables in {executables} are not used: {problem}")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -65,15 +64,15 @@ def _no_room(folder: Path) -> str | None:
 
 
 def start_backend(*, training: bool = False) -> None:
-    """Start JAX's device backend with the flags of its platform, see `llama_jax.flags`.
+    """Start JAX's device backend with the flags of its platform, see `llama_jax.xla_flags`.
 
-    A missing backend is an error of one line, before anything is loaded; flags unknown to this version of XLA are reported.
+    A missing backend is an error of one line, before anything is loaded; flags that this XLA does not have are reported.
     """
     if training:
         keep_freed_memory()
     unknown = set_flags(training=training).unknown
     if unknown:
-        print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
+        note(f"this version of XLA has no {', '.join(unknown)}: left out")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion where the platform's plugin is not installed
@@ -110,7 +109,7 @@ class Clock:
     def __init__(self, compiling: CompileClock) -> None:
         self._compiling = compiling
         self.prefill_seconds = 0.0
-        self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the piece compiled something
+        self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the chunk compiled something
         self.begin()
 
     def begin(self) -> None:
@@ -118,8 +117,8 @@ class Clock:
         self._last = time.perf_counter(), self._compiling.seconds
         self._prefilled = False
 
-    def piece(self, tokens: int) -> None:
-        """Call as each piece of a stream comes: the first ends the prefill."""
+    def chunk(self, tokens: int) -> None:
+        """Call for each chunk of a stream: the first ends the prefill."""
         now = time.perf_counter(), self._compiling.seconds
         elapsed, compiled = (b - a for a, b in zip(self._last, now, strict=True))
         if self._prefilled:
@@ -130,7 +129,7 @@ class Clock:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second. Pieces that met a new program, which takes time to load, count only if there are no others."""
-        counted = [piece for piece in self._decoded if not piece[2]] or self._decoded
-        seconds = sum(piece[1] for piece in counted)
-        return round(sum(piece[0] for piece in counted) / seconds, 1) if seconds > 0 else 0.0
+        """Tokens per second. Chunks with a new program, which takes time to load, count only if there are no others."""
+        counted = [chunk for chunk in self._decoded if not chunk[2]] or self._decoded
+        seconds = sum(chunk[1] for chunk in counted)
+        return round(sum(chunk[0] for chunk in counted) / seconds, 1) if seconds > 0 else 0.0

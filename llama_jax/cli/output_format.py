@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+
+def note(*texts: str) -> None:
+    """Print lines for people on stderr."""
+    for text in texts:
+        print(f"llama-jax: {text}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,183 @@
+"""``llama-jax quickstart``, ``compile`` and ``completion``: check the installation, and prepare it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import tyro
+
+from llama_jax.cli.argv import MARKERS, RULES
+from llama_jax.cli.options import LoadOptions, ModelPath
+from llama_jax.errors import GenerationError
+from llama_jax.settings import at_least
+
+# tyro's scripts complete file names only after options of type Path. Ours may be URLs, so they are texts: let the scripts
+# complete file names wherever they know no word.
+FILES = (
+    ('[[ "$completions" == ', '[[ -z "$completions" || "$completions" == '),  # bash and zsh
+    (  # fish: the script prints all options, and fish filters them
+        'if test "$results" = ',
+        'if begin; not string match -q -- "-*" (commandline -ct); and not string match -qv -- "-*" $results; end'
+        '; or test "$results" = ',
+    ),
+    (  # with a slash after a folder, and names with spaces as one; "$cur" has the words before as well
+        'COMPREPLY=($(compgen -f -- "$cur"))',
+        "local IFS=$'\\n'; compopt -o filenames; COMPREPLY=($(compgen -f -- \"${COMP_WORDS[COMP_CWORD]}\"))",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Run a small random model once and print the shape of its logits: (2, 16, 1000)."""
+
+    def run(self) -> None:
+        import jax
+
+        import llama_jax
+
+        config = llama_jax.LlamaConfig(
+            vocab_size=1000,
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            hidden_dim=192,
+            max_seq_len=128,
+            norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_embeddings=False,
+        )
+        params = llama_jax.init(config, jax.random.key(0))
+        tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
+        print(llama_jax.logits(config, params, tokens).shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(LoadOptions):
+    """Compile a model's programs ahead, so that the first start of generate, chat or serve neither traces nor compiles.
+
+    They are kept where these commands look for them, and serve the same model, options, library, JAX and processor. Those
+    that are there already are not made again.
+    """
+
+    SHOWN_FIRST = ("model", "purpose", "max_tokens")
+
+    model: tyro.conf.Positional[Annotated[ModelPath | None, tyro.conf.arg(metavar="[MODEL]")]] = None
+    """A model's folder or file, as for generate; by default the small stories model that comes with the package."""
+    purpose: Annotated[Literal["generate", "serve"], tyro.conf.arg(name="for")] = "generate"
+    """The command to compile for, with its default options; chat has the programs of generate."""
+    max_tokens: Annotated[int, at_least(1)] = 1024
+    """With --for generate: most tokens of a prompt and its continuation, at most the model's context."""
+
+    def run(self) -> None:
+        from llama_jax import compiled
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
+        from llama_jax.compiled import store
+
+        if self.no_cache:
+            raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
+        use_compilation_cache()
+        folder = store.folder()
+        if folder is None or compiled.refusal(folder):
+            reason = compiled.refusal(folder) if folder else f"{compiled.VARIABLE} or JAX's settings turn them off"
+            raise GenerationError(f"executables are not kept: {reason}; set {compiled.VARIABLE} to a folder of your own")
+        # Programs that cannot be stored are logged.
+        logging.basicConfig(format="llama-jax: %(message)s")
+        logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)
+        started, before = time.perf_counter(), _sizes(folder)
+        if self.purpose == "serve":
+            self._serve()
+        else:
+            start_backend()
+            for step in self._generate():
+                made = _sizes(folder).keys() - before.keys()
+                print(f"{step}: {len(made)} programs so far, {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        after = _sizes(folder)
+        made = after.keys() - before.keys()
+        size = sum(after[name] for name in made) / 1e6
+        print(f"{len(made)} programs made, {size:.1f} MB, in {folder} ({len(after)}, {sum(after.values()) / 1e6:.1f} MB)")
+
+    def _generate(self) -> Iterator[str]:
+        """Generate a few tokens after prompts of every size; says each time which."""
+        import llama_jax
+        from llama_jax.inference.decode import STEPS_PER_CHUNK
+
+        config, params, tokenizer = self.load_beside()
+        longest, size = min(self.max_tokens, config.max_seq_len), 16
+        while True:
+            room = min(size, longest) - 1
+            prompt = max(1, min(size - 2 * STEPS_PER_CHUNK, room))  # it ends, and its continuation begins, below the size
+            chunks = llama_jax.stream(
+                config,
+                params,
+                [[0] * prompt],
+                max_new_tokens=min(4 * STEPS_PER_CHUNK, config.max_seq_len - prompt),
+                stop_tokens=tokenizer.stop_ids,
+                compute=self.compute(),
+            )
+            for _ in chunks:
+                pass
+            yield f"prompts of up to {min(size, longest)} tokens"
+            if size >= longest:
+                return
+            size *= 2
+
+    def _serve(self) -> None:
+        """Start the engine of `serve`, which compiles all that requests can need."""
+        from llama_jax.cli.jax_setup import start_backend
+        from llama_jax.cli.serve import Serve
+        from llama_jax.parallel.multihost import Processes
+
+        start_backend()
+        options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
+        Serve(**options).start(Processes()).engine.close()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The bytes of each executable."""
+    from llama_jax.compiled.store import SUFFIX
+
+    return {path.name: path.stat().st_size for path in folder.glob(f"*{SUFFIX}")}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Print a script that lets your shell complete the commands of llama-jax, their options and their values.
+
+    bash: llama-jax completion bash > ~/.local/share/bash-completion/completions/llama-jax
+
+    zsh: llama-jax completion zsh > _llama-jax, in a folder of $fpath
+
+    fish: llama-jax completion fish > ~/.config/fish/completions/llama-jax.fish
+    """
+
+    shell: tyro.conf.Positional[Annotated[Literal["bash", "zsh", "fish"], tyro.conf.arg(metavar="bash|zsh|fish")]]
+    """The shell that the script is for."""
+
+    def run(self) -> None:
+        from llama_jax.cli import COMMANDS, command_type
+
+        commands: list[Any] = []
+        for group in COMMANDS.values():
+            for name, (_, about) in group.items():
+                named = tyro.conf.subcommand(name, description=about, prefix_name=False)
+                commands.append(Annotated[command_type(name), named])
+        all_of_them: Any = Union[tuple(commands)]  # noqa: UP007
+        written, args = io.StringIO(), ["--tyro-print-completion", self.shell]
+        with redirect_stdout(written), suppress(SystemExit):
+            tyro.cli(all_of_them, prog="llama-jax", args=args, config=MARKERS, registry=RULES)
+        script = written.getvalue()
+        for plain, more in FILES:
+            script = script.replace(plain, more)
+        # An optional choice is not written as None.
+        print(re.sub(r"'choices': \[[^]]*\]", lambda found: re.sub(r"'None', |, 'None'", "", found[0]), script), end="")

@@ -1,0 +1,55 @@
+"""Settings are checked by the bounds in their types, and described by their docstrings."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import pytest
+
+from llama_jax.errors import UserError
+from llama_jax.settings import Bounds, at_least, check_bounds, help_of
+
+
+@dataclass(frozen=True)
+class Rate:
+    value: Annotated[float, Bounds(0, 1e9)] = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a test.
+
+    Attributes:
+      first, second: numbers.
+    """
+
+    first: Annotated[int, at_least(1)] = 1
+    second: Annotated[int, at_least(0)] | None = None
+    free: int = -1
+    """A number without
+    bounds."""
+    rate: Rate = Rate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"first": 2**31 - 1, "second": 0, "free": -(2**40), "rate": Rate(1e9)}, None),
+        ({"first": 0}, "first=0 must be at least 1"),
+        ({"first": 2**31}, "first=2147483648 must be at least 1 and at most 2147483647"),
+        ({"second": -1}, "second=-1 must be at least 0"),
+        ({"rate": Rate(-1)}, "value=-1 must be at least 0 and at most 1000000000"),
+        ({"rate": Rate(math.nan)}, "value=nan must be at least 0 and at most 1000000000"),
+    ],
+)
+def test_values_out_of_their_bounds_are_named(changes, message):
+    settings = replace(Settings(), **changes)
+    if message is None:
+        return check_bounds(settings)
+    with pytest.raises(UserError, match=f"^{message}$"):
+        check_bounds(settings)
+
+
+def test_help_is_the_text_below_a_field_or_in_the_class():
+    assert help_of(Settings) == {"first": "Numbers.", "second": "Numbers.", "free": "A number without bounds."}
