@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-START = 60  # seconds that a process may take to start, from a slow disk
+START_SECONDS = 60  # seconds that a process may take to start, from a slow disk
 
 
 def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -96,7 +96,7 @@ class ChildProcess:
         self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(START, process.kill)
+        timer = threading.Timer(START_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:

@@ -114,6 +114,24 @@ def test_the_name_of_a_type_has_one_meaning():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_the_name_of_a_constant_of_the_core_has_one_meaning():
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.split("/")[0] not in CORE:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            )
+            if not isinstance(getattr(node, "value", None), ast.Call) or "TypeVar" not in ast.unparse(node.value):
+                for target in targets:
+                    for one in getattr(target, "elts", [target]):
+                        if isinstance(one, ast.Name) and not one.id.startswith("_"):
+                            places.setdefault(one.id, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 CIRCLES = {  # files that still import each other
     frozenset({"data.corpus", "data.duplicates"}),
 }

@@ -25,8 +25,8 @@ from llama_jax.ops.layers import project
 from llama_jax.ops.weights import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
-AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
-ROWS = 512  # inputs of each matrix, on which errors are measured
+NUMBERS_AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
+MEASURED_ROWS = 512  # inputs of each matrix, on which errors are measured
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -46,7 +46,7 @@ class _Recorded(struct.PyTreeNode):
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        jax.debug.callback(self._note, rows[:: -(-len(rows) // ROWS)].astype(jnp.float32), ordered=True)
+        jax.debug.callback(self._note, rows[:: -(-len(rows) // MEASURED_ROWS)].astype(jnp.float32), ordered=True)
         return project(x, self.matrix, out_dtype=out_dtype)
 
     def _note(self, rows: Any) -> None:
@@ -164,7 +164,7 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
         if form.encode is None or part.shape[-1] % form.block:
             raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
         rows = part.reshape(-1, part.shape[-1])
-        step = max(1, AT_ONCE // rows.shape[-1])
+        step = max(1, NUMBERS_AT_ONCE // rows.shape[-1])
         runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]
         decoded.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
     return np.concatenate(decoded, axis=1) if ends else decoded[0]

@@ -70,7 +70,7 @@ def is_short(*arrays: Any) -> bool:
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-PARTS, LEAST, MOST = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
+ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
 NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most where it has no tiles
 LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # numbers of a weight
 
@@ -96,11 +96,11 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
 
 def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[1, D] by [N, D], as a batch of matmuls with parts of the weight."""
-    divisible = weight.ndim == 2 and weight.shape[0] % PARTS == 0 and LEAST <= weight.size < MOST
+    divisible = weight.ndim == 2 and weight.shape[0] % ROW_PARTS == 0 and LEAST_SPLIT <= weight.size < MOST_SPLIT
     if not divisible or is_divided() or lowering_platform() != "cpu":
         return plain(x, weight, out_dtype)
-    parts = weight.reshape(PARTS, -1, weight.shape[1])
-    rows = jnp.broadcast_to(x, (PARTS, *x.shape))  # else there is no batch
+    parts = weight.reshape(ROW_PARTS, -1, weight.shape[1])
+    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # else there is no batch
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 

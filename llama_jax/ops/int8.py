@@ -12,7 +12,7 @@ from flax import struct
 
 from llama_jax.ops.layers import project
 
-MOST = 127  # -128 is left out, so that a row and its negative have the same factor
+LARGEST_INTEGER = 127  # -128 is left out, so that a row and its negative have the same factor
 
 
 class Quantized(struct.PyTreeNode):
@@ -39,7 +39,7 @@ class Quantized(struct.PyTreeNode):
 
 def quantize(x: jax.Array) -> Quantized:
     """The nearest integers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
-    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / MOST
+    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INTEGER
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 

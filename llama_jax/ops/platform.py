@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 Tree = TypeVar("Tree")
+TPU_LANES = 128  # numbers that lie together in a TPU's memory; blocks of its kernels are multiples of it
 
 planned_for = jax.make_user_context(None)
 """A context that says which platform a program is planned for, where devices of another one stand in for it.

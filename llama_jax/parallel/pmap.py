@@ -34,7 +34,7 @@ from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
-AXIS = "data"
+PMAP_AXIS = "data"
 Tree = TypeVar("Tree")
 
 
@@ -83,8 +83,8 @@ def pmap_step(
 def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]) -> Any:
     """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
     return jax.pmap(
-        partial(step, sharding=Sharding(axis_name=AXIS)),
-        axis_name=AXIS,
+        partial(step, sharding=Sharding(axis_name=PMAP_AXIS)),
+        axis_name=PMAP_AXIS,
         in_axes=(None, 0),
         out_axes=None,
         devices=devices,
@@ -110,7 +110,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     everywhere, shares = _placements(devices)
     mapped = jax.pmap(
         complete,
-        axis_name=AXIS,
+        axis_name=PMAP_AXIS,
         in_axes=(None, None, None, 0, 0, 0),
         static_broadcasted_argnums=(0, 1),
         devices=devices,
@@ -136,7 +136,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(devices), (PMAP_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
@@ -144,7 +144,7 @@ def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedShar
     if jax.process_count() > 1:
         raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
     mesh = _mesh(devices)
-    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(PMAP_AXIS))
 
 
 def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:

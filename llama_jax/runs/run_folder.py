@@ -313,7 +313,7 @@ class StoredRun(RunFolder):
                 self._lease.check()
             ask()
 
-        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.WAITS, *PATIENCE))
+        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.RETRY_WAITS, *PATIENCE))
 
     def _write(self, path: StoredPath, content: Path | bytes) -> None:
         self._with_lease(path, lambda: path.view.store().write(path.key, content))

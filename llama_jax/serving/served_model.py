@@ -47,16 +47,16 @@ class ServedModel:
           GenerationError: a draft model with another vocabulary.
           MeshError: a mesh that divides rows, because a step has all rows' tokens in one; a draft model on other devices.
         """
-        beside = None
+        draft_model = None
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
-            beside = cls.of(draft.config, draft.params, cache, Compute())
+            draft_model = cls.of(draft.config, draft.params, cache, Compute())
         sharding = sharding_of(params)
         check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
         native, programs = ops.decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
         static = StaticModel(config, compute, sharding)
-        return cls(static, params, cache, programs, native, adapters_in(params), beside)
+        return cls(static, params, cache, programs, native, adapters_in(params), draft_model)
 
     @property
     def config(self) -> LlamaConfig:

@@ -375,7 +375,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("backend", "message"),
         [
-            ("flash", r"attention backend='flash' must be one of auto, reference, rows, blockwise, cudnn, splash"),
+            ("flash", r"attention backend='flash' must be one of auto, reference, dense, blockwise, cudnn, splash"),
             ("cudnn", r"attention backend='cudnn': cudnn needs an NVIDIA GPU, this is cpu"),
             ("splash", r"attention backend='splash': splash needs a TPU, this is cpu"),
         ],
@@ -408,7 +408,7 @@ class TestChoice:
             trace(1024)
             trace(1024)
             trace(512)
-        assert caplog.messages == ["attention: blockwise (1024 x 1024 scores)", "attention: rows (512 x 512 scores)"]
+        assert caplog.messages == ["attention: blockwise (1024 x 1024 scores)", "attention: dense (512 x 512 scores)"]
         assert taken == {"blockwise": "1024 x 1024 scores", "dense": "512 x 512 scores"}
 
     @pytest.mark.parametrize(

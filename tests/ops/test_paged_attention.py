@@ -367,7 +367,7 @@ DIVISIONS = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("head_sharding", DIVISIONS)
 def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, native, each, limits):
     sizes, names, head_sharding = DIVISIONS[head_sharding]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))

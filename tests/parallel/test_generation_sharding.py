@@ -141,7 +141,7 @@ def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alon
 def test_a_cache_needs_not_know_of_the_mesh(load, params):
     config, spread = load("data=2,fsdp=2,tensor=2")
     tokens = np.arange(8 * 20, dtype=np.int32).reshape(8, 20) % CONFIG.vocab_size
-    read = jax.jit(forward, static_argnums=0, static_argnames="layout")
+    read = jax.jit(forward, static_argnums=0, static_argnames="sharding")
     alone, _ = read(CONFIG, params, tokens, llama_jax.init_cache(CONFIG, 8, 40))
     found, _ = read(config, spread, tokens, llama_jax.init_cache(config, 8, 40), sharding=sharding_of(spread))
     np.testing.assert_allclose(found, alone, atol=1e-4)

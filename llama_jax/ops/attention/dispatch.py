@@ -22,7 +22,7 @@ AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
-MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
+MANY_SCORES, MANY_QUERIES, FEW_QUERIES_OF_GPU = 2**20, 64, 16
 SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
 
 
@@ -107,7 +107,7 @@ def choose_backend(
     kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
-    if problem.queries[2] <= (FEW_QUERIES if kernel == "cudnn" and not problem.ordered else 1):
+    if problem.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not problem.ordered else 1):
         return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
     refusal = refusals[kernel](platform, device_kind, problem)
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")

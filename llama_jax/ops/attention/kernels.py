@@ -30,11 +30,13 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, visible
+from llama_jax.ops.platform import TPU_LANES
 
-TPU_LANES = 128  # a TPU kernel's blocks are multiples of it
 WIDEST = 128  # features of a head that cuDNN has
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
-FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks
+# Blocks of queries for which cuDNN is given a mask: the least queries of one, and how many of rows and of long rows.
+LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
+LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
@@ -126,7 +128,11 @@ def cudnn(
         local = None if window is None else (window - 1, 0)
         return _dot_product_attention(queries, keys, values, scale, is_causal=True, local_window_size=local)
     new, slots = queries.shape[2], keys.shape[2]
-    count = min(BLOCKS_OF_LONG if new >= LONG else BLOCKS, max(new // FEWEST_MASKED, 1)) if mask.ordered else 1
+    count = (
+        min(MASKED_BLOCKS_OF_LONG_ROWS if new >= LONG_ROWS else MASKED_BLOCKS, max(new // LEAST_MASKED_QUERIES, 1))
+        if mask.ordered
+        else 1
+    )
     blocks = []
     for begin, end in itertools.pairwise(2 * (new * i // (2 * count)) for i in range(count + 1)):
         first = max(begin - window + 1, 0) // 2 * 2 if mask.ordered and window is not None else 0

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
 from llama_jax.ops.int8 import Quantized
 
-KEYS_AT_ONCE, QUERIES_AT_ONCE = 512, 32  # of a block of the TPU's kernel
+KEYS_OF_TPU_BLOCK, QUERIES_OF_TPU_BLOCK = 512, 32  # of a block of the TPU's kernel
 LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
 
 
@@ -94,8 +94,8 @@ def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = 
         jnp.sum(new > 0, dtype=jnp.int32)[None],
         sm_scale=scale,
         sliding_window=window,
-        num_kv_pages_per_block=min(max(1, KEYS_AT_ONCE // page), table.shape[1]),
-        num_queries_per_block=min(QUERIES_AT_ONCE, tokens),
+        num_kv_pages_per_block=min(max(1, KEYS_OF_TPU_BLOCK // page), table.shape[1]),
+        num_queries_per_block=min(QUERIES_OF_TPU_BLOCK, tokens),
     )
     padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
     return jnp.where(padding[:, None, None], 0, acc).reshape(queries.shape)

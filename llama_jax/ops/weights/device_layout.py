@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from llama_jax.ops.platform import is_divided, lowering_platform
+from llama_jax.ops.platform import TPU_LANES, is_divided, lowering_platform
 from llama_jax.ops.weights.format_spec import INT4, QuantField, QuantFormat, bits_of, packed, unpacked
 
-TPU_LANES = 128  # numbers that lie together in a TPU's memory
 TILES = {8: 32, 4: 64}  # and rows of them, by the bits of a number
-AT_ONCE = 64  # rows to take
+ROWS_AT_ONCE = 64  # rows to take
 
 
 def storage_order(plane: QuantField, ndim: int, platform: str) -> tuple[int, ...] | None:
@@ -88,9 +87,9 @@ def take(form: QuantFormat, tables: tuple[jax.Array, ...], rows: jax.Array) -> t
 
 def in_runs(embed: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """`embed` of some rows, on a TPU of few at a time: of 512 tokens the tiles that are taken are 67 MB."""
-    if lowering_platform() != "tpu" or rows.size <= AT_ONCE or is_divided():
+    if lowering_platform() != "tpu" or rows.size <= ROWS_AT_ONCE or is_divided():
         return embed(rows)
-    taken = lax.map(embed, rows.reshape(-1), batch_size=AT_ONCE)
+    taken = lax.map(embed, rows.reshape(-1), batch_size=ROWS_AT_ONCE)
     return taken.reshape(*rows.shape, *taken.shape[1:])
 
 

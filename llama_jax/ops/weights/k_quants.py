@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK = 256  # numbers that share the factor of the factors
-LEAST = np.float32(1e-15)  # a smaller largest number counts as zero
+SUPERBLOCK = 256  # numbers that share the factor of the factors
+NEGLIGIBLE = np.float32(1e-15)  # a smaller largest number counts as zero
 _ONE = np.float32(1)
 
 
@@ -49,7 +49,7 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
     factors, integers = _search_symmetric(groups)
     factors = factors.reshape(-1, 16)
     largest = _at_largest(factors.T)
-    is_zero = np.abs(largest) < LEAST
+    is_zero = np.abs(largest) < NEGLIGIBLE
     inverse = np.float32(-128) / np.where(is_zero, _ONE, largest)
     d = np.where(is_zero, np.float32(0), _ONE / inverse).astype(np.float16)
     scales = np.minimum(np.rint(inverse[:, None] * factors), 127).astype(np.int8)
@@ -57,7 +57,7 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
     each = (d.astype(np.float32)[:, None] * scales).reshape(-1)
     there = each != 0
     nearest = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
-    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, BLOCK)
+    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
     integers[is_zero] = 0
     quarters = integers.reshape(-1, 2, 4, 32)  # of each 128 numbers
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
@@ -147,7 +147,7 @@ def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights = x * x
     weighted = weights * x
     largest = _at_largest(x)
-    is_zero = np.abs(largest) < LEAST
+    is_zero = np.abs(largest) < NEGLIGIBLE
     divisor = np.where(is_zero, _ONE, largest)
 
     def integers_of(inverse: np.ndarray) -> np.ndarray:

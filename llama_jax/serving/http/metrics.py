@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -73,18 +73,12 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         if self.stats is not None:
             yield from self._of_engine(self.stats())
-        answered = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["path", "status"])
-        for (path, status), value in sorted(self.answered.items()):
-            answered.add_metric([path, str(status)], value)
-        yield answered
+        yield _labelled("http_responses", "HTTP responses.", ["path", "status"], self.answered)
 
     def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
         gauges = {
             "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
-            "num_requests_waiting": (
-                now.waiting + self.compiling(),
-                "Requests in the queue, or waiting for grammars.",
-            ),
+            "num_requests_waiting": (now.waiting + self.compiling(), "Requests in the queue, or waiting for grammars."),
             "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
             "kv_cache_usage_perc": (now.cache_fill, "Share of the pages for keys and values in use, 0 to 1."),
             "max_num_seqs": (now.rows, "Requests that can be decoded at once."),
@@ -108,14 +102,17 @@ class ServerMetrics(Collector):
         }
         for name, (value, about) in counts.items():
             yield CounterMetricFamily(PREFIX + name, about, value=value)
-        finished = CounterMetricFamily(PREFIX + "request_success", "Requests by why they ended.", labels=["finished_reason"])
-        for reason, value in now.finished.items():
-            finished.add_metric([reason], value)
-        yield finished
-        requests = CounterMetricFamily(PREFIX + "model_requests", "Requests by model.", labels=["model_name"])
-        for name, value in sorted(self.requests.items()):
-            requests.add_metric([name], value)
-        yield requests
+        finished = {(reason,): count for reason, count in now.finished.items()}
+        yield _labelled("request_success", "Requests by why they ended.", ["finished_reason"], finished)
+        requests = {(name,): count for name, count in self.requests.items()}
+        yield _labelled("model_requests", "Requests by model.", ["model_name"], requests)
         yield self.first_token.family("time_to_first_token_seconds", "From the request to its first token.")
         yield self.between_tokens.family("inter_token_latency_seconds", "Between tokens of a choice.")
         yield self.whole.family("e2e_request_latency_seconds", "From the request to the end of its answer.")
+
+
+def _labelled(name: str, about: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, about, labels=labels)
+    for values, count in sorted(counts.items()):
+        family.add_metric([*map(str, values)], count)
+    return family
