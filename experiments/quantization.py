@@ -410,7 +410,7 @@ def draw(report: dict[str, Any]) -> Figure:
 def main(arguments: Arguments) -> None:
     import jax
 
-    from llama_jax.ops import native
+    from llama_jax.ops.cpu import native
 
     unknown = set(arguments.stages) - {"quality", "speed"}
     if unknown:

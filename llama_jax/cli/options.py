@@ -229,9 +229,9 @@ class LoadOptions(AttentionOption, WeightOptions):
         """Begin to compile the native kernels of a CPU while the model is loaded; over a mesh there are none."""
         import jax
 
-        from llama_jax import ops
         from llama_jax.formats.loading import planned_weights
         from llama_jax.formats.quantize_on_load import can_be_kept
+        from llama_jax.ops.cpu import compile_native
 
         dtype = None if self.dtype == "auto" else jax.numpy.dtype(self.dtype)
         if self.quantize not in ("auto", "keep"):
@@ -241,7 +241,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
-            ops.compile_native(kinds, keys)
+            compile_native(kinds, keys)
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None

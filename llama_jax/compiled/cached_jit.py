@@ -22,8 +22,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from llama_jax.compiled import keys, store
 from llama_jax.errors import reason_of
-from llama_jax.ops import native
 from llama_jax.ops.attention import log_backend, record_backends
+from llama_jax.ops.cpu import native
 
 LOADED = "/llama_jax/executable_load_duration"
 """The event of `jax.monitoring` that says how long loading an executable took."""
@@ -39,7 +39,7 @@ class StoredProgram(NamedTuple):
     Attributes:
       executable: as `jax.experimental.serialize_executable` makes it.
       results: tree of the shapes and dtypes of its results.
-      native: the libraries of `ops.native` that it calls.
+      native: the libraries of `ops.cpu.native` that it calls.
       attention: the ways of computing attention that it has, as `record_backends` collects them.
     """
 

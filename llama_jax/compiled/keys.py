@@ -23,7 +23,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import llama_jax
-from llama_jax.ops import native, platform
+from llama_jax.ops import platform
+from llama_jax.ops.cpu import native
 
 PACKAGE = "llama_jax"
 # Settings of JAX that change no program: where it stores, what it prints, what it lets the host do.

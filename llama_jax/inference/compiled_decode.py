@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax import compiled, ops
+from llama_jax import compiled
 from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_logprobs, room_before_turning, turning_point
@@ -33,6 +33,7 @@ from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import decodes_natively, decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, so that the scores are at most [512, S]
@@ -54,8 +55,8 @@ class Run:
 
     @functools.cached_property
     def natively(self) -> bool:
-        """See `ops.decodes_natively`."""
-        return ops.decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
+        """See `ops.platform.decodes_natively`."""
+        return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
@@ -107,10 +108,10 @@ class Run:
                 return result
 
             prefilled = make(_init_prefill, *empty)
-            with ops.native_anyway(self.natively):
+            with decoding_context(self.natively):
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
             state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
-            with ops.native_anyway(self.natively):
+            with decoding_context(self.natively):
                 make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
     def start(
@@ -122,7 +123,7 @@ class Run:
     def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, jax.Array]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
-        with ops.native_anyway(self.natively), transferring():
+        with decoding_context(self.natively), transferring():
             return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.sharding)
 
     def prefill_again(
@@ -151,7 +152,7 @@ class Run:
         for begin in range(0, int(lengths.max()), size):
             positions = Positions(np.clip(lengths - begin, 0, size), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + size]
-            with ops.native_anyway(self.natively), transferring():
+            with decoding_context(self.natively), transferring():
                 prefilled = _prefill(self.config, self.params, prefilled, part, positions, self.compute, self.sharding)
         return prefilled
 

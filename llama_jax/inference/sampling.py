@@ -17,8 +17,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.inference.checks import checked_numbers
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.platform import for_cpu
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -160,12 +159,12 @@ def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
     return _argmax(jnp.where(scores >= lowest[:, None], noisy, -jnp.inf))
 
 
-@for_cpu(cpu.fused_noise)
+@for_cpu("fused_noise")
 def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl=impl), step)
 
 
-@for_cpu(cpu.argmax)
+@for_cpu("argmax")
 def _argmax(scores: jax.Array) -> jax.Array:
     """The first index of the largest score: int32[B]. XLA for CPU vectorizes two plain reductions, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)

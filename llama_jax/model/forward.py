@@ -20,7 +20,7 @@ from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
-from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.platform import lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import is_held, split
 
 
@@ -61,7 +61,7 @@ def forward(
         together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
-    with sharding.context(), ops.native_beside(params):
+    with sharding.context(), tracing_context(params):
         hidden, cache, _ = run_layers(config, params, tokens, cache, PassOptions(positions, compute, sharding))
     return hidden, cache
 

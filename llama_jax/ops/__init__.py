@@ -5,7 +5,6 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy, token_logprobs
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.layers import embed, feed_forward, project, rms_norm
@@ -20,16 +19,12 @@ __all__ = [
     "apply_rotary",
     "attend",
     "attend_paged",
-    "compile_native",
     "cross_entropy",
-    "decodes_natively",
     "embed",
     "experts",
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",
-    "native_anyway",
-    "native_beside",
     "project",
     "rms_norm",
     "rotary_table",

@@ -19,10 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project, weight_gradient
-from llama_jax.ops.platform import lowering_platform, native_code, planned_for, recomputing
+from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
 ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
@@ -286,7 +284,7 @@ def _blocks(rows: int, groups: int) -> RowBlocks:
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 
-@for_cpu(cpu.blocks_for)
+@for_cpu("blocks_for")
 def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
     """To multiply with a weight [E, N, K]."""
     if not hasattr(weight, "project"):
@@ -320,13 +318,13 @@ def _by_blocks(
     """
     rows, groups = len(x), len(sizes)
     blocks = _blocks_for(weight, rows, groups)
-    padded = cpu.pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
-    results = cpu.pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
+    padded = pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
+    results = pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
 
     def of_block(group: jax.Array, length: int, start: jax.Array, results: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
         put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return jax.tree.map(put, results, cpu.pack_bits(product.astype(out.dtype)))
+        return jax.tree.map(put, results, pack_bits(product.astype(out.dtype)))
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, results: Any) -> Any:
         return blocks.of_group(start, size, partial(of_block, group), results)
@@ -337,11 +335,11 @@ def _by_blocks(
         results = lax.fori_loop(0, rows, lambda i, results: of_block(group_of[i], 1, i, results), results)
     else:
         results = _for_each_group(sizes, of_group, results)
-    return cpu.unpack_bits(results)[:rows]
+    return unpack_bits(results)[:rows]
 
 
 def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
-    return cpu.unpack_bits(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
+    return unpack_bits(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
 
 
 def expert_of(weight: Any, group: jax.Array | int) -> Any:
@@ -351,10 +349,10 @@ def expert_of(weight: Any, group: jax.Array | int) -> Any:
     if isinstance(group, int):
         return jax.tree.map(lambda array: array[group], weight)
     take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
-    return cpu.unpack_bits(jax.tree.map(take, cpu.pack_bits(weight)))
+    return unpack_bits(jax.tree.map(take, pack_bits(weight)))
 
 
-@for_cpu(cpu.multiply_group)
+@for_cpu("multiply_group")
 def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
     """[R, K] by the matrix [N, K] of one group: [R, N].
 
@@ -382,7 +380,7 @@ def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
     blocks = _blocks(len(a), len(sizes))
-    padded = [cpu.pack_bits(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
+    padded = [pack_bits(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
         def add(length: int, at: jax.Array, total: jax.Array) -> jax.Array:
@@ -393,10 +391,10 @@ def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: An
 
         total = blocks.of_group(start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
         put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
-        return jax.tree.map(put, out, cpu.pack_bits(total.astype(out_dtype)))
+        return jax.tree.map(put, out, pack_bits(total.astype(out_dtype)))
 
-    empty = cpu.pack_bits(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
-    return cpu.unpack_bits(_for_each_group(sizes, of_group, empty))
+    empty = pack_bits(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
+    return unpack_bits(_for_each_group(sizes, of_group, empty))
 
 
 # --- by the kernel of TPUs -------------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
-from llama_jax.ops.platform import recomputing
+from llama_jax.ops.platform import for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -50,7 +48,7 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
     return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
 
 
-@for_cpu(cpu.embed)
+@for_cpu("embed")
 def embed(table: Any, rows: jax.Array) -> jax.Array:
     """Some rows of a table [V, D], an array or what has an `embed` of its own: [*rows, D]."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
@@ -108,13 +106,13 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
     return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
 
 
-@for_cpu(cpu.gated_activation)
+@for_cpu("gated_activation")
 def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
     """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
 
 
-@for_cpu(cpu.multiply, to_plan=True)
+@for_cpu("multiply", to_plan=True)
 def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
@@ -157,7 +155,7 @@ def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient
 multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
-@for_cpu(cpu.weight_gradient)
+@for_cpu("weight_gradient")
 def weight_gradient(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
     """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
 
@@ -180,9 +178,10 @@ def remat(function: F) -> F:
     For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
     can be differentiated in every way that JAX knows, but for 16-bit numbers on a CPU: those in reverse mode only.
     """
-
-    def variant(plain: Callable[..., Any], *args: Any) -> Any:
-        return cpu.remat(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
-
     # No common subexpressions to be kept apart: layers are scanned where they are trained.
-    return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
+    return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))
+
+
+@for_cpu("remat")
+def _remat(function: Callable[..., Any], rematerialized: Callable[..., Any], *args: Any) -> Any:
+    return rematerialized(*args)

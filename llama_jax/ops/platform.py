@@ -1,4 +1,4 @@
-"""Which platform a program is being made for, and what must be chosen by it beside attention and `cpu`.
+"""Which platform a program is being made for, what must be chosen by it beside attention, and the door to `ops.cpu`.
 
 The two contexts are JAX's own: it keeps them in the keys of its caches.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 Tree = TypeVar("Tree")
+F = TypeVar("F", bound=Callable[..., Any])
+
+CPU = "llama_jax.ops.cpu"  # by its name: it imports what it replaces, and is imported when a CPU needs it
 TPU_LANES = 128  # numbers that lie together in a TPU's memory; blocks of its kernels are multiples of it
 
 planned_for = jax.make_user_context(None)
@@ -35,7 +40,7 @@ saved, which is there already.
 """
 
 native_code = jax.make_user_context(False)
-"""A context that says whether a program for a CPU may have native code (`ops.native`) for floats, too.
+"""A context that says whether a program for a CPU may have native code (`ops.cpu.native`) for floats, too.
 
 Programs that decode have it. Others, of which training is one, gain too little to be given a C++ compiler to wait for.
 """
@@ -78,6 +83,64 @@ def tracing_for(params: Any) -> AbstractContextManager[Any]:
     leaves = jax.tree.leaves(params)
     device = device_elsewhere(leaves[0]) if leaves else None
     return nullcontext() if device is None else jax.default_device(device)
+
+
+def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
+    """In programs for a CPU, call a function of `ops.cpu` with the decorated one and its arguments in its place.
+
+    Args:
+      name: of the function.
+      to_plan: also where a CPU's compiler stands in for an accelerator's, see `planned_for`, because it could not compile
+        the plain function.
+    """
+    platforms = ("cpu", "accelerator") if to_plan else ("cpu",)
+
+    def decorate(plain: F) -> F:
+        @functools.wraps(plain)
+        def chosen(*args: Any, **options: Any) -> Any:
+            if lowering_platform() not in platforms:
+                return plain(*args, **options)
+            return getattr(importlib.import_module(CPU), name)(plain, *args, **options)
+
+        return cast(F, chosen)
+
+    return decorate
+
+
+@for_cpu("pack_tree")
+def pack_bits(tree: Any) -> Any:
+    """The same tree, on a CPU with arrays of 16-bit floats as their bits; `unpack_bits` undoes it. Both cost nothing."""
+    return tree
+
+
+@for_cpu("unpack_tree")
+def unpack_bits(tree: Any) -> Any:
+    """Undo `pack_bits`."""
+    return tree
+
+
+@for_cpu("tracing_context")
+def tracing_context(params: Any) -> AbstractContextManager[Any]:
+    """The context to trace a model in, see `native_code`."""
+    return nullcontext()
+
+
+def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
+    """Whether a model is decoded on a single CPU, and in floats that are multiplied natively, see `decoding_context`."""
+    first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
+    platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
+    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in ("float32", "bfloat16")
+
+
+def decoding_context(natively: bool) -> AbstractContextManager[Any]:
+    """The context to call programs in that decode: few rows that they multiply, and attention to floats, are native.
+
+    Args:
+      natively: see `decodes_natively`; if there is a C++ compiler.
+    """
+    if not natively:
+        return native_code(False)
+    return native_code(importlib.import_module(CPU).native.compiler() is not None)
 
 
 def lowering_device_kind() -> str:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.platform import for_cpu
 
 Frequencies: TypeAlias = np.ndarray | jax.Array
 
@@ -20,7 +19,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
-@for_cpu(cpu.rotary_table)
+@for_cpu("rotary_table")
 def rotary_table(
     positions: jax.Array, frequencies: Frequencies, attention_factor: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:

@@ -32,7 +32,7 @@ from llama_jax.model.forward_options import Attend
 from llama_jax.ops.attention import AttentionMask, KVView, log_backend
 from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
-from llama_jax.ops.cpu import pack_bits, unpack_bits
+from llama_jax.ops.platform import pack_bits, unpack_bits
 from llama_jax.ops.rope_scaling import lengths_of
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import NextTokenBatch

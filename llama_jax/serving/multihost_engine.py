@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.ops import cpu
-from llama_jax.ops.platform import native_code
+from llama_jax.ops.platform import for_cpu, native_code
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
@@ -73,7 +72,7 @@ def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
-@cpu.for_cpu(cpu.block_after_launch)
+@for_cpu("block_after_launch")
 def launched(program: Callable[..., Any], *args: Any) -> Any:
     """The results of a program over several processes; accelerators run programs in the order of the calls."""
     return program(*args)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -17,6 +16,7 @@ from llama_jax.model.forward import head_of
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import decodes_natively, decoding_context
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
 from llama_jax.serving.row_sampling import RowSettings
@@ -33,7 +33,7 @@ class ServedModel:
     params: Llama
     cache: CacheOptions
     programs: Programs
-    native: bool  # see `ops.native_anyway`
+    native: bool  # see `platform.decoding_context`
     adapters: int = 0  # how many there are in the parameters' table
     draft: ServedModel | None = None
 
@@ -54,7 +54,7 @@ class ServedModel:
         sharding = sharding_of(params)
         check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        native, programs = ops.decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
+        native, programs = decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
         static = StaticModel(config, compute, sharding)
         return cls(static, params, cache, programs, native, adapters_in(params), draft_model)
 
@@ -101,12 +101,12 @@ class ServedModel:
 
     def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> StateAndTokens:
         """A token of each live row, after what the rows read."""
-        with ops.native_anyway(self.native):
+        with decoding_context(self.native):
             return self.programs.step(self.static, self.params, state, batch, settings)
 
     def burst(self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int) -> StateAndTokens:
         """`count` tokens, at most `BURST`, of a single row."""
-        with ops.native_anyway(self.native):
+        with decoding_context(self.native):
             return self.programs.burst(self.static, self.params, state, batch, settings, np.int32(count))
 
     def score(self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray) -> StateAndTokens:
@@ -118,7 +118,7 @@ class ServedModel:
     ) -> StateAndTokens:
         """A step with `count` drafts: these, or the draft model's continuation of these tokens."""
         draft, args = self.draft, (state, batch, settings, drafts)
-        with ops.native_anyway(self.native):
+        with decoding_context(self.native):
             if draft is None:
                 return self.programs.verify_drafts(self.static, self.params, *args)
             return self.programs.verify_own_drafts(self.static, self.params, draft.static, draft.params, *args, count)

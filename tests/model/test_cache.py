@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import LlamaConfig, cache_bytes, ops, preset
+from llama_jax import LlamaConfig, cache_bytes, preset
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeState, Request, decode
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE, bucket, init_cache
+from llama_jax.ops.platform import decoding_context
 
 
 def test_published_sizes():
@@ -73,7 +74,7 @@ def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
         done=jax.ShapeDtypeStruct((batch,), bool),
     )
     step = jax.jit(decode, static_argnums=(0, 4), donate_argnums=2)
-    with ops.native_anyway(True):
+    with decoding_context(True):
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache.pages))
         return held, step.lower(config, params, state, np.int32(1), 1).compile()
 

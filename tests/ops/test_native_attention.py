@@ -14,8 +14,8 @@ from conftest import sharp
 
 import llama_jax
 from llama_jax.model.trees import quantize
-from llama_jax.ops import native
 from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference
+from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import native_code
 
 pytestmark = pytest.mark.skipif(not native.usable("paged_float32"), reason="no C++ compiler here")

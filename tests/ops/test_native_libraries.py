@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llama_jax.ops import native
+from llama_jax.ops.cpu import native
 
 needs_compiler = pytest.mark.skipif(not native.usable("paged_float32"), reason="no C++ compiler here")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs named pipes and fork")
@@ -21,7 +21,7 @@ SECONDS = 100  # limit for a program; its compiler takes longer
 SLOW = '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho > "$BEGUN"\nsleep 600\n'
 BEGIN = """
 import os, sys
-from llama_jax.ops import native
+from llama_jax.ops.cpu import native
 native.prepare(native.LIBRARIES)
 open(os.environ["BEGUN"]).read(1)
 """

@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax import ops
 from llama_jax.errors import MeshError
-from llama_jax.ops import native
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged, paged_reference, write_paged
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks
 from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, triton
+from llama_jax.ops.cpu import native
 from llama_jax.ops.int8 import dequantize, quantize
-from llama_jax.ops.platform import native_code
+from llama_jax.ops.platform import decoding_context, native_code
 
 SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
 
@@ -391,7 +390,7 @@ def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, n
 
     spec = P(None, head_sharding.mesh_axes_of_rows or None, None, head_sharding.mesh_axes_of_heads or None)
     cut = jax.device_put(pages, jax.tree.map(lambda _: NamedSharding(mesh, spec), pages))
-    with jax.set_mesh(mesh), ops.native_anyway(native):
+    with jax.set_mesh(mesh), decoding_context(native):
         program = jax.jit(step, static_argnums=2, donate_argnums=0).lower(cut, view, head_sharding).compile()
         assert ("llama_jax_paged_" in program.as_text()) == (native and "sinks" not in limits)
         written, found = program(cut, view)
@@ -449,7 +448,7 @@ def test_what_is_written_stands_in_its_slots_and_nothing_else_changes(rows, page
             for whole, part in zip(jax.tree.leaves(wanted), jax.tree.leaves(new), strict=True):
                 whole[at] = np.asarray(part[token], np.float32)
             token += 1
-    with ops.native_anyway(natively):
+    with decoding_context(natively):
         found = jax.jit(write_paged)(view.pages, keys, values, view)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, view.pages)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

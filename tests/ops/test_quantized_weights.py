@@ -21,7 +21,7 @@ from llama_jax import ops
 from llama_jax.model.mixtures import MIXTURES
 from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
-from llama_jax.ops import native
+from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import (
     QUANT_FORMATS,

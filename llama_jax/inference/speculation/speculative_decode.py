@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax import ops
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import room_before_turning
 from llama_jax.inference.compiled_decode import LONGEST_CHUNK, Run, capacity_for, checked_chunk, pack, transferring, unpack
@@ -21,6 +20,7 @@ from llama_jax.inference.drafter import MOST_DRAFTED, Counts, DraftedChunk, Draf
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
+from llama_jax.ops.platform import decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a chunk; after it the number of drafts may change
@@ -87,7 +87,7 @@ def drafted_chunks(
             memory = drafter.follow(memory, text.history, text.known)
             passes = _passes_on(_platform(state))
             started = time.perf_counter()
-            with ops.native_anyway(run.natively), transferring():
+            with decoding_context(run.natively), transferring():
                 state, memory, packed = passes(
                     model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
                 )

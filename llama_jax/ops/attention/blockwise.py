@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops import cpu
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, scores_of, weighted_values
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
-from llama_jax.ops.cpu import for_cpu, pack_bits, unpack_bits
 from llama_jax.ops.layers import weight_gradient
+from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels
 FEW_QUERY_ROWS, MORE_KEYS = 16, 2048
@@ -271,7 +270,7 @@ def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
     return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
-@for_cpu(cpu.side_of_blocks)
+@for_cpu("side_of_blocks")
 def _side(heads: int) -> int:
     """Scores along one side of a block, a power of two, for so many heads of all rows together."""
     return SIDE

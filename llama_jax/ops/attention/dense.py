@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops import cpu
 from llama_jax.ops.attention.mask import AttentionMask, visible
-from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.platform import for_cpu
 
 # Of n blocks of queries only (n + 1) / 2n of all scores are computed; each block is more code to compile.
 SHORTEST_BLOCK, MOST_BLOCKS = 64, 8
@@ -86,7 +85,7 @@ def weighted_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     return with_values(weights.astype(values.dtype), values).astype(weights.dtype)
 
 
-@for_cpu(cpu.multiply_heads)
+@for_cpu("multiply_heads")
 def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """[*batch, T, G, H] times [*batch, S, H]: [*batch, T, G, S], in float32 at least."""
     if _is_one_row(keys):
@@ -96,7 +95,7 @@ def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return lax.dot_general(queries, keys, dimensions, preferred_element_type=jnp.promote_types(keys.dtype, jnp.float32))
 
 
-@for_cpu(cpu.multiply_heads)
+@for_cpu("multiply_heads")
 def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H], in float32 at least."""
     if _is_one_row(values):

@@ -13,14 +13,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
-from llama_jax.ops import cpu
 from llama_jax.ops.attention.kernels import HeadSharding
 from llama_jax.ops.attention.mask import NO_QUERY
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
 from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, refusal_of_ragged, refusal_of_triton, triton
-from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows, quantize
-from llama_jax.ops.platform import log_backend, lowering_platform, mesh_in_force
+from llama_jax.ops.platform import for_cpu, log_backend, lowering_platform, mesh_in_force
 
 
 class PagedView(struct.PyTreeNode):
@@ -182,7 +180,7 @@ def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> A
     return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
 
 
-@for_cpu(cpu.put_rows)
+@for_cpu("put_rows")
 def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
     """[L, P, page, ...] with rows [T, ...] at int32[T] places; those beyond the end are dropped."""
     return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
@@ -232,7 +230,7 @@ def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
     return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.each)
 
 
-@for_cpu(cpu.attend_paged)
+@for_cpu("attend_paged")
 def _attend(
     queries: jax.Array,
     view: PagedView,

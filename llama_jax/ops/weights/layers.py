@@ -14,10 +14,9 @@ from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.grouped import expert_of, multiply_group
 from llama_jax.ops.layers import PRODUCT, project
-from llama_jax.ops.platform import is_divided
+from llama_jax.ops.platform import for_cpu
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, flat_planes
 
 
@@ -148,12 +147,7 @@ _project_in_place.defvjp(
 )
 
 
-def _in_place(plain: Callable[..., Any], stack: Any, layer: Any) -> Any:
-    """XLA for CPU would copy a slice; the native matmuls are given the stack and the layer."""
-    return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
-
-
-@for_cpu(_in_place)
+@for_cpu("matrix_of")
 def matrix_of(stack: Any, layer: int | jax.Array) -> Any:
     """The matrix of a layer, or another parameter of it.
 
@@ -169,11 +163,7 @@ def matrix_of(stack: Any, layer: int | jax.Array) -> Any:
     return matrix_of(stack.stacks[which], at)
 
 
-def _held_by_cpu(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
-    return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or isinstance(leaf, QuantizedWeight)))
-
-
-@for_cpu(_held_by_cpu)
+@for_cpu("is_held")
 def is_held(leaf: Any, *, is_constant: bool) -> bool:
     """Whether a scan over layers reads a matrix by its index, and not as a slice that is an input of each turn.
 

@@ -15,10 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.ops import cpu
-from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project
-from llama_jax.ops.platform import is_divided, lowering_device_kind, lowering_platform
+from llama_jax.ops.platform import for_cpu, is_divided, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, halves, unpacked
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
@@ -215,7 +213,7 @@ def flat_planes(form: QuantFormat, planes: tuple[jax.Array, ...], shape: tuple[i
     return tuple(array.reshape(*shape, *end) for array, end in zip(planes, ends, strict=True))
 
 
-@for_cpu(cpu.multiply_quantized)
+@for_cpu("multiply_quantized")
 def multiply(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -> jax.Array:
     """[T, D] by the planes of [N, D]: float32[T, N].
 
@@ -245,7 +243,7 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -> 
     return _by_chunks(x, planes, form)
 
 
-@for_cpu(lambda plain, form: form.name == "int8")  # floats of 8 bits would be written as wider ones
+@for_cpu("factor_afterwards")
 def factor_afterwards(form: QuantFormat) -> bool:
     """Whether a weight is multiplied as it lies, and the result by the factor of each row."""
     return form.has_row_factors and _is_read_as_it_lies(form)
@@ -262,7 +260,7 @@ def _is_read_as_it_lies(form: QuantFormat) -> bool:
     return any(name in lowering_device_kind() for name in GPUS_WITH_FP8)
 
 
-@for_cpu(lambda plain, form, tokens: False)  # which would write the integers as floats
+@for_cpu("groups_apart")
 def groups_apart(form: QuantFormat, tokens: int) -> bool:
     """Whether the groups of a weight are multiplied apart, see `multiply`."""
     few = FEW_TOKENS_OF_TPU if lowering_platform() == "tpu" else FEW_TOKENS
@@ -307,7 +305,7 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
     return out.reshape(len(x), -1)[:, : len(planes[0])]
 
 
-@for_cpu(cpu.decoded_at_once)
+@for_cpu("decoded_at_once")
 def decoded_at_once() -> int:
     """Numbers of a weight: 8 MB in 16 bits, which the caches of an H100 (50 MB) and a TPU (128 MB on a v5e) hold."""
     return DECODED_AT_ONCE

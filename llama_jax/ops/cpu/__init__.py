@@ -1,8 +1,8 @@
 """Variants of functions for XLA on CPUs, and the reasons for them; none of it is traced on other platforms.
 
 The other files of this room are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
-another form to be fast, the plain function is decorated with `for_cpu` and its variant is here. A variant computes the same
-as the plain function and is tested against it. The reasons:
+another form to be fast, the plain function is decorated with `platform.for_cpu` and its variant is here, imported when a
+program for a CPU is first traced. A variant computes the same as the plain function and is tested against it. The reasons:
 
 - A matmul of 16-bit numbers without a float32 result converts both operands, whole weights, to float32: 10 to 18 times
   slower than one with it (K = 2,048, N = 4,096, 1 to 256 rows).
@@ -29,37 +29,26 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from llama_jax.ops import native
-from llama_jax.ops.platform import is_divided, log_backend, lowering_platform, mesh_in_force, native_code, recomputing
-from llama_jax.ops.threefry import unrolled_threefry
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def for_cpu(variant: Callable[..., Any], *, to_plan: bool = False) -> Callable[[F], F]:
-    """In programs for a CPU, call `variant` with the decorated function and its arguments in its place.
-
-    Args:
-      to_plan: also where a CPU's compiler stands in for an accelerator's, see `platform.planned_for`, because it could not
-        compile the plain function.
-    """
-    platforms = ("cpu", "accelerator") if to_plan else ("cpu",)
-
-    def decorate(plain: F) -> F:
-        @functools.wraps(plain)
-        def chosen(*args: Any, **options: Any) -> Any:
-            return variant(plain, *args, **options) if lowering_platform() in platforms else plain(*args, **options)
-
-        return cast(F, chosen)
-
-    return decorate
+from llama_jax.ops.cpu import native
+from llama_jax.ops.cpu.threefry import unrolled_threefry
+from llama_jax.ops.platform import (
+    is_divided,
+    log_backend,
+    lowering_platform,
+    mesh_in_force,
+    native_code,
+    pack_bits,
+    recomputing,
+    unpack_bits,
+)
+from llama_jax.ops.weights.layers import LayerWeight
 
 
 def is_short(*arrays: Any) -> bool:
@@ -241,26 +230,14 @@ def is_native(kind: str) -> bool:
     )
 
 
-def native_beside(params: Any) -> AbstractContextManager[Any]:
-    """The context to trace a model in, see `platform.native_code`; quantized weights are leaves with planes, of a kind."""
+def tracing_context(plain: Callable[..., Any], params: Any) -> AbstractContextManager[Any]:
+    """`platform.tracing_context`: native code for quantized weights, which are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
-    if lowering_platform() == "cpu" and not is_divided():
+    if not is_divided():
         native.prepare(f"quantized_{kind}" for kind in kinds)  # beside one another
     quantized = any(is_native(kind) for kind in kinds)
     return native_code(native_code.value or quantized)
-
-
-def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
-    """Whether a model is decoded on a single CPU, and in floats that are multiplied natively, see `native_anyway`."""
-    first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
-    platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
-    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in NATIVE_ROWS
-
-
-def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
-    """The context to call programs in that decode: few rows that they multiply, and attention to floats, are native."""
-    return native_code(wanted and native.compiler() is not None)
 
 
 def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
@@ -273,6 +250,26 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
     if lowering_platform() == "cpu" and str(keys.dtype) in NATIVE_ROWS:
         matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.NATIVE_FORMATS] or [f"floats_{keys.dtype}"]
         native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
+
+
+def factor_afterwards(plain: Callable[..., bool], form: Any) -> bool:
+    """`quantized_matmul.factor_afterwards`: not for floats of 8 bits, which XLA would write as wider ones."""
+    return form.name == "int8"
+
+
+def groups_apart(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
+    """`quantized_matmul.groups_apart`: never, because XLA would write the integers as floats."""
+    return False
+
+
+def matrix_of(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
+    """`weights.layers.matrix_of`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
+    return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
+
+
+def is_held(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+    """`weights.layers.is_held`: everything that is constant, and quantized weights."""
+    return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or hasattr(leaf, "planes")))
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
@@ -363,10 +360,8 @@ class Bits(struct.PyTreeNode):
     dtype: Any = struct.field(pytree_node=False)
 
 
-def pack_bits(tree: Any) -> Any:
-    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`; `unpack_bits` undoes it, and both cost nothing."""
-    if lowering_platform() != "cpu":
-        return tree
+def pack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
+    """`platform.pack_bits`: 16-bit floating-point arrays as `Bits`."""
 
     def packed(x: jax.Array) -> Any:
         return Bits(lax.bitcast_convert_type(x, jnp.uint16), x.dtype) if is_short(x) else x
@@ -374,8 +369,8 @@ def pack_bits(tree: Any) -> Any:
     return jax.tree.map(packed, tree)
 
 
-def unpack_bits(tree: Any) -> Any:
-    """Undo `pack_bits`."""
+def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
+    """`platform.unpack_bits`."""
 
     def unpacked(x: Any) -> jax.Array:
         return lax.bitcast_convert_type(x.bits, x.dtype) if isinstance(x, Bits) else x
@@ -383,8 +378,12 @@ def unpack_bits(tree: Any) -> Any:
     return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, Bits))
 
 
-def remat(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`jax.checkpoint` of a function of arrays, whose residuals, its arguments, are kept as `Bits` where they are short."""
+def remat(
+    plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
+) -> jax.Array:
+    """`layers.remat`, whose residuals, the arguments, are kept as `Bits` where they are short."""
+    if not is_short(*jax.tree.leaves(args)):
+        return plain(function, rematerialized, *args)
 
     @jax.custom_vjp
     def run(*args: jax.Array) -> jax.Array:
@@ -394,7 +393,7 @@ def remat(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return jax.vjp(function, *unpack_bits(residuals))[1](gradient)
 
     run.defvjp(lambda *args: (function(*args), pack_bits(args)), backward)
-    return run
+    return run(*args)
 
 
 # --- elementwise ---------------------------------------------------------------------------------------------------------
