@@ -252,8 +252,9 @@ def _attend(
     name, why = choose_paged(lowering_platform(), problem)
     log_backend(name, why)
     if name == "paged blocks":
-        limits = {"window": window, "chunk": chunk, "sinks": sinks}
-        return attend_by_blocks(queries, view, scale=scale, sink_queries=sink_queries, **limits)
+        return attend_by_blocks(
+            queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries
+        )
     from llama_jax.ops.attention.paged_kernels import ragged, triton
 
     if name == "ragged":
