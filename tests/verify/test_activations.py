@@ -87,8 +87,8 @@ def test_the_stories_model_speaks(read):
 @pytest.mark.parametrize(
     "change",
     [
-        other_layout(ops.rotary_order.half_from_interleaved),
-        other_layout(ops.rotary_order.interleaved_from_half),
+        other_layout(ops.rope_layout.half_from_interleaved),
+        other_layout(ops.rope_layout.interleaved_from_half),
         lambda t: {name: t[name].T.copy() for name in (NAMES["out"].format(i) for i in range(5))},
         lambda t: {NAMES["gate"].format(i): t[NAMES["up"].format(i)] for i in range(5)},
         lambda t: {NAMES["embedding"]: t[NAMES["embedding"]][::-1].copy()},

@@ -71,7 +71,7 @@ def other_layout(tensors):
         for part, heads in (("q", CONFIG.n_heads), ("k", CONFIG.n_kv_heads)):
             name = NAMES[part].format(i)
             by_head = tensors[name].reshape(heads, CONFIG.head_dim, CONFIG.dim)
-            found[name] = ops.rotary_order.interleaved_from_half(by_head).reshape(tensors[name].shape)
+            found[name] = ops.rope_layout.interleaved_from_half(by_head).reshape(tensors[name].shape)
     return found
 
 
