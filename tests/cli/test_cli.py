@@ -18,11 +18,11 @@ from conftest import write_hf_folder
 from make_format_goldens import FORMATS
 
 import llama_jax
-from llama_jax.ops.cpu import native
 from llama_jax.cli import generate
 from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.errors import StuckSaveError
 from llama_jax.formats.huggingface import NAMES
+from llama_jax.ops.cpu import native
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
