@@ -394,7 +394,7 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
 
     from llama_jax.analysis.memory import bytes_per_device
     from llama_jax.model.lora import Lora, adapter_shapes, attach_adapters
-    from llama_jax.ops.weights import MultiLoraWeight
+    from llama_jax.ops.weights.multi_lora import MultiLoraWeight
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.sharding import adapter_specs, shardings
 

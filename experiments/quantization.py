@@ -87,8 +87,7 @@ class Arguments:
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantizes into, and what only files have."""
-    from llama_jax.ops.weights import QUANT_FORMATS, PureFormatName
-    from llama_jax.ops.weights.formats import ENCODABLE
+    from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
 
     every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.of_gguf and kind not in ENCODABLE))
     pure = get_args(PureFormatName)
@@ -115,7 +114,8 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
     import jax.numpy as jnp
 
     from llama_jax.model.params import spec_at
-    from llama_jax.ops.weights import QUANT_FORMATS, QuantizedWeight
+    from llama_jax.ops.weights.formats import QUANT_FORMATS
+    from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 
     random, form = np.random.default_rng(0), QUANT_FORMATS[kind]
 
@@ -276,7 +276,7 @@ def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str,
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.model.cache import init_cache
-    from llama_jax.ops.weights import QUANT_FORMATS
+    from llama_jax.ops.weights.formats import QUANT_FORMATS
 
     config = llama_jax.preset(shape)
     params = llama_jax.init(config, jax.random.key(0))

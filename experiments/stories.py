@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 from measuring import devices, versions, write_report
 
-from llama_jax.config import preset
+from llama_jax.config.presets import preset
 from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
 from llama_jax.runs.overrides import override

@@ -213,7 +213,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
+    from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
+    from llama_jax.config.presets import preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate

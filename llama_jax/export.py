@@ -23,7 +23,9 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.int8 import Quantized
-from llama_jax.ops.weights import JoinedWeight, LoraWeight, LowRank, MultiLoraWeight, QuantizedWeight
+from llama_jax.ops.weights.lora import LoraWeight, LowRank
+from llama_jax.ops.weights.multi_lora import MultiLoraWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from llama_jax.model.lora import Lora, adapter_shapes
-from llama_jax.ops.weights import LowRank
+from llama_jax.ops.weights.lora import LowRank
 
 LORA = Lora(rank=3, alpha=5.0)
 

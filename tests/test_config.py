@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax import LayerConfig, LlamaConfig, RopeScaling, parameter_count, preset
-from llama_jax.config import PRESETS, ffn_hidden_dim
+from llama_jax.config.presets import PRESETS, ffn_hidden_dim
 from llama_jax.errors import ConfigError
 
 # As published: model cards, or the number of values in the released files.

@@ -9,7 +9,7 @@ import pytest
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.config import preset
+from llama_jax.config.presets import preset
 from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, shown
 from llama_jax.training.loss import next_token_loss
 

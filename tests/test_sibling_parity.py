@@ -9,7 +9,8 @@ import pytest
 from test_siblings import PLAIN, SIBLINGS, random_params
 
 import llama_jax
-from llama_jax.config import LayerConfig, RopeScaling, preset
+from llama_jax.config import LayerConfig, RopeScaling
+from llama_jax.config.presets import preset
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.orbax_format import name_of

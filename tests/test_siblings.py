@@ -14,9 +14,10 @@ from conftest import first_layers, jit_init, jit_logits
 from training_options import step_options
 
 import llama_jax
-from llama_jax import LlamaConfig, Sampling, ops
+from llama_jax import LlamaConfig, Sampling
 from llama_jax.cli import main
-from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
+from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling
+from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.formats import load_adapter, save_adapter
 from llama_jax.formats.gguf import config_from_fields, read_file
@@ -26,6 +27,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import param_shapes, parameter_count
+from llama_jax.ops.moe import Routing, experts
 from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -389,7 +391,7 @@ def test_experts_by_definition():
             g = gate[e] @ x[t]
             want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    np.testing.assert_allclose(ops.experts(*operands, routing=ops.Routing(2)), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["alone", "cached", "packed"])

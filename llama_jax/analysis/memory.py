@@ -29,8 +29,8 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_apart, param_shapes, planned_in_kinds, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
-from llama_jax.ops.weights import FormatName, PureFormatName
 from llama_jax.ops.weights.format_spec import bits_of
+from llama_jax.ops.weights.formats import FormatName, PureFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_config, padded_shapes_config
 from llama_jax.parallel.pmap import pmap_over

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
-    from llama_jax.ops.weights import FormatName, PureFormatName
+    from llama_jax.ops.weights.formats import FormatName, PureFormatName
     from llama_jax.parallel.mesh import MeshSizes
 
 
@@ -290,7 +290,7 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
 
 def read_config(model: str) -> LlamaConfig:
     """The configuration of a preset, or of a model's files without their weights."""
-    from llama_jax.config import PRESETS
+    from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface
     from llama_jax.formats.loading import open_checkpoint
     from llama_jax.storage import locate
@@ -308,7 +308,7 @@ def read_config(model: str) -> LlamaConfig:
 
 def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
-    from llama_jax.config import PRESETS
+    from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface
     from llama_jax.formats.build_params import plan
     from llama_jax.formats.device_fill import StackParts

@@ -13,7 +13,8 @@ import tyro
 
 from llama_jax.cli.options import ModelPath
 from llama_jax.cli.output_format import columns, printable, size
-from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
+from llama_jax.config import LlamaConfig
+from llama_jax.config.presets import PRESETS, SHAPE_FIELDS
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from llama_jax.compiled import keys, store
 from llama_jax.errors import reason_of
-from llama_jax.ops.attention import log_backend, record_backends
-from llama_jax.ops.cpu import native
+from llama_jax.ops.platform import cpu_door, log_backend, record_backends
 
 LOADED = "/llama_jax/executable_load_duration"
 """The event of `jax.monitoring` that says how long loading an executable took."""
@@ -184,7 +183,7 @@ class CompiledFunction:
             lowered = self._jitted.lower(*args)
         _announce(attention)  # to a block around this one
         results = jax.tree.map(_abstract, lowered.out_info)
-        return results, partial(self._make, path, key, lowered, results, attention)
+        return results, partial(self._make, path, key, lowered, results, attention, devices[0].platform == "cpu")
 
     def _load(
         self, path: Path, key: str, stored: StoredProgram, begun: float, structure: Any, devices: Sequence[Any]
@@ -206,7 +205,7 @@ class CompiledFunction:
         self._by_key[key] = program, stored.results
         return program
 
-    def _make(self, path: Path, key: str, lowered: Any, results: Any, attention: dict[str, str]) -> Program:
+    def _make(self, path: Path, key: str, lowered: Any, results: Any, attention: dict[str, str], on_cpu: bool) -> Program:
         begun = time.perf_counter()
         with _without_jax_cache():
             program = lowered.compile()
@@ -218,7 +217,8 @@ class CompiledFunction:
                 why = reason_of(error, 200)
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
-            stored = StoredProgram(executable, results, native.called_in(executable), attention)
+            libraries = cpu_door().native.called_in(executable) if on_cpu else ()
+            stored = StoredProgram(executable, results, libraries, attention)
             store.write(path, key, pickle.dumps(stored))
         return program
 
@@ -234,7 +234,9 @@ def _read(path: Path, key: str) -> StoredProgram | None:
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
     # They must be registered before the executable is loaded.
-    return stored if isinstance(stored, StoredProgram) and all(map(native.usable, stored.native)) else None
+    if not isinstance(stored, StoredProgram) or (stored.native and not all(map(cpu_door().native.usable, stored.native))):
+        return None
+    return stored
 
 
 def _announce(attention: Mapping[str, str]) -> None:

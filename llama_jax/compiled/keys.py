@@ -24,7 +24,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 import llama_jax
 from llama_jax.ops import platform
-from llama_jax.ops.cpu import native
 
 PACKAGE = "llama_jax"
 # Settings of JAX that change no program: where it stores, what it prints, what it lets the host do.
@@ -157,6 +156,7 @@ def surroundings(devices: Sequence[Any]) -> str:
     ]
     if client.platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        native = platform.cpu_door().native
         parts += [native.processor(), f"cores {cores}", f"native {native.compiler()}"]
     return "\n".join(parts)
 

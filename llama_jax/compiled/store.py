@@ -21,7 +21,6 @@ from pathlib import Path
 import jax
 
 from llama_jax.errors import UserError
-from llama_jax.storage.atomic_write import write_atomically
 
 VARIABLE = "LLAMA_JAX_EXECUTABLES"
 """The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""
@@ -71,6 +70,8 @@ def write(path: Path, key: str, content: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         problem = refusal(path.parent)
         if problem is None:
+            from llama_jax.storage.atomic_write import write_atomically
+
             with write_atomically(path) as target:
                 target.chmod(0o600)
                 target.write_bytes(head + content)

@@ -1,23 +1,18 @@
-"""The configuration of a Llama: its sizes, checked once, and the published ones."""
+"""The configuration of a Llama: its sizes, checked once. The published ones are in `presets`."""
 
 from llama_jax.config.families import KINDS, Kind
 from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period
-from llama_jax.config.presets import PRESETS, SHAPE_FIELDS, ffn_hidden_dim, preset
 from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 
 __all__ = [
     "KINDS",
     "NEEDED",
-    "PRESETS",
     "ROPE_FIELDS",
-    "SHAPE_FIELDS",
     "Kind",
     "LayerConfig",
     "LlamaConfig",
     "QueryScaling",
     "RopeScaling",
     "RopeScalingKind",
-    "ffn_hidden_dim",
     "period",
-    "preset",
 ]

@@ -50,7 +50,7 @@ from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_a
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
-from llama_jax.ops.weights import LowRank
+from llama_jax.ops.weights.lora import LowRank
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
 from llama_jax.storage import Location, StoredPath, locate

@@ -20,7 +20,9 @@ import numpy as np
 
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import FLOATS, Dense, RowBytes, Tensor, read_bytes, read_strips
-from llama_jax.ops.weights import QUANT_FORMATS, QuantFormat, nf4
+from llama_jax.ops.weights import nf4
+from llama_jax.ops.weights.format_spec import QuantFormat
+from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.scaled_formats import GROUPS
 from llama_jax.storage import StoredPath
 

@@ -44,7 +44,7 @@ from llama_jax.formats.tokenizer_files import About, read_about, token_ids, writ
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
 from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer

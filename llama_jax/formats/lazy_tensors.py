@@ -18,8 +18,8 @@ from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
-from llama_jax.ops.weights import QuantFormat, QuantizedWeight
-from llama_jax.ops.weights.format_spec import join
+from llama_jax.ops.weights.format_spec import QuantFormat, join
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 

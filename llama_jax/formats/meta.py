@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.presets import PRESETS
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Joined, Opened, Tensor, WeightFormat
 from llama_jax.formats.tensor_names import with_layers

@@ -47,10 +47,11 @@ from llama_jax.formats.step_dirs import (
 from llama_jax.formats.tokenizer_files import About, read_about
 from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
-from llama_jax.ops.weights import QUANT_FORMATS, JoinedWeight, MixedStack, QuantField, QuantizedWeight, shardings_of_planes
 from llama_jax.ops.weights.device_layout import arranged
-from llama_jax.ops.weights.format_spec import FP8, INT4, packed
-from llama_jax.ops.weights.quantized_matmul import columns_on_each
+from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, packed
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.layers import MixedStack
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object

@@ -31,21 +31,10 @@ from llama_jax.formats.device_fill import (
 from llama_jax.formats.hf_quantized import Reordered
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Tensor, TensorInfo, blocks_of
 from llama_jax.model.mixtures import MIXTURES
-from llama_jax.ops.weights import (
-    QUANT_FORMATS,
-    FormatName,
-    JoinedWeight,
-    MixedStack,
-    PureFormatName,
-    QuantFormat,
-    QuantizedWeight,
-    format_for,
-    shardings_of_planes,
-    with_fallback,
-)
-from llama_jax.ops.weights.format_spec import in_smaller_groups, split_into
-from llama_jax.ops.weights.formats import ENCODABLE
-from llama_jax.ops.weights.quantized_matmul import columns_on_each
+from llama_jax.ops.weights.format_spec import QuantFormat, in_smaller_groups, split_into
+from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
+from llama_jax.ops.weights.layers import MixedStack
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
 from llama_jax.storage import Location
 
 Quantization = Literal[FormatName, PureFormatName, "keep"]

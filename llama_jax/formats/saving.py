@@ -39,7 +39,8 @@ from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
-from llama_jax.ops.weights import FormatName, JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights.formats import FormatName
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.padding import unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.atomic_write import remove

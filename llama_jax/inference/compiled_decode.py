@@ -34,7 +34,6 @@ from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import decodes_natively, decoding_context
-from llama_jax.xla_flags import decode_options_on_tpu
 
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
@@ -225,5 +224,9 @@ def prefill_chunk(options: CacheOptions, longest: int) -> int:
 
 @functools.cache
 def _decode_for(platform: str) -> CompiledFunction:
-    options = decode_options_on_tpu() if platform == "tpu" else None
+    options = None
+    if platform == "tpu":
+        from llama_jax.xla_flags import decode_options_on_tpu
+
+        options = decode_options_on_tpu()
     return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

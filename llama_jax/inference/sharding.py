@@ -20,7 +20,6 @@ from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import HeadSharding
-from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.platform import device_elsewhere
 
 Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
@@ -86,6 +85,8 @@ def sharding_of(params: Llama) -> Sharding:
     placement = Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
     gate, experts = params.blocks.feed_forward.gate, None
     if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
+        from llama_jax.ops.moe import ExpertSharding
+
         experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
     head_sharding = HeadSharding(rows, heads)
     return Sharding(placement, head_sharding=head_sharding, experts=experts, mesh=_abstract(sharding.mesh))

@@ -22,7 +22,7 @@ from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
 from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import project
-from llama_jax.ops.weights import with_fallback
+from llama_jax.ops.weights.formats import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
 NUMBERS_AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache

@@ -20,6 +20,7 @@ from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
+from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import is_held, split
 
@@ -398,7 +399,7 @@ def _smoothed(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
     bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = ops.smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
+    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
     return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
 
 
@@ -443,8 +444,10 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    routing = ops.Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = ops.experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
+    from llama_jax.ops.moe import Routing, experts
+
+    routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
+    chosen = experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
         return chosen
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)

@@ -22,7 +22,8 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.model.trees import build, is_weight
-from llama_jax.ops.weights import LoraWeight, LowRank, LowRankWeight, MultiLoraWeight, row_lengths
+from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
+from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
 
 class Target(NamedTuple):

@@ -28,24 +28,17 @@ from llama_jax.model.params import (
     spec_at,
     specs_for,
 )
-from llama_jax.ops.weights import (
-    FormatName,
+from llama_jax.ops.weights.format_spec import QuantFormat, bits_of
+from llama_jax.ops.weights.formats import QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
+from llama_jax.ops.weights.layers import MixedStack, apart, layer_of
+from llama_jax.ops.weights.lora import LowRankWeight
+from llama_jax.ops.weights.quantized_matmul import (
     JoinedWeight,
-    LowRankWeight,
-    MixedStack,
-    PureFormatName,
-    QuantFormat,
     QuantizedWeight,
-    apart,
-    format_for,
-    layer_of,
+    columns_on_each,
     quantized,
     shardings_of_planes,
-    with_fallback,
 )
-from llama_jax.ops.weights.format_spec import bits_of
-from llama_jax.ops.weights.formats import QUANT_FORMATS
-from llama_jax.ops.weights.quantized_matmul import columns_on_each
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.layers import PRODUCT, project, weight_gradient
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
+from llama_jax.ops.weights.layers import expert_of, multiply_group
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
 ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
@@ -340,26 +341,6 @@ def _by_blocks(
 
 def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
     return unpack_bits(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
-
-
-def expert_of(weight: Any, group: jax.Array | int) -> Any:
-    """The matrix of a group, of an array or a weight [E, N, K]."""
-    if hasattr(weight, "expert"):
-        return weight.expert(group)
-    if isinstance(group, int):
-        return jax.tree.map(lambda array: array[group], weight)
-    take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
-    return unpack_bits(jax.tree.map(take, pack_bits(weight)))
-
-
-@for_cpu("multiply_group")
-def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
-    """[R, K] by the matrix [N, K] of one group: [R, N].
-
-    Args:
-      weight: [E, N, K], an array or a quantized weight.
-    """
-    return project(x, expert_of(weight, group), out_dtype=out_dtype)
 
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:

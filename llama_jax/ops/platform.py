@@ -21,8 +21,6 @@ from jax.sharding import SingleDeviceSharding
 
 Tree = TypeVar("Tree")
 F = TypeVar("F", bound=Callable[..., Any])
-
-CPU = "llama_jax.ops.cpu"  # by its name: it imports what it replaces, and is imported when a CPU needs it
 TPU_LANES = 128  # numbers that lie together in a TPU's memory; blocks of its kernels are multiples of it
 
 planned_for = jax.make_user_context(None)
@@ -85,6 +83,11 @@ def tracing_for(params: Any) -> AbstractContextManager[Any]:
     return nullcontext() if device is None else jax.default_device(device)
 
 
+def cpu_door() -> Any:
+    """The package `ops.cpu`, imported when a CPU needs it, and by its name: it imports what it replaces."""
+    return importlib.import_module("llama_jax.ops.cpu")
+
+
 def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
     """In programs for a CPU, call a function of `ops.cpu` with the decorated one and its arguments in its place.
 
@@ -100,7 +103,7 @@ def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
         def chosen(*args: Any, **options: Any) -> Any:
             if lowering_platform() not in platforms:
                 return plain(*args, **options)
-            return getattr(importlib.import_module(CPU), name)(plain, *args, **options)
+            return getattr(cpu_door(), name)(plain, *args, **options)
 
         return cast(F, chosen)
 
@@ -140,7 +143,7 @@ def decoding_context(natively: bool) -> AbstractContextManager[Any]:
     """
     if not natively:
         return native_code(False)
-    return native_code(importlib.import_module(CPU).native.compiler() is not None)
+    return native_code(cpu_door().native.compiler() is not None)
 
 
 def lowering_device_kind() -> str:

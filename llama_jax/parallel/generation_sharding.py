@@ -14,7 +14,7 @@ from llama_jax.inference.sharding import Placement
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.ops.attention import HeadSharding
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import has_groups, map_params, pad_array, padded_shapes_config
 from llama_jax.parallel.ring_attention import BATCH

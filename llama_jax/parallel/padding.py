@@ -19,7 +19,8 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, ParamSpec, spec_at
-from llama_jax.ops.weights import JoinedWeight, LowRank, LowRankWeight, QuantizedWeight
+from llama_jax.ops.weights.lora import LowRank, LowRankWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
 
 VOCAB_MULTIPLE = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it

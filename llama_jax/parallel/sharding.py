@@ -34,7 +34,9 @@ from llama_jax.model.trees import build, is_weight, param_shapes
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.int8 import Quantized
 from llama_jax.ops.moe import ExpertSharding
-from llama_jax.ops.weights import JoinedWeight, LowRank, LowRankWeight, MixedStack, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.layers import MixedStack
+from llama_jax.ops.weights.lora import LowRank, LowRankWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import padding
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import BATCH, PARTS, check_length, ring_attention, sequence_splitter

@@ -9,7 +9,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llama_jax.config import LlamaConfig, preset
+from llama_jax.config import LlamaConfig
+from llama_jax.config.presets import preset
 from llama_jax.errors import TrainingError
 
 Settings = TypeVar("Settings")

@@ -20,8 +20,9 @@ from llama_jax.formats import load, open_checkpoint
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.model.params import Llama
-from llama_jax.ops.weights import FrozenFormatName, QuantizedWeight
 from llama_jax.ops.weights.format_spec import INT4, unpacked
+from llama_jax.ops.weights.formats import FrozenFormatName
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.parallel.generation_sharding import param_shardings
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.recipe import Recipe

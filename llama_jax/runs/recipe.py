@@ -15,7 +15,7 @@ from llama_jax.errors import TrainingError, shown
 from llama_jax.model.forward_options import Attend, Compute, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
 from llama_jax.ops.attention import AttentionBackend
-from llama_jax.ops.weights import FrozenFormatName
+from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import dataclass_of
 from llama_jax.tokenizers import Format

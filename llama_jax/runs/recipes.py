@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from llama_jax.config import LlamaConfig, preset
+from llama_jax.config import LlamaConfig
+from llama_jax.config.presets import preset
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.errors import TrainingError
 from llama_jax.runs.recipe import Recipe, RewardSettings

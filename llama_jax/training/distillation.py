@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
-from llama_jax.ops.weights import FrozenFormatName
+from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.training.batch import Batch, shift
 from llama_jax.training.loss import LossOptions, TaskSums
 
@@ -84,7 +84,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
 
         def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
-            logit_options = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
+            logit_options = LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
             return Logits(sharding.constrain(hidden, "hidden"), head_of(*model)), logit_options
 
         with sharding.context():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import LogitOptions
+from llama_jax.ops.cross_entropy import token_logprobs as chunked_logprobs
 from llama_jax.training.batch import Batch, shift
 from llama_jax.training.loss import LossOptions
 
@@ -26,7 +27,7 @@ def token_logprobs(
     """The log-probability of every predicted token given those before it in its segment, in nats: float32[B, T].
 
     It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of the
-    answer that the mask marks. Differentiable in the parameters; `ops.token_logprobs` makes the logits in chunks.
+    answer that the mask marks. Differentiable in the parameters; `ops.cross_entropy` makes the logits in chunks.
 
     Args:
       params: sharded as `sharding.fit` gives them, as for `total_loss`.
@@ -49,6 +50,6 @@ def token_logprobs(
     hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        logit_options = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
+        logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
         targets = jnp.where(rows.weights, rows.targets, -1)
-        return ops.token_logprobs(hidden, head_of(config, params), targets, logit_options, temperature)
+        return chunked_logprobs(hidden, head_of(config, params), targets, logit_options, temperature)

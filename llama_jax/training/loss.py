@@ -8,14 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import LossSums
+from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
 from llama_jax.training.batch import Batch, predicted, shift
 from llama_jax.training.neftune import noisy
 
@@ -107,7 +106,5 @@ def total_loss(
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
         weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        logit_options = ops.LogitOptions(
-            options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain
-        )
-        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, logit_options)
+        logit_options = LogitOptions(options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain)
+        return cross_entropy(hidden, head_of(config, params), rows.targets, weights, logit_options)

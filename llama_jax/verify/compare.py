@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.presets import SHAPE_FIELDS
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_of
 from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output

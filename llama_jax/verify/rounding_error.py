@@ -17,8 +17,11 @@ from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_kind
 from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import is_weight
-from llama_jax.ops.weights import JoinedWeight, LoraWeight, QuantizedWeight, layer_of, with_fallback
 from llama_jax.ops.weights.format_spec import bits_of
+from llama_jax.ops.weights.formats import with_fallback
+from llama_jax.ops.weights.layers import layer_of
+from llama_jax.ops.weights.lora import LoraWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.verify.activations import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:

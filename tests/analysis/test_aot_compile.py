@@ -10,7 +10,7 @@ from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
 from llama_jax.analysis.hardware import BY_NAME, named_hardware
 from llama_jax.errors import MeshError
-from llama_jax.ops.weights import QUANT_FORMATS
+from llama_jax.ops.weights.formats import QUANT_FORMATS
 
 
 @pytest.mark.parametrize("name", aot_compile.NAMES)

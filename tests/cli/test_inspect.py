@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.output_format import columns, printable, size
-from llama_jax.config import PRESETS
+from llama_jax.config.presets import PRESETS
 from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
 from llama_jax.formats.lazy_tensors import Dense, Joined, Opened

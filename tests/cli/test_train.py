@@ -314,7 +314,7 @@ def test_a_workdir_that_is_a_file(run, tmp_path, inside):
     file = tmp_path / "file"
     file.write_text("")
     err = refused(run(SMALL, "--workdir", file / "run" if inside else file, "--data", "text.txt"))
-    assert ("cannot be written to (Not a directory)" if inside else "is a file; give a folder") in err
+    assert ("cannot be written to (Not a directory)" if inside else "is a file; pass a folder") in err
 
 
 def test_a_full_disk_under_the_metrics(tmp_path):

@@ -112,5 +112,5 @@ def test_of_the_librarys_cache_one_split_is_read(tmp_path):
         (tmp_path / f"{name}.arrow").write_bytes(b"ARROW1")
     assert len(find_files(tmp_path)) == 2
     (tmp_path / "wiki-validation.arrow").write_bytes(b"ARROW1")
-    with pytest.raises(DataError, match=rf"several splits .*\['train', 'validation'\]; give .* {tmp_path}/\*train\*"):
+    with pytest.raises(DataError, match=rf"several splits .*\['train', 'validation'\]; use .* {tmp_path}/\*train\*"):
         find_files(tmp_path)

@@ -13,7 +13,7 @@ from conftest import params_of, same
 from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
-from llama_jax.config import preset
+from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import gguf, open_checkpoint
 from llama_jax.formats.lazy_tensors import read_bytes

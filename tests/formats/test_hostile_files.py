@@ -98,7 +98,7 @@ def test_settings_out_of_all_bounds(settings, tmp_path):
 @pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
 @pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
 def test_a_ggufs_rope_scaling_of_another_kind(name, value):
-    from llama_jax.config import preset
+    from llama_jax.config.presets import preset
     from llama_jax.errors import ConfigError
     from llama_jax.formats.rope_conversion import with_scaling
 

@@ -16,7 +16,8 @@ from llama_jax.formats.gguf import read_file
 from llama_jax.formats.lazy_tensors import read_bytes
 from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, layers_of, quantize, stack
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, device_layout
+from llama_jax.ops.weights import device_layout
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import unpad_params
 

@@ -15,7 +15,7 @@ from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.loading import open_checkpoint
 from llama_jax.model.trees import kinds_in_memory, quantize
-from llama_jax.ops.weights import JoinedWeight
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import unpad_params
 

@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.formats.saving import Blocks
 from llama_jax.model.mixtures import kind_of_part, kinds_of_parameter
 from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize
-from llama_jax.ops.weights import QuantizedWeight
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 
 CONFIG = llama_jax.LlamaConfig(300, 256, 9, 4, 2, 512, 128, 1e-5, 1e4, True)
 MORE_BITS = [0, 3, 6, 7, 8]  # of nine layers: by llama.cpp's rule the first, the last two, and every third between

@@ -15,7 +15,8 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.multi_lora import adapter_table, adapters_in, choose_adapters
 from llama_jax.model.trees import bytes_in_memory, count, quantize
-from llama_jax.ops.weights import LowRank, MultiLoraWeight
+from llama_jax.ops.weights.lora import LowRank
+from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
 LORAS = (LORA, Lora(rank=5, alpha=3.0, targets=("q_proj", "v_proj", "down_proj"), rslora=True), Lora(rank=2, alpha=2.0))
 TOKENS = np.random.default_rng(0).integers(0, 90, (4, 7), np.int32)

@@ -10,7 +10,7 @@ from conftest import first_layers
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
-from llama_jax.config import PRESETS, preset
+from llama_jax.config.presets import PRESETS, preset
 from llama_jax.errors import ConfigError
 from llama_jax.formats import gguf, huggingface, llama2c, meta
 from llama_jax.formats.huggingface import names_of

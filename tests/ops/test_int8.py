@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from llama_jax import ops
-from llama_jax.ops.int8 import dequantize, hadamard, quantize
+from llama_jax.ops.int8 import dequantize, hadamard, quantize, smooth_keys
 
-smoothed = jax.jit(ops.smooth_keys, static_argnames="rotated")
+smoothed = jax.jit(smooth_keys, static_argnames="rotated")
 
 
 @pytest.mark.parametrize("size", [1, 6, 64, 80, 128])

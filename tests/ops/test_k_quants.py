@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_jax.ops.weights import QUANT_FORMATS
 from llama_jax.ops.weights.format_spec import join
+from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
 
 ENCODE = {"q4_k": encode_q4_k, "q5_k": encode_q5_k, "q6_k": encode_q6_k}

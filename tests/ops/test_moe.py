@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_quantized_weights import random_planes
 
-from llama_jax import ops
 from llama_jax.ops import grouped, moe, native
+from llama_jax.ops.moe import Routing, experts
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights import QuantizedWeight, quantized
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantized
 
 DIM, HIDDEN = 16, 24
 
@@ -26,7 +26,7 @@ def operands(rng, tokens, experts, dim=DIM, hidden=HIDDEN, dtype=np.float32):
 
 @partial(jax.jit, static_argnames="routing")
 def chosen(*operands, routing):
-    return ops.experts(*operands, routing=routing)
+    return experts(*operands, routing=routing)
 
 
 @partial(jax.jit, static_argnames="routing")
@@ -89,7 +89,7 @@ def test_the_kernel_of_tpus(sizes, monkeypatch):
 )
 def test_they_are_all_experts_with_weights_of_zero(tokens, counts, normalized, seed):
     experts, per_token = counts
-    routing = ops.Routing(per_token, normalized)
+    routing = Routing(per_token, normalized)
     case = operands(np.random.default_rng(seed), tokens, experts)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 1e-5)
 
@@ -101,7 +101,7 @@ def test_gradients(favorite):
     if favorite is not None:  # one that all choose, and one that nobody does
         x = jnp.abs(x)
         router = router.at[favorite].set(3.0).at[0].set(-3.0)
-    case, routing = (x, router, *matrices), ops.Routing(2)
+    case, routing = (x, router, *matrices), Routing(2)
     found = gradients(chosen, case, routing)
     close(found, gradients(every, case, routing), 1e-5)
     if favorite is not None:
@@ -118,7 +118,7 @@ def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
             given = x[t] / (1 + np.exp(-scores[e]))
             gates = gate[e] @ given
             want[t] += down[e] @ (gates / (1 + np.exp(-gates)) * (up[e] @ given))
-    routing = ops.Routing(per_token, of_inputs=True)
+    routing = Routing(per_token, of_inputs=True)
     np.testing.assert_allclose(chosen(x, router, gate, up, down, routing=routing), want, atol=1e-5)
     weights, numbers = moe.route(x, router, routing)
     np.testing.assert_allclose(moe.all_experts(x, weights, numbers, gate, up, down, of_inputs=True), want, atol=1e-5)
@@ -126,14 +126,14 @@ def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
 
 def test_ties_are_broken_alike():
     x, _, *matrices = operands(np.random.default_rng(0), 9, 4)
-    case, routing = (x, jnp.zeros((4, DIM)), *matrices), ops.Routing(2)
+    case, routing = (x, jnp.zeros((4, DIM)), *matrices), Routing(2)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 1e-6)
 
 
 @pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)], ids=["short", "mixed"])
 def test_16_bits(dtypes):
     """As near to float32 as all experts are, which round in other places; a mixed gradient is one of the weight's dtype."""
-    rng, routing = np.random.default_rng(0), ops.Routing(2)
+    rng, routing = np.random.default_rng(0), Routing(2)
     exact = operands(rng, 64, 4)
     x, router, *matrices = exact
     rounded = [x.astype(dtypes[0]), *(a.astype(dtypes[1]) for a in (router, *matrices))]
@@ -148,7 +148,7 @@ def test_16_bits(dtypes):
 
 def test_derivatives_in_forward_mode_and_of_gradients():
     with jax.enable_x64(True):
-        rng, routing = np.random.default_rng(1), ops.Routing(2, normalized=False)
+        rng, routing = np.random.default_rng(1), Routing(2, normalized=False)
         case, along = (operands(rng, 12, 4, dtype=np.float64) for _ in range(2))
         for function in (partial(chosen, routing=routing), lambda *args: gradients(partial(chosen), args, routing)):
             oracle = partial(every, routing=routing)
@@ -160,7 +160,7 @@ def test_derivatives_in_forward_mode_and_of_gradients():
 
 
 def test_a_batch_is_mapped():
-    routing, case = ops.Routing(2), operands(np.random.default_rng(2), 6, 4)
+    routing, case = Routing(2), operands(np.random.default_rng(2), 6, 4)
     x = jnp.stack([case[0], case[0][::-1]])
     found = jax.jit(jax.vmap(lambda x: chosen(x, *case[1:], routing=routing)))(x)
     close(found, jnp.stack([chosen(row, *case[1:], routing=routing) for row in x]), 1e-6)
@@ -171,7 +171,7 @@ def test_a_batch_is_mapped():
 )
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_quantized(kind, tokens):
-    rng, routing = np.random.default_rng(3), ops.Routing(2)
+    rng, routing = np.random.default_rng(3), Routing(2)
     x, router, *matrices = operands(rng, tokens, 4, 64, 128)
     case = x, router, *(quantized(matrix, kind) for matrix in matrices)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 2e-5)
@@ -184,10 +184,10 @@ def test_quantized(kind, tokens):
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_natively(dtype, tokens):
     """Few rows of each expert, whose matrix is read where it lies."""
-    rng, routing = np.random.default_rng(4), ops.Routing(2)
+    rng, routing = np.random.default_rng(4), Routing(2)
     case = tuple(a.astype(dtype) for a in operands(rng, tokens, 4, 256, 256))
     with native_code(True):
-        program = jax.jit(partial(ops.experts, routing=routing)).lower(*case)
+        program = jax.jit(partial(experts, routing=routing)).lower(*case)
         assert "llama_jax_floats_" in program.as_text()
         found = program.compile()(*case)
     wanted = every(*(a.astype(jnp.float32) for a in case), routing=routing)
@@ -223,7 +223,7 @@ def test_what_is_computed_is_a_tenth_more_than_the_chosen_experts_at_most(tokens
 def test_no_product_is_made_of_all_rows_and_experts():
     """In the compiled program, whose loops multiply a block by one expert's matrix."""
     case = operands(np.random.default_rng(0), 512, 8)
-    program = jax.jit(partial(ops.experts, routing=ops.Routing(2))).lower(*case).compile().as_text()
+    program = jax.jit(partial(experts, routing=Routing(2))).lower(*case).compile().as_text()
     assert f"[8,{HIDDEN},{DIM}]" in program
     assert f"[1024,{8 * HIDDEN}]" not in program
     assert f"[8,1024,{HIDDEN}]" not in program
@@ -233,7 +233,7 @@ def test_no_product_is_made_of_all_rows_and_experts():
 def test_on_each_device():
     """Under `jax.pmap`, and under a `jax.shard_map` that checks what varies over devices."""
     x, *rest = operands(np.random.default_rng(5), 40, 4)
-    loss = lambda x, *rest: jnp.sum(jnp.sin(ops.experts(x, *rest, routing=ops.Routing(2))))
+    loss = lambda x, *rest: jnp.sum(jnp.sin(experts(x, *rest, routing=Routing(2))))
     wanted = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4)))(x, *rest)
     mapped = jax.pmap(
         lambda x, *rest: jax.lax.psum(jax.grad(loss, argnums=(1, 2, 3, 4))(x, *rest), "d"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llama_jax import RopeScaling, ops
 from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.layers import weight_gradient
+from llama_jax.ops.rope_layout import half_from_interleaved
 from llama_jax.ops.rope_scaling import SCALINGS
 
 
@@ -183,7 +184,7 @@ class TestRotary:
     def test_the_two_layouts_are_one_up_to_the_order_of_rows(self, pairs, seed):
         head = 2 * pairs
         x, w, positions = normal(seed, 4, 10), normal(seed + 1, head, 10), np.arange(4)
-        half = rotate(x @ ops.half_from_interleaved(w).T, positions)
+        half = rotate(x @ half_from_interleaved(w).T, positions)
         features = x @ w.T  # of which neighbours are pairs
         angles = positions[:, None] * ops.inverse_frequencies(head, 100.0)
         want = (features[:, 0::2] + 1j * features[:, 1::2]) * np.exp(1j * angles)

@@ -23,17 +23,11 @@ from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights import (
-    QUANT_FORMATS,
-    JoinedWeight,
-    QuantizedWeight,
-    device_layout,
-    nf4,
-    quantized,
-    shardings_of_planes,
-)
+from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as room
 from llama_jax.ops.weights.format_spec import INT4, in_smaller_groups, join, packed, split, unpacked
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 OF_GGUF = [name for name, form in QUANT_FORMATS.items() if form.of_gguf]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax import LlamaConfig, preset
-from llama_jax.config import PRESETS
+from llama_jax.config.presets import PRESETS
 from llama_jax.errors import MeshError
 from llama_jax.model.trees import count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh

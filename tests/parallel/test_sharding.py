@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import init_cache, preset
-from llama_jax.config import PRESETS
+from llama_jax.config.presets import PRESETS
 from llama_jax.errors import MeshError
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, padded_config

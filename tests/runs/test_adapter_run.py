@@ -20,8 +20,8 @@ from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.lora import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
-from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.format_spec import INT4, unpacked
+from llama_jax.ops.weights.quantized_matmul import quantized
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
@@ -171,7 +171,7 @@ def test_recipes_that_cannot_be():
     for changes, message in (
         ({"optimizer": OptimizerSettings(name="muon")}, "optimizer.name='muon' is for whole matrices"),
         ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
-        ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; give lora.rank"),
+        ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; set lora.rank"),
         ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
         ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the usual loss, and loss is another"),
         ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),

@@ -198,7 +198,7 @@ def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
     """Whoever uses `CheckpointManager` notes other things."""
     with CheckpointManager(tmp_path / "checkpoints") as kept:
         small_run.save(kept, 10, seed=1)
-    with pytest.raises(TrainingError, match=r"checkpoints/10 was not saved by train: its note has no recipe; give another"):
+    with pytest.raises(TrainingError, match=r"checkpoints/10 was not saved by train: its note has no recipe; use another"):
         train(RECIPE, tmp_path, text, resume=True)
 
 
@@ -329,7 +329,7 @@ def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):
 
 
 def test_a_file_in_the_place_of_the_folder(text):
-    with pytest.raises(TrainingError, match="is a file; give a folder"):
+    with pytest.raises(TrainingError, match="is a file; pass a folder"):
         train(RECIPE, text, [text], log=StopAt())
 
 

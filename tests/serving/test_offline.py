@@ -113,7 +113,7 @@ class TestCommand:
             (("--max-new-tokens", 0), "max_new_tokens"),
             (("--stop", ""), "--stop is empty"),
             (("--temperature", -1), "temperature=-1.0"),
-            (("--prefix-cache", -1), "prefix_bytes"),
+            (("--prefix-cache", -1), "prefix_cache=-1 must be at least 0"),
         ],
     )
     def test_invalid_options(self, files, arguments, said):
@@ -135,12 +135,12 @@ class TestCommand:
         assert out.read_bytes() == b"whole\n"
 
     def test_invalid_files(self, tmp_path):
-        assert "no .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
+        assert "is not a .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
         assert "cannot be read" in run_here("batch", tmp_path / "none.jsonl", tmp_path / "out.jsonl").stderr
         (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')
         os.mkfifo(tmp_path / "pipe.jsonl")
         for name in (tmp_path / "pipe.jsonl", "/dev/zero", tmp_path):
-            assert f"{name} is no file; give one to write" in run_here("batch", tmp_path / "one.jsonl", name).stderr
+            assert f"{name} is not a file; choose a file to write" in run_here("batch", tmp_path / "one.jsonl", name).stderr
 
 
 SETTINGS = {

@@ -238,13 +238,13 @@ def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("llama_jax.cli.serve.NEEDED", ("starlette", "no_such_library"))
     ended = run_here("serve")
     assert ended.returncode == 2
-    assert ended.stderr == 'llama-jax: error: serving needs no_such_library; get it with pip install -e ".[serve]"\n'
+    assert ended.stderr == 'llama-jax: error: serving needs no_such_library; install it with pip install -e ".[serve]"\n'
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "70000"], "port=70000 must be from 0 to 65535"),
+        (["--port", "70000"], "port=70000 must be at least 0 and at most 65535"),
         (["--api-key", ""], "the API key is empty"),
         (["--timeout", "nan"], "timeout=nan must be"),
         (["--most-choices", "0"], "most_choices=0"),

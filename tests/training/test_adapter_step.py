@@ -16,7 +16,8 @@ import llama_jax
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.lora import Lora, adapted, adapter_shapes, init_adapters, merge, precompute_dora_scale, with_base
 from llama_jax.model.trees import layers_of, quantize, stack
-from llama_jax.ops.weights import JoinedWeight, MixedStack, quantized
+from llama_jax.ops.weights.layers import MixedStack
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, quantized
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer

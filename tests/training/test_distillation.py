@@ -11,7 +11,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.errors import ConfigError
-from llama_jax.ops import LogitOptions
+from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss

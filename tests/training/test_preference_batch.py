@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import as_float64
-from test_preferences import formula
+from test_preference_loss import formula
 from training_options import loss_options
 
 import llama_jax

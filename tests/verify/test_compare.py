@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.config import SHAPE_FIELDS
+from llama_jax.config.presets import SHAPE_FIELDS
 from llama_jax.formats.huggingface import NAMES
 from llama_jax.verify import compare as module
 from llama_jax.verify.activations import Origin, trace

@@ -16,7 +16,8 @@ from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.lora import adapted
 from llama_jax.model.trees import layers_of, quantize, stack
-from llama_jax.ops.weights import QUANT_FORMATS, JoinedWeight
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight
 from llama_jax.verify import rounding_error
 from llama_jax.verify.activations import Origin
 from llama_jax.verify.rounding_error import (

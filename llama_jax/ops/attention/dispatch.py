@@ -10,12 +10,9 @@ import jax
 import numpy as np
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention import kernels
-from llama_jax.ops.attention.blockwise import blockwise
 from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.dense import dense_attention
-from llama_jax.ops.attention.mask import AttentionMask, KVView
-from llama_jax.ops.attention.reference import reference
+from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, KVView
 from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_platform, mesh_in_force
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
@@ -34,7 +31,7 @@ def attend(
     scale: float,
     window: int | None = None,
     backend: AttentionBackend = "auto",
-    head_sharding: kernels.HeadSharding | None = None,
+    head_sharding: HeadSharding | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
 
@@ -62,7 +59,7 @@ def attend(
     """
     keys, values = view
     check_shapes(queries, keys, mask, window)
-    problem = kernels.AttentionShape(
+    problem = AttentionShape(
         queries.shape,
         keys.shape,
         queries.dtype,
@@ -73,18 +70,24 @@ def attend(
     )
     name, why = choose_backend(lowering_platform(), lowering_device_kind(), problem, backend)
     log_backend(name, why)
-    if name == "blockwise":
-        return blockwise(queries, keys, values, mask, scale, window)
     if name == "dense":
         return dense_attention(queries, keys, values, mask, scale, window)
+    if name == "blockwise":
+        from llama_jax.ops.attention.blockwise import blockwise
+
+        return blockwise(queries, keys, values, mask, scale, window)
     if name == "reference":
+        from llama_jax.ops.attention.reference import reference
+
         return reference(queries, keys, values, mask, scale=scale, window=window)
+    from llama_jax.ops.attention import kernels
+
     kernel = {"cudnn": kernels.cudnn, "splash": kernels.splash}[name]
     return kernels.over_devices(partial(kernel, scale=scale, window=window), head_sharding)(queries, keys, values, mask)
 
 
 def choose_backend(
-    platform: str, device_kind: str, problem: kernels.AttentionShape, backend: AttentionBackend = "auto"
+    platform: str, device_kind: str, problem: AttentionShape, backend: AttentionBackend = "auto"
 ) -> tuple[AttentionBackend, str]:
     """The backend to use, never "auto", and the reason.
 
@@ -98,9 +101,8 @@ def choose_backend(
     """
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
-    refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
     if backend != "auto":
-        if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
+        if backend in KERNELS.values() and (refusal := _refusal(backend, platform, device_kind, problem)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
         return backend, "as requested"
     plain, why = _without_kernel(platform, problem)
@@ -109,11 +111,18 @@ def choose_backend(
         return plain, why
     if problem.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not problem.ordered else 1):
         return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
-    refusal = refusals[kernel](platform, device_kind, problem)
+    refusal = _refusal(kernel, platform, device_kind, problem)
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
-def _without_kernel(platform: str, problem: kernels.AttentionShape) -> tuple[AttentionBackend, str]:
+def _refusal(kernel: AttentionBackend, platform: str, device_kind: str, problem: AttentionShape) -> str | None:
+    from llama_jax.ops.attention import kernels
+
+    refuse = kernels.refusal_of_cudnn if kernel == "cudnn" else kernels.refusal_of_splash
+    return refuse(platform, device_kind, problem)
+
+
+def _without_kernel(platform: str, problem: AttentionShape) -> tuple[AttentionBackend, str]:
     new, slots = problem.queries[2], problem.keys[2]
     if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
         return "blockwise", f"{new} x {slots} scores"

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
-from llama_jax.ops.attention.mask import AttentionMask, visible
+from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, visible
 from llama_jax.ops.platform import TPU_LANES
 
 WIDEST = 128  # features of a head that cuDNN has
@@ -38,36 +37,6 @@ NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than co
 LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
 LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
-
-
-@dataclass(frozen=True)
-class HeadSharding:
-    """Over which axes of the mesh in force the rows of a batch and the key/value heads are cut."""
-
-    mesh_axes_of_rows: tuple[str, ...] = ()
-    mesh_axes_of_heads: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The shapes of an attention call, as far as the choice of a backend depends on them.
-
-    Attributes:
-      queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
-      dtype: of the queries.
-      ordered, segments: of `AttentionMask`.
-      mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
-        runs per device already.
-      head_sharding: of rows and heads over it, or None where that is not known.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    dtype: Any
-    ordered: bool = True
-    segments: bool = False
-    mesh: Mapping[str, int] | None = None
-    head_sharding: HeadSharding | None = None
 
 
 def refusal_of_cudnn(platform: str, device_kind: str, problem: AttentionShape) -> str | None:

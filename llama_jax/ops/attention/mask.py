@@ -1,7 +1,9 @@
-"""The keys and values that one layer's queries may read, as they are in memory, and which of them each query sees."""
+"""Arguments of attention: keys and values, which of them each query sees, and the shapes that a backend depends on."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +53,57 @@ class AttentionMask(struct.PyTreeNode):
             None if self.query_segments is None else self.query_segments[..., queries],
             None if self.key_segments is None else self.key_segments[..., keys],
         )
+
+
+@dataclass(frozen=True)
+class HeadSharding:
+    """Over which axes of the mesh in force the rows of a batch and the key/value heads are cut."""
+
+    mesh_axes_of_rows: tuple[str, ...] = ()
+    mesh_axes_of_heads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The shapes of an attention call, as far as the choice of a backend depends on them.
+
+    Attributes:
+      queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
+      dtype: of the queries.
+      ordered, segments: of `AttentionMask`.
+      mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
+        runs per device already.
+      head_sharding: of rows and heads over it, or None where that is not known.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: Any
+    ordered: bool = True
+    segments: bool = False
+    mesh: Mapping[str, int] | None = None
+    head_sharding: HeadSharding | None = None
+
+
+@dataclass(frozen=True)
+class PagedAttentionShape:
+    """The shapes of an attention call over pages, as far as the choice of a kernel depends on them.
+
+    Attributes:
+      queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
+      dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
+      sinks, chunk: as for `attend_paged`.
+      devices: over which XLA divides the program; it divides no kernel. One where a `HeadSharding` says each device's part.
+    """
+
+    queries: tuple[int, ...]
+    pages: tuple[int, ...]
+    table: tuple[int, ...]
+    dtype: Any
+    page_dtype: Any
+    sinks: int = 0
+    chunk: int | None = None
+    devices: int = 1
 
 
 def visible(mask: AttentionMask, window: int | None = None) -> jax.Array:

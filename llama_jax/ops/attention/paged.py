@@ -13,10 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
-from llama_jax.ops.attention.kernels import HeadSharding
-from llama_jax.ops.attention.mask import NO_QUERY
+from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
-from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, refusal_of_ragged, refusal_of_triton, triton
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows, quantize
 from llama_jax.ops.platform import for_cpu, log_backend, lowering_platform, mesh_in_force
 
@@ -253,15 +251,23 @@ def _attend(
     )
     name, why = choose_paged(lowering_platform(), problem)
     log_backend(name, why)
+    if name == "paged blocks":
+        return attend_by_blocks(
+            queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries
+        )
+    from llama_jax.ops.attention.paged_kernels import ragged, triton
+
     if name == "ragged":
         return ragged(queries, view, scale=scale, window=window)
-    if name == "triton":
-        return triton(queries, view, scale=scale, window=window, chunk=chunk)
-    return attend_by_blocks(queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries)
+    return triton(queries, view, scale=scale, window=window, chunk=chunk)
 
 
 def choose_paged(platform: str, problem: PagedAttentionShape) -> tuple[str, str]:
     """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
+    if platform not in ("gpu", "tpu"):
+        return "paged blocks", f"there is no kernel for a {platform}"
+    from llama_jax.ops.attention.paged_kernels import refusal_of_ragged, refusal_of_triton
+
     name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
     refusal = refuse(platform, problem)
     return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)

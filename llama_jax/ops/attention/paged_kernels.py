@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from llama_jax.ops.attention.mask import PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
 from llama_jax.ops.int8 import Quantized
 
 KEYS_OF_TPU_BLOCK, QUERIES_OF_TPU_BLOCK = 512, 32  # of a block of the TPU's kernel
 LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
-
-
-@dataclass(frozen=True)
-class PagedAttentionShape:
-    """The shapes of an attention call over pages, as far as the choice of a kernel depends on them.
-
-    Attributes:
-      queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
-      dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
-      sinks, chunk: as for `attend_paged`.
-      devices: over which XLA divides the program; it divides no kernel. One where a `HeadSharding` says each device's part.
-    """
-
-    queries: tuple[int, ...]
-    pages: tuple[int, ...]
-    table: tuple[int, ...]
-    dtype: Any
-    page_dtype: Any
-    sinks: int = 0
-    chunk: int | None = None
-    devices: int = 1
 
 
 def refusal_of_ragged(platform: str, problem: PagedAttentionShape) -> str | None:

@@ -14,10 +14,8 @@ from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops.grouped import expert_of, multiply_group
 from llama_jax.ops.layers import PRODUCT, project
-from llama_jax.ops.platform import for_cpu
-from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, flat_planes
+from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 
 class MixedStack(struct.PyTreeNode):
@@ -97,10 +95,7 @@ class LayerWeight(struct.PyTreeNode):
         *out, columns = self.stack.shape
         axes, at = (1, self.layer) if self.number is None else (2, self.layer * out[1] + self.number)
         shape = math.prod(out[:axes]), math.prod(out[axes:])
-        if isinstance(self.stack, QuantizedWeight):
-            flat: Any = self.stack.replace(planes=flat_planes(self.stack.form, self.stack.planes, shape))
-        else:
-            flat = self.stack.reshape(*shape, columns)
+        flat = self.stack.reshape(*shape, columns)
         product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
         return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
 
@@ -127,6 +122,26 @@ class LayerWeight(struct.PyTreeNode):
         return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
 
 
+def expert_of(weight: Any, group: jax.Array | int) -> Any:
+    """The matrix of a group, of an array or a weight [E, N, K]."""
+    if hasattr(weight, "expert"):
+        return weight.expert(group)
+    if isinstance(group, int):
+        return jax.tree.map(lambda array: array[group], weight)
+    take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
+    return unpack_bits(jax.tree.map(take, pack_bits(weight)))
+
+
+@for_cpu("multiply_group")
+def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
+    """[R, K] by the matrix [N, K] of one group: [R, N].
+
+    Args:
+      weight: [E, N, K], an array or a quantized weight.
+    """
+    return project(x, expert_of(weight, group), out_dtype=out_dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
     """[R, D] by the matrix of a layer [L, N, D]."""
@@ -135,7 +150,7 @@ def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array
 
 def _backward(out_dtype: Any, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     x, stack, layer = residuals
-    if isinstance(stack, QuantizedWeight):
+    if hasattr(stack, "project"):
         weight = expert_of(stack, layer)
         return (*jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), x)[1](gradient), None, None)
     of_slice = lambda x, stack: project(x, expert_of(stack, layer), out_dtype=out_dtype)
@@ -183,7 +198,7 @@ def split(
       stacked: a tree of arrays and weights with a leading axis L.
       held: given the path and the leaf, whether it is read by `matrix_of`.
     """
-    is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
+    is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight, or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
     stays = [held(path, leaf) for path, leaf in leaves]
 

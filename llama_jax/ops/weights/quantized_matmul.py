@@ -78,6 +78,10 @@ class QuantizedWeight(struct.PyTreeNode):
         decoded = lambda some: self.form.decode(*take(self.form, self.planes, some)).astype(self.dtype)
         return in_runs(decoded, rows)
 
+    def reshape(self, *shape: int) -> QuantizedWeight:
+        """The same numbers in a matrix [*out, D] of another `out`."""
+        return self.replace(planes=flat_planes(self.form, self.planes, shape[:-1]))
+
     def arranged(self) -> QuantizedWeight:
         """The same in the order in which its devices are to hold it, see `order`: what makes a weight ends with this."""
         return self.replace(planes=tuple(map(arranged, self.form.planes, self.planes)))
