@@ -16,7 +16,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 LEFT_OUT = {  # as the page says
-    *("errors.py", "ops/cpu.py", "ops/native/__init__.py", "ops/platform.py", "ops/threefry.py"),
+    *("errors.py", "ops/cpu/__init__.py", "ops/cpu/native/__init__.py", "ops/cpu/threefry.py", "ops/platform.py"),
     *("compiled/cached_jit.py", "compiled/keys.py", "compiled/store.py"),
     *("inference/checks.py", "model/checks.py", "ops/attention/checks.py"),
 }
