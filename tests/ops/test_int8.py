@@ -26,7 +26,8 @@ def test_products_stay_and_rounding_costs_less(rotated):
     bias[:, 5] = 200
     angles = random.uniform(0, 6, (7, half)).astype(np.float32)
     keys = random.standard_normal((3, 2, 7, 16), np.float32) + bias[:, None]
-    keys = np.concatenate([ops.apply_rotary(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
+    rotate = jax.jit(ops.apply_rotary)
+    keys = np.concatenate([rotate(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
     queries, others = random.standard_normal((2, 3, 2, 7, 3, 16), np.float32)
     found = smoothed(keys, queries, others, bias=bias, rotated=rotated)
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
