@@ -55,7 +55,7 @@ _HOME = {
     "LlamaConfig": "config",
     "QueryScaling": "config",
     "RopeScaling": "config",
-    "preset": "config",
+    "preset": "config.presets",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "GenerationError": "errors",

@@ -68,8 +68,8 @@ def test_one_token_through_generate(params, monkeypatch):
     run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 18
-    assert lines(files) < 3850  # "some 3,800"
+    assert len(files) <= 19
+    assert lines(files) < 3950  # "some 3,900"
 
 
 def test_one_batch_through_train_step(params):

@@ -19,8 +19,9 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Constrain, Positions, Sharding, unconstrained
+from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import Constrain
 
 LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
 MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program

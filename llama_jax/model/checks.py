@@ -28,7 +28,7 @@ def check_arguments(
         )
     check_params(config, params)
     batch, new = tokens.shape
-    for name, value in (("positions", positions.position_ids), ("segment_ids", positions.segment_ids)):
+    for name, value in (("position_ids", positions.position_ids), ("segment_ids", positions.segment_ids)):
         if value is None:
             continue
         if cache is not None:

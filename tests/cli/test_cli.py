@@ -18,11 +18,11 @@ from conftest import write_hf_folder
 from make_format_goldens import FORMATS
 
 import llama_jax
-from llama_jax import ops
 from llama_jax.cli import generate
 from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.errors import StuckSaveError
 from llama_jax.formats.huggingface import NAMES
+from llama_jax.ops.cpu import native
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
@@ -372,8 +372,8 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, sto
 
 def test_what_is_compiled_once_is_compiled_before_the_first_word(run, monkeypatch):
     begun, before = set(), []
-    registered, put = ops.native._registered, generate._print
-    monkeypatch.setattr(ops.native, "_registered", lambda library: (begun.add(library), registered(library))[1])
+    registered, put = native._registered, generate._print
+    monkeypatch.setattr(native, "_registered", lambda library: (begun.add(library), registered(library))[1])
     monkeypatch.setattr(generate, "_print", lambda text: (before.append({*begun}), put(text)))
     assert run("generate", "Once", "--max-new-tokens", "8").returncode == 0
     assert {"floats_bfloat16", "paged_bfloat16", "rows"} <= before[0]

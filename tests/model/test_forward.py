@@ -259,7 +259,7 @@ def test_packed_documents_are_what_they_are_alone(models):
     assert np.abs(crossed[0, 7:] - hidden[0, 7:]).max() > 0.1  # the comparison can tell
 
 
-@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+@pytest.mark.parametrize("name", ["position_ids", "segment_ids"])
 def test_packing_that_does_not_fit_is_named(models, name):
     config, params = models["gqa"]
     tokens = jnp.zeros((2, 4), jnp.int32)

@@ -125,7 +125,7 @@ def test_invalid_arguments():
     params = jit_init(PLAIN, jax.random.key(0))
     cache = KVCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
     tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2])
-    for said, tokens_, cache_, params_, places in (
+    for said, tokens_, cache_, params_, positions in (
         ("tokens have batch=3 but the cache has 2 rows", np.zeros((3, 1), np.int32), cache, params, Positions()),
         ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Positions()),
         (r"starts \[2\] for 2 rows", tokens, cache, params, Positions(starts=starts[:2])),
@@ -134,7 +134,7 @@ def test_invalid_arguments():
         ("starts are for rows of a cache", tokens, None, params, Positions(starts=starts)),
     ):
         with pytest.raises(GenerationError, match=said):
-            forward(PLAIN, params_, tokens_, cache_, places=places)
+            forward(PLAIN, params_, tokens_, cache_, positions=positions)
     assert gather_pages(cache.view(1, starts).replace(pages=cache.pages, layer=0), 2, jnp.float32).keys.shape == (
         2,
         2,

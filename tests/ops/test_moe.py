@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_quantized_weights import random_planes
 
-from llama_jax.ops import grouped, moe, native
+from llama_jax.ops import grouped, moe
+from llama_jax.ops.cpu import native
 from llama_jax.ops.moe import Routing, experts
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantized
