@@ -1,6 +1,7 @@
 """The files that one token, and one training step, really pass through are those that docs/how_it_works.md names."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,3 +82,17 @@ def test_one_batch_through_train_step(params):
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
     assert lines(files) < 2850  # "some 2,800"
+
+
+@pytest.mark.parametrize(
+    ("module", "most_files", "most_lines"), [("inference.generate", 41, 5700), ("training.step", 36, 4850)]
+)
+def test_what_an_entry_point_imports(module, most_files, most_lines):
+    """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""
+    code = (
+        f"import sys, llama_jax.{module}; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('llama_jax')))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    files = {Path(name).relative_to(PACKAGE).as_posix() for name in run.stdout.split()}
+    assert len(files) <= most_files
+    assert lines(files) <= most_lines

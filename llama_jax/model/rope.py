@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from jaxtyping import Array, Int
 
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
 from llama_jax.model.forward_options import Positions
-from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
 from llama_jax.ops.rotary import Frequencies
+
+if TYPE_CHECKING:
+    from llama_jax.ops.rope_scaling import Length
 
 
 def rotary_frequencies(
@@ -35,6 +39,8 @@ def rotary_frequencies(
     plain = ops.inverse_frequencies(config.rotated_dim, theta) * (layer.rope != "none")
     if scaling is None:
         return plain.astype(np.float32), 1.0
+    from llama_jax.ops.rope_scaling import SCALINGS
+
     frequencies, attention_factor = SCALINGS[scaling.kind](plain, theta, length, scaling)
     return frequencies.astype(np.float32), attention_factor
 
@@ -44,8 +50,11 @@ def scaled_frequencies(
 ) -> tuple[Frequencies, float]:
     """`rotary_frequencies` for tokens at `slots` of their rows: [half], or [B, T|1, half]."""
     lengths = positions.rope_lengths
-    if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
-        lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)
+    if config.rope_scaling is not None and lengths is None:
+        from llama_jax.ops.rope_scaling import BY_LENGTH, lengths_of
+
+        if config.rope_scaling.kind in BY_LENGTH:
+            lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, lengths, layer)
     if frequencies.ndim == 2:  # of each row, for all its positions
         frequencies = frequencies[:, None]

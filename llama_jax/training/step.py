@@ -18,9 +18,9 @@ from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import layers_together
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
+from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.training.batch import Batch, predicted_count
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
 
@@ -61,7 +61,11 @@ def init_state(
       dtype: of the parameters in the state. None converts 16-bit ones, in which most updates would round to nothing, to
         float32 (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
     """
-    params = layers_together(params)
+    is_mixed = lambda leaf: isinstance(leaf, MixedStack)
+    if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
+        from llama_jax.model.trees import layers_together
+
+        params = layers_together(params)
     if dtype is None:
         params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, params)
     else:

@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(number, folder, monkeypat
     def refuse(path):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(store, "write_atomically", refuse)
+    monkeypatch.setattr("llama_jax.storage.atomic_write.write_atomically", refuse)
     with caplog.at_level(logging.INFO, "llama_jax.compiled"):
         np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert os.strerror(number) in caplog.text
@@ -247,8 +247,8 @@ OTHERS = {
     "native code": under(lambda: native_code(True)),
     **{name: patched("setenv", name, "off") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "LLAMA_JAX_NATIVE")},
     **{
-        name: patched("setattr", f"llama_jax.compiled.keys.{name}", lambda: "another")
-        for name in ("library_digest", "native.processor", "native.compiler")
+        name: patched("setattr", f"llama_jax.{name}", lambda: "another")
+        for name in ("compiled.keys.library_digest", "ops.cpu.native.processor", "ops.cpu.native.compiler")
     },
     "mesh": under(lambda: jax.sharding.use_abstract_mesh(Mesh(jax.devices()[:2], ("rows",)).abstract_mesh)),
 }

@@ -20,7 +20,8 @@ from llama_jax.formats.lazy_tensors import read_bytes
 from llama_jax.formats.meta import config_from_params
 from llama_jax.formats.rope_conversion import factors_of, with_scaling
 from llama_jax.model.trees import kinds_in_memory
-from llama_jax.ops import weights
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 
 TENSORS = make_goldens.random_tensors(SMALL)
 WIDE_TENSORS = make_goldens.random_tensors(WIDE)
@@ -178,10 +179,10 @@ def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_p
     config, dense, tokenizer = llama_jax.load(tmp_path / "model.gguf", "float32")
     llama_jax.convert(tmp_path / "model.gguf", tmp_path / "converted.gguf")
     written = [tmp_path / "converted.gguf"]
-    if kind.lower() in weights.QUANT_FORMATS:
+    if kind.lower() in QUANT_FORMATS:
         kept = llama_jax.load(tmp_path / "model.gguf", "float32", quantize="keep").params
         assert kinds_in_memory(kept) == kind.lower()
-        is_weight = lambda leaf: isinstance(leaf, weights.QuantizedWeight)
+        is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
         numbers = lambda leaf: leaf.form.decode(*map(np.asarray, leaf.planes)) if is_weight(leaf) else leaf
         same(jax.tree.map(numbers, kept, is_leaf=is_weight), dense)
         llama_jax.save(tmp_path / "saved.gguf", config, kept, tokenizer)

@@ -78,7 +78,7 @@ def test_a_fetched_model_is_generated_from(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "cache/models--org--name/snapshots" / COMMIT
     assert done.stdout == f"{folder}\n"
-    assert "give this path to --model" in done.stderr
+    assert "pass this path to --model" in done.stderr
     for model in (folder, "hf://org/name"):
         assert run_here("inspect", model, "--json").returncode == 0
     assert hub.ranges == []

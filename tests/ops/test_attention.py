@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax import ops
 from llama_jax.errors import ConfigError
-from llama_jax.ops import cpu
 from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends
 from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
@@ -261,7 +260,7 @@ class TestMemory:
 
     def test_blocks_fit_the_cache_of_a_cpu(self, monkeypatch):
         assert [SIDE(heads) for heads in (1, 4, 8, 16, 48, 4096)] == [512, 512, 512, 256, 128, 128]
-        monkeypatch.setattr(cpu, "lowering_platform", lambda: "gpu")
+        monkeypatch.setattr("llama_jax.ops.platform.lowering_platform", lambda: "gpu")
         assert SIDE(48) == 1024
 
     @staticmethod
@@ -450,7 +449,7 @@ class TestKernels:
     @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_cudnn_is_given_what_it_means(self, packed, window, monkeypatch):
         """Computed by XLA in cuDNN's place: layout, scale, mask, window and blocks are those of the reference."""
-        monkeypatch.setattr("llama_jax.ops.attention.kernels.FEWEST_MASKED", 64)
+        monkeypatch.setattr("llama_jax.ops.attention.kernels.LEAST_MASKED_QUERIES", 64)
         given_as = self.by_xla(monkeypatch)
         arrays = operands(0, (2, 2, 270, 3, 8))
         seen = AttentionMask.whole(270, some_segments(2, 270) if packed else None)

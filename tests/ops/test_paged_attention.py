@@ -254,7 +254,7 @@ def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
     assert choose_paged("gpu", asked()) == ("triton", "on gpu")
     assert choose_paged("gpu", asked(page_dtype=jnp.int8, chunk=64)) == ("triton", "on gpu")
     for platform, problem, reason in (
-        ("cpu", asked(), "needs a TPU"),
+        ("cpu", asked(), "no kernel for cpu"),
         ("tpu", asked(width=64), "multiples of 128; these are 64"),
         ("tpu", asked(page_dtype=jnp.int8), "int8 pages"),
         ("tpu", asked(heads=3), "3 heads have 3"),

@@ -375,7 +375,7 @@ def test_changes_may_stand_after_the_flag():
 def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(
-        TrainingError, match=r"this is one of 2 processes; join them with llama_jax\.parallel\.processes\.start"
+        TrainingError, match=r"this is one of 2 processes; join them with llama_jax\.parallel\.multihost\.join_job"
     ):
         train(recipe(), tmp_path, [text])
 

@@ -215,7 +215,7 @@ class TestInvalidDrafts:
         for draft, said in (
             (
                 tmp_path / "draft",
-                "has a vocabulary of 512, the model one of 4096; give a draft with",
+                "has a vocabulary of 512, the model one of 4096; use a draft with",
             ),
             ("nowhere", "nowhere does not exist"),
             ("prompt:0", "tokens=0 of a draft must be an integer from 1 to 15"),

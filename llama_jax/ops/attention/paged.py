@@ -269,7 +269,7 @@ def _attend(
 def choose_paged(platform: str, problem: PagedAttentionShape) -> tuple[str, str]:
     """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
     if platform not in ("gpu", "tpu"):
-        return "paged blocks", f"there is no kernel for a {platform}"
+        return "paged blocks", f"no kernel for {platform}"
     from llama_jax.ops.attention.paged_kernels import refusal_of_ragged, refusal_of_triton
 
     name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
