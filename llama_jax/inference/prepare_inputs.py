@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
@@ -24,8 +25,8 @@ def prepare(
     sampling: Sampling,
     stop_tokens: Sequence[int],
     cache: CacheOptions = CacheOptions(),
-) -> tuple[np.ndarray, np.ndarray, Request]:
-    """Prompts as tokens int32[B, bucket], padded on the right, lengths int32[B], and the request, after all checks."""
+) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"], Request]:
+    """Prompts as tokens, padded on the right to a `bucket`, their lengths, and the request, after all checks."""
     if not isinstance(config, LlamaConfig):
         raise GenerationError(f"config is a {type(config).__name__}; give the LlamaConfig first, then the parameters")
     if not isinstance(sampling, Sampling):

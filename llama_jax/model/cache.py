@@ -23,6 +23,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows
 from llama_jax.ops.platform import mesh_in_force
+from llama_jax.ops.shapes import AnyArray
 
 PAGE = 16  # tokens of a page
 LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
@@ -84,7 +85,7 @@ class KVCache(struct.PyTreeNode):
         """Tokens that a row can have."""
         return self.table.shape[-1] * self.pages.shape[2]
 
-    def view(self, new: int, starts: Int32[Array, " starts"] | None) -> PagedView:
+    def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
         """What the layers read, without the pages and the layer.
 
         Args:

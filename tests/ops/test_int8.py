@@ -1,6 +1,7 @@
 """Keys and queries that are smoothed before they are rounded to 8 bits."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ def test_products_stay_and_rounding_costs_less(rotated):
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
     for before, after in zip((queries, others), found[1:], strict=True):
         np.testing.assert_allclose(product(found[0], after), product(keys, before), rtol=1e-4, atol=2e-3)
-    rounded = lambda keys: np.asarray(dequantize(quantize(keys)))
+    rounded = lambda keys: np.asarray(dequantize(quantize(jnp.asarray(keys))))
     error = lambda keys, queries: np.square(product(rounded(keys), queries) - product(keys, queries)).mean()
     assert error(*found[:2]) < error(keys, queries) / 4
 
