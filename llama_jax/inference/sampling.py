@@ -166,7 +166,7 @@ def _draw(scores: jax.Array, sampling: Sampling, step: AnyArray) -> jax.Array:
 
 
 @for_cpu("fused_noise")
-def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
+def _key(seed: jax.Array, step: AnyArray, impl: Hashable = None) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl=impl), step)
 
 
