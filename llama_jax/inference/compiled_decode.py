@@ -22,6 +22,8 @@ from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
     PrefillState,
+    PromptLengths,
+    PromptTokens,
     Request,
     TokenChunk,
     begin_decode,
@@ -60,12 +62,7 @@ class Run:
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
-        self,
-        tokens: Int32[np.ndarray, "B T"],
-        lengths: Int32[np.ndarray, " B"],
-        request: Request,
-        options: CacheOptions,
-        turns: int,
+        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[TokenChunk]:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
@@ -94,13 +91,7 @@ class Run:
             yield chunk
 
     def prepare(
-        self,
-        tokens: Int32[np.ndarray, "B T"],
-        lengths: Int32[np.ndarray, " B"],
-        request: Request,
-        capacity: int,
-        options: CacheOptions,
-        most: int,
+        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, capacity: int, options: CacheOptions, most: int
     ) -> None:
         """Make the programs of a first generation beside one another: they are lowered in turn and compiled in threads.
 
@@ -127,7 +118,7 @@ class Run:
                 make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
     def start(
-        self, prefilled: PrefillState, tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"], request: Request
+        self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
     ) -> tuple[DecodeState, Packed]:
         with transferring():
             return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
@@ -140,8 +131,8 @@ class Run:
 
     def prefill_again(
         self,
-        tokens: Int32[np.ndarray, "B T"],
-        lengths: Int32[np.ndarray, " B"],
+        tokens: PromptTokens,
+        lengths: PromptLengths,
         produced: Sequence[TokenChunk],
         count: int,
         capacity: int,
@@ -155,12 +146,7 @@ class Run:
         return self.prefill_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
 
     def prefill_prompts(
-        self,
-        tokens: Int32[np.ndarray, "B T"],
-        lengths: Int32[np.ndarray, " B"],
-        capacity: int,
-        options: CacheOptions,
-        longer: int = 0,
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, longer: int = 0
     ) -> PrefillState:
         """Prefill in chunks; the rows are to become `longer` than these tokens."""
         batch, width = tokens.shape
@@ -223,7 +209,7 @@ _begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_
 _with_request = compiled.jit(with_request, static_argnums=2)
 
 
-def capacity_for(lengths: Int32[np.ndarray, " B"], request: Request) -> int:
+def capacity_for(lengths: PromptLengths, request: Request) -> int:
     """Tokens that a row of the cache has room for: the longest prompt with the most new tokens."""
     return whole_capacity(int(lengths.max()), int(request.limit.max()))
 

@@ -8,10 +8,11 @@ and limit. `inference.generate` reads a batch of prompts, starts it and steps un
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -22,8 +23,10 @@ from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
+PromptTokens: TypeAlias = Int32[np.ndarray, "B T"]  # on the host, padded on the right
+PromptLengths: TypeAlias = Int32[np.ndarray, " B"]
 STEPS_PER_CHUNK = 4  # of the decode loop, which can only exit between chunks, so chunks are short
 
 

@@ -12,11 +12,11 @@ from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, Request, TokenChunk
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
-Prompts = tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"], Request]  # as `prepare` gives them
+Prompts = tuple[PromptTokens, PromptLengths, Request]  # as `prepare` gives them
 MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
 
 
@@ -39,12 +39,12 @@ class Drafter(ABC):
         check_number("tokens", self.tokens, MOST_DRAFTED)
 
     def check(  # noqa: B027  # most can draft for any model
-        self, config: LlamaConfig, params: Llama, lengths: Int32[np.ndarray, " B"], request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
     ) -> None:
         """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
 
     def begin(
-        self, tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"], capacity: int, options: CacheOptions
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[Drafter, Any]:
         """The drafter ready for prompts of these lengths, and its memory of them.
 
@@ -53,9 +53,7 @@ class Drafter(ABC):
         """
         return self, ()
 
-    def hindsight(
-        self, tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
-    ) -> Callable[[TokenChunk], tuple[int, int]] | None:
+    def hindsight(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
         """A function that counts the drafts of a chunk that were or would have been right, and all; None if drafts cost."""
         return None
 

@@ -18,8 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from llama_jax.inference.checks import checked_numbers
-from llama_jax.ops.platform import for_cpu
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray, for_cpu
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 

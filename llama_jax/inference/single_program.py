@@ -12,7 +12,7 @@ from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 
 def complete(

@@ -22,8 +22,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows
-from llama_jax.ops.platform import mesh_in_force
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray, mesh_in_force
 
 PAGE = 16  # tokens of a page
 LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB

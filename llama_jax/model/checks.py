@@ -17,7 +17,7 @@ from llama_jax.model.cache import KVCache, pages_of
 from llama_jax.model.forward_options import Attend, Compute, Positions
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
 from llama_jax.ops.attention import AttentionMask, KVView
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 
 def check_arguments(

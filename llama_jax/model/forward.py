@@ -22,8 +22,7 @@ from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
-from llama_jax.ops.platform import lowering_platform, tracing_context
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import is_held, split
 
 
@@ -181,7 +180,7 @@ def run_layers(
     return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
-def finish(config: LlamaConfig, params: Llama, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def finish(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """What `forward` returns of the residual stream that the last layer leaves."""
     # What overflows stays in the residual stream, so the last norm finds it; norms of sublayers' outputs look themselves.
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset, checked=True)

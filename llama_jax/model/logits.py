@@ -14,7 +14,7 @@ from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 
 class LayerActivations(NamedTuple):

@@ -19,7 +19,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.lora import TARGETS, Lora, attach_adapters, build_adapters, precompute_dora_scale
 from llama_jax.model.params import Llama, ParamSpec
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llama_jax.ops.platform import for_cpu, recomputing
+from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -55,7 +55,7 @@ def embed(table: Any, rows: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
 
 
 def rms_norm(
-    x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float, offset: float = 0.0, *, checked: bool = False
+    x: Float[Array, "*batch D"], weight: Float[AnyArray, " D"], eps: float, offset: float = 0.0, *, checked: bool = False
 ) -> Float[Array, "*batch D"]:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
@@ -71,7 +71,7 @@ def rms_norm(
     """
 
     @remat
-    def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def normalize(x: jax.Array, weight: AnyArray) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
         scale = lax.rsqrt(mean_square + eps)

@@ -9,10 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Float64, Int
 
-from llama_jax.ops.platform import for_cpu
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray, for_cpu
 
-Frequencies: TypeAlias = Float[AnyArray, "*#batch half"]  # radians per position
+Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
@@ -22,7 +21,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " ha
 
 @for_cpu("rotary_table")
 def rotary_table(
-    positions: Int[Array, "*batch"], frequencies: Frequencies, attention_factor: float = 1.0
+    positions: Int[AnyArray, "*batch"], frequencies: Frequencies, attention_factor: float = 1.0
 ) -> tuple[Float32[Array, "*batch half"], Float32[Array, "*batch half"]]:
     """Cosine and sine of every position's angles, multiplied by `attention_factor`.
 
@@ -39,14 +38,14 @@ def rotary_table(
 
 
 def apply_rotary(
-    x: Float[Array, "*batch H"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
+    x: Float[Array, "*batch H"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "*batch H"]:
     """Turn each pair of features by its position's angle.
 
     Args:
       x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
         2i + 1 are: the scores are the same when rows of projections are reordered by `rope_layout.half_from_interleaved`.
-      cos, sin: of `rotary_table`.
+      cos, sin: of `rotary_table`, broadcast against `x`.
 
     Returns:
       In the dtype of `x`.

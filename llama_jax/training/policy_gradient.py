@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
 SMALLEST_STD = 1e-4

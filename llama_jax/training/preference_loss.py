@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
 FREE = ("simpo", "orpo")  # losses without a reference

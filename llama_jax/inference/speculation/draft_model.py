@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
 from llama_jax.inference.compiled_decode import Run
-from llama_jax.inference.decode import DecodeState, Request, shard_cache
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, shard_cache
 from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -51,7 +51,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             raise GenerationError(f"config of a draft is a {type(self.config).__name__}; give LlamaConfig and parameters")
 
     def check(
-        self, config: LlamaConfig, params: Llama, lengths: Int32[np.ndarray, " B"], request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
     ) -> None:
         """See `Drafter.check`; ConfigError for parameters that do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
@@ -75,7 +75,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         check_rows(sharding_of(self.params), rows)
 
     def begin(
-        self, tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"], capacity: int, options: CacheOptions
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32
 
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, TokenChunk
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, TokenChunk
 from llama_jax.inference.drafter import Drafter, check_number
 
 
@@ -41,9 +40,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
-    def hindsight(
-        self, tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
-    ) -> Callable[[TokenChunk], tuple[int, int]]:
+    def hindsight(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
         """See `Drafter.hindsight`."""
         rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 

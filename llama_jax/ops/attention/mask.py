@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from llama_jax.ops.shapes import AnyArray
+from llama_jax.ops.platform import AnyArray
 
 # Positions of a key that no query sees, and of a query that sees nothing.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
