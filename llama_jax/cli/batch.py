@@ -57,6 +57,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             compute=self.compute(),
         )
         self.check_stops()
+        self.check_draft_name()
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:

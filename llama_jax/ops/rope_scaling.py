@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.ops.rotary import Frequencies
+from llama_jax.ops.rotary import Frequencies, Length
 
-Length: TypeAlias = int | np.ndarray | jax.Array | None
 Scaling: TypeAlias = Any  # a `config.RopeScaling`, of which each kind reads `factor` and its own `config.ROPE_FIELDS`
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from llama_jax.ops.platform import for_cpu
 
 Frequencies: TypeAlias = np.ndarray | jax.Array
+Length: TypeAlias = int | np.ndarray | jax.Array | None  # of a sequence, or of each
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
