@@ -364,7 +364,7 @@ class Sweep:
         found = done.validation
         return {
             "changes": list(changes),
-            "bits_per_byte": found.bits_per_byte,
+            "bits_per_byte": found.numbers["bits_per_byte"],
             "loss": found.loss,
             "parameters": parameter_count(varied.model),
             "tokens": varied.steps * varied.batch * varied.length,

@@ -170,7 +170,7 @@ def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
         tokens=chosen.steps * BATCH * LENGTH,
         flops=flops_of(chosen),
         loss=found.loss,
-        error=found.standard_error,
+        error=found.numbers["standard_error"],
         seconds=time.perf_counter() - began,
     )
 

@@ -2,8 +2,10 @@
 name of a type has one meaning."""
 
 import ast
+import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,16 @@ def test_the_public_face_is_what_it_says():
     with pytest.raises(AttributeError, match="no attribute 'lama'"):
         llama_jax.lama  # noqa: B018
     assert set(llama_jax.__all__) <= set(dir(llama_jax))
+
+
+def test_annotations_of_the_public_face_resolve():
+    """As command lines, validators and documentation tools read them."""
+    for name in llama_jax.__all__:
+        value = getattr(llama_jax, name)
+        if isinstance(value, type):
+            typing.get_type_hints(value)
+        elif callable(value):
+            inspect.signature(value, eval_str=True)
 
 
 def test_the_name_of_a_type_has_one_meaning():

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +57,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             compute=self.compute(),
         )
         self.check_stops()
+        self.check_draft_name()
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:
@@ -92,7 +93,8 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
 
     def _settings(self, seed: int) -> dict[str, Any]:
         """Everything that the texts depend on, apart from the files themselves."""
-        names = ("dtype", "quantize", "cache", "rope", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        sampling = [field.name for field in fields(SamplingOptions) if field.name != "seed"]
+        names = ("dtype", "quantize", "cache", "rope", *sampling)
         return {
             "model": None if self.model is None else self.model.name,
             **{name: getattr(self, name) for name in names},

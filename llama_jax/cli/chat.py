@@ -63,6 +63,7 @@ class Chat(ModelOptions):
 
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
+        self.check_draft_name()
 
         start_backend()
         config, params, tokenizer = self.load()

@@ -168,6 +168,6 @@ def _writing(destination: Location) -> Iterator[Any]:
     with ending_in_order("stopped; nothing was written"):
         yield progress_bar("writing", "tensors")
     place: Any = resolved(destination)
-    inside = place.rglob("*") if isinstance(place, Path) else place.iterdir()
-    total = sum(path.stat().st_size for path in (inside if place.is_dir() else [place]) if path.is_file())
+    inside = [place] if not place.is_dir() else place.rglob("*") if isinstance(place, Path) else place.iterdir()
+    total = sum(path.stat().st_size for path in inside if path.is_file())
     print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

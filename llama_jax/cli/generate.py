@@ -65,6 +65,7 @@ class Generate(ModelOptions, StopOptions):
         # Invalid values end the command before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
+        self.check_draft_name()
         several = self._several()
         if self.batch is not None and not several:
             raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")

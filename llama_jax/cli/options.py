@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from llama_jax.cli.draft import check_draft, load_draft
+from llama_jax.cli.draft import check_draft, load_draft, parse_draft
 from llama_jax.cli.output_format import note
 from llama_jax.errors import GenerationError, UserError, shown
 from llama_jax.storage import Location, StoredPath, locate
@@ -364,6 +364,11 @@ class DraftOptions(LoadOptions):
         if not self.draft:
             return None
         return load_draft(self.draft, unless_auto(self.dtype), tokenizer, self.mesh_sizes())
+
+    def check_draft_name(self) -> None:
+        """Raise GenerationError for an invalid number of tokens; nothing is opened."""
+        if self.draft:
+            parse_draft(self.draft)
 
     def check_draft(self) -> None:
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""

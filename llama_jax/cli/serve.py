@@ -128,8 +128,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """The server as an ASGI application with a warm engine, for a program that has sockets of its own.
 
         Raises:
-          GenerationError: an invalid option, or one of a process that listens.
-          UserError: no such model.
+          UserError: an invalid option, or no such model; GenerationError for an option of a process that listens.
         """
         for name in COMMAND_ONLY:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
@@ -246,6 +245,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         def plan_of(options: EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
             programs = options.programs(config) * sum(program_bytes(each, device.platform) for each, _ in models)
+            programs += 4 * options.for_platform(device.platform).chunk * config.vocab_size  # logits of a scored prompt
             rest = {"weights": weights // parts, "programs": programs}
             return MemoryPlan(pool=pool // parts, free=free, **rest)
 

@@ -112,6 +112,7 @@ def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
     Raises:
       DataError: all documents have the same mark.
     """
+    count = min(count, len(marks) - 1)
     _, groups, sizes = np.unique(marks, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
         raise DataError(f"the corpus is one document {len(marks)} times, which cannot be on both sides of a split")

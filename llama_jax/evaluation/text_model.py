@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama_jax.config import LlamaConfig
@@ -61,7 +61,7 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
         temperature = 0.0
     elif temperature is None:
         temperature = 1.0
-    known = ("top_k", "top_p", "min_p", "repetition_penalty")
+    known = {field.name for field in fields(Sampling)} - {"temperature", "seed"}
     chosen = {name: left.pop(name) for name in known if left.get(name) is not None}
     for name, value in left.items():
         if value is not None and (name, value) != ("num_beams", 1):

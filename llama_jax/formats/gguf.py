@@ -450,7 +450,11 @@ def write_file(
                     runs += [join(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
-                write(np.concatenate(list(piece.rows(FLOATS[stored]))).view(np.uint8))
+                whole, at = np.empty(piece.tensor.shape, FLOATS[stored]), 0
+                for rows in piece.rows(FLOATS[stored]):
+                    whole[at : at + len(rows)] = rows
+                    at += len(rows)
+                write(whole.view(np.uint8))
 
 
 @contextmanager

@@ -310,9 +310,10 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
     if dtype is not None and dtype not in own.dtypes:
-        others = ", ".join(each.name for each in FORMATS.values() if dtype in each.dtypes).upper()
+        others = " or ".join(repr(name) for name in get_args(WrittenFormat) if dtype in FORMATS[name].dtypes)
         raise CheckpointError(
-            f"dtype={dtype!r} is a type of {others}; the {format} format holds {', '.join(own.dtypes)} only"
+            f"dtype={dtype!r}: the {format} format holds {', '.join(own.dtypes)} only; choose format={others}, or another"
+            " dtype"
         )
 
 

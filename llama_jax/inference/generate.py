@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -13,6 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_turns, token_ids
 from llama_jax.inference.compiled_decode import LONGEST_CHUNK, Run
 from llama_jax.inference.decode import TokenChunk
+from llama_jax.inference.drafter import Counts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -20,9 +21,6 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import device_elsewhere
-
-if TYPE_CHECKING:
-    from llama_jax.inference.drafter import Counts, Drafter
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,7 @@ def generate(
         )
     )
     results = continuations(chunks, stop_tokens)
-    if draft is None:
-        return results
-    from llama_jax.inference.drafter import with_counts
-
-    return with_counts(results, chunks)
+    return results if draft is None else with_counts(results, chunks)
 
 
 def stream(

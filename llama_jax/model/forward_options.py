@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AbstractMesh
@@ -13,10 +13,6 @@ from jax.sharding import AbstractMesh
 from llama_jax.config.validation import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend, HeadSharding
-
-if TYPE_CHECKING:
-    from llama_jax.ops.cross_entropy import Constrain
-    from llama_jax.ops.moe import ExpertSharding
 
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
@@ -111,10 +107,10 @@ class Sharding:
         its devices, which have the same state but different rows.
     """
 
-    constrain: Constrain = unconstrained
+    constrain: Callable[[jax.Array, str], jax.Array] = unconstrained
     attend: Attend | None = None
     head_sharding: HeadSharding | None = None
-    experts: ExpertSharding | None = None
+    experts: Any = None  # an `ops.moe.ExpertSharding`
     arrange: Callable[[Any], Any] = identity
     fit: Callable[[Any], Any] = identity
     shares: int = 1

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from jaxtyping import Array, Int
 
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
 from llama_jax.model.forward_options import Positions
-from llama_jax.ops.rotary import Frequencies
-
-if TYPE_CHECKING:
-    from llama_jax.ops.rope_scaling import Length
+from llama_jax.ops.rotary import Frequencies, Length
 
 
 def rotary_frequencies(

@@ -30,7 +30,7 @@ class Weight(Protocol):
         """[..., D] onto the rows of this weight: [..., *out]."""
 
 
-def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, ...]:
+def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
     """Project the last axis of `x` onto the rows of `weight`; every product with a parameter is made here.
 
     Args:
@@ -113,7 +113,7 @@ def gated_activation(
 
 
 @for_cpu("multiply", to_plan=True)
-def multiply(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, ...]:
+def multiply(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
     """The product, contracted on the last axis of both: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
         return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
@@ -127,7 +127,7 @@ def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_cast(
     settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
-) -> Float[Array, ...]:
+) -> Float[Array, " ..."]:
     """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
 
     It has a derivative of its own so that the weight's gradient, a sum over all tokens and devices, is computed in the

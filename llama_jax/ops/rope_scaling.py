@@ -15,11 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int
 
-from llama_jax.ops.platform import AnyArray
-from llama_jax.ops.rotary import Frequencies
+from llama_jax.ops.rotary import Frequencies, Length
 
 Plain: TypeAlias = Float64[np.ndarray, " half"]  # radians per position, those that theta gives or another scaling of all
-Length: TypeAlias = int | Int[AnyArray, "*batch"] | None
 Scaling: TypeAlias = Any  # a `config.RopeScaling`, of which each kind reads `factor` and its own `config.ROPE_FIELDS`
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int
 from llama_jax.ops.platform import AnyArray, for_cpu
 
 Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
+Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # of a sequence, or of each
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:

@@ -138,7 +138,8 @@ def train(
     if not processes.first_of_host:  # which fetches what is in a store
         processes.wait("data fetched")
     sources = find_data(data)
-    validation_sources = find_data(validation_data) if validation_data else []
+    is_given = isinstance(validation_data, str | os.PathLike) or len(validation_data) > 0
+    validation_sources = find_data(validation_data) if is_given else []
     if processes.first_of_host:
         processes.wait("data fetched")
     check_trackers(track)

@@ -247,7 +247,7 @@ class StoredRun(RunFolder):
     def clear_up(self) -> None:
         now = self.now()
         for name in now.view.names(now.key):
-            if name.isdecimal() and not is_step(now / name):
+            if name.isdecimal() and str(int(name)) == name and not is_step(now / name):
                 self.remove_step(int(name))
 
     def gather_step(self, written: Path, step: int) -> dict[str, str]:

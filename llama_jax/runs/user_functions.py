@@ -65,24 +65,33 @@ def call_function(name: str, what: str) -> Any:
 
 
 @contextmanager
-def _errors_of_user_code(name: str, what: str) -> Iterator[None]:
-    """Turn what the user's code raises, or that it exits, into an error that names its last line; UserErrors stay."""
+def _errors_of_user_code(name: str, what: str, own_errors: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Turn what the user's code raises, or that it exits, into an error that names its last line.
+
+    Args:
+      own_errors: of a function within a run, which may raise `UserError` and KeyboardInterrupt of its own: in a run Ctrl-C
+        itself never comes as an exception.
+    """
     try:
         yield
-    except UserError:
-        raise
-    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
+        is_caught = isinstance(
+            error, (Exception, SystemExit, *own_errors)
+        )  # `exit()` would else end a run as if it were done
+        if not is_caught or (isinstance(error, UserError) and not own_errors):
+            raise
         said = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
         path = str(resolved(Path(name.rpartition(":")[0])))
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         own = [frame for frame in frames if frame.filename == path]
         if isinstance(error, SyntaxError) and error.filename == path:
             said += f" ({path}, line {error.lineno})"
-        elif own or len(frames) > 1:
+        elif frames:
             last = (own or frames)[-1]
             line = f": {last.line}" if last.line else ""
             said += f" ({last.filename}, line {last.lineno}, in {last.name}{line})"
+        elif own_errors:  # of the call itself
+            said += "; call it as function(completions, **columns)"
         raise TrainingError(f"{what} {name!r} failed with {said}") from None
 
 
@@ -107,7 +116,7 @@ class Reward:
     def __call__(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """The rewards of answers: float64[B]; see `judge` for the errors."""
         names = [name for name in columns if name != STOPPED or self.accepts(STOPPED)]
-        with _errors_of_user_code(self.name, "reward"):
+        with _errors_of_user_code(self.name, "reward", (KeyboardInterrupt,)):
             # Copies: what it changes in them does not change for others.
             given: Any = self.function(list(completions), **{name: list(columns[name]) for name in names})
             if inspect.isgenerator(given):  # which may never end

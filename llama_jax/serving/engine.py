@@ -58,9 +58,9 @@ class Engine:
         options: EngineOptions = EngineOptions(),
         model: ServedModel | None = None,
     ) -> None:
-        self.options = options
         self.context = options.context_of(config)
         self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
+        self.options = options = options.for_platform(self.model.platform)
         self.scheduler = Scheduler(self.model, options, self.context, self._collect)
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None

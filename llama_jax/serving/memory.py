@@ -34,7 +34,7 @@ class MemoryPlan:
     Attributes:
       weights: of the model, and of one that drafts.
       pool: of the pages for keys and values, of running requests and of prefixes that are kept.
-      programs: an estimate for the compiled programs.
+      programs: an estimate for the compiled programs and their largest temporary array.
       free: what there is for all of this; None where nothing says.
     """
 

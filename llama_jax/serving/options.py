@@ -119,10 +119,14 @@ class EngineOptions:
             )
         return -(-tokens // PAGE)
 
+    def for_platform(self, platform: str) -> EngineOptions:
+        """The same with the default of `prefill_chunk` for a model on devices of this platform."""
+        return replace(self, prefill_chunk=self.prefill_chunk or (CPU_CHUNK if platform == "cpu" else CHUNK))
+
     @property
     def chunk(self) -> int:
         """`prefill_chunk`, or the default for this process's devices."""
-        return self.prefill_chunk or (CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK)
+        return self.prefill_chunk or self.for_platform(jax.default_backend()).chunk
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:

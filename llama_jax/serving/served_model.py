@@ -59,6 +59,11 @@ class ServedModel:
         return cls(static, params, cache, programs, native, adapters_in(params), draft_model)
 
     @property
+    def platform(self) -> str:
+        """Of the devices of the parameters: "cpu", "gpu" or "tpu"."""
+        return next(iter(jax.tree.leaves(self.params)[0].devices())).platform
+
+    @property
     def config(self) -> LlamaConfig:
         return self.static.config
 

@@ -32,7 +32,7 @@ NO_MERGES = ("kimi-k2",)  # need not have any
 SPACES_AS_THEY_ARE = ("whitespace",)
 # What llama.cpp takes a token for by its text, where no field has its id; the last three end what is generated.
 BY_TEXT = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE_KEY> ▁<PRE_KEY> <|code_prefix|> <|prefix|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
     "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
     "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",

@@ -57,7 +57,7 @@ def test_the_format_is_guessed_from_the_name(run, tmp_path, name, format):
             "meta-2 exists; remove it, or replace it with overwrite=True (--overwrite)",
         ),
         ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, and safetensors is a folder"),
-        ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "'q8_0' is a type of GGUF"),
+        ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "dtype='q8_0': the safetensors format"),
         ([FORMATS / "meta-1", "/proc/out", "--format", "gguf"], "No such file or directory"),
         ([FORMATS / "meta-1", "a" * 300], "cannot be read: File name too long"),
     ],

@@ -190,7 +190,7 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
         quantize(params.replace(embedding=params.embedding[:, :48]), "nf4-pure")
     with pytest.raises(ConfigError, match="quantize='q3_k' is not one of int8, int4, fp8, nf4, q8_0, q4_0"):
         quantize(params, "q3_k")
-    with pytest.raises(CheckpointError, match="dtype='q4_0' is a type of GGUF"):
+    with pytest.raises(CheckpointError, match="dtype='q4_0': the safetensors format"):
         llama_jax.save(tmp_path / "x", config, params, tokenizer, dtype="q4_0")
 
 

@@ -108,7 +108,10 @@ def test_half_of_a_step_is_none_and_goes(store, kept):
     save(kept, 20, 20)
     kept.wait()
     same(kept.restore(shapes_of())[0], state_of(20))
-    store.objects["run/checkpoints/30/params/d/half"] = b"half"
+    store.objects |= {
+        "run/checkpoints/30/params/d/half": b"half",
+        "run/checkpoints/020/note": b"not a step, and not step 20",
+    }
     kept._store.clear_up()
     assert not [key for key in store.objects if "/30/" in key]
     assert kept.steps() == [20]

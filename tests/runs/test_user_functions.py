@@ -69,6 +69,13 @@ def tensors(completions, **columns):
 def only(completions):
     return [0.0 for _ in completions]
 
+def none():
+    return []
+
+def refuses(completions, **columns):
+    from llama_jax import UserError
+    raise UserError("no judge")
+
 number = 3
 """
 
@@ -112,6 +119,8 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
         ("interrupted", r"interrupted' failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
         ("endless", "endless gave 3 values for 2 answers"),
         ("late", r"late' failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
+        ("none", r"none' failed with TypeError: .*; call it as function\(completions, \*\*columns\)$"),
+        ("refuses", r"refuses' failed with UserError: no judge \(.*mine.py, line 67, in refuses"),
         ("unordered", r"unordered gave \{0.0, 1.0\}; a list of 2 numbers"),
         ("tensors", "tensors gave <.*Two object .* for the answer 'ab'; a finite number"),
     ],

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from fakes import BYTES, Client, FakeEngine, ids, saying, served
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 import llama_jax
 from llama_jax.cli.serve import Serve
@@ -60,6 +62,24 @@ def test_it_serves_between_the_events_and_drains_at_the_end():
             go.set()
             events = (await running.response()).events
             assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "begun and done"
+
+    asyncio.run(main())
+
+
+def test_it_serves_below_a_prefix():
+    async def main():
+        inner = Mounted(FakeEngine(says=saying("yes")), served(), LIMITS)
+        client = Client(Starlette(routes=[Mount("/llm", inner)]), None)
+        async with hosted(inner) as end:
+            found = [
+                await client.post("/llm/tokenize", {"prompt": "a"}),
+                await client.post("/llm/detokenize", {"tokens": ids("a")}),
+                await client.post("/llm/v1/completions", {"prompt": "a"}),
+                await client.post("/llm/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                await client.get("/llm/v1/models"),
+            ]
+            end()
+        assert [each.status for each in found] == [200] * 5
 
     asyncio.run(main())
 

@@ -257,6 +257,26 @@ def test_all_bodies_share_a_budget():
     assert {error_of(each, 400)["code"] for each in whole} == {"invalid_json"}
 
 
+def test_a_body_counts_until_it_is_parsed_although_its_client_has_left(monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(JsonParser, "parse", lambda self, body: (begun.set(), go.wait(20), {})[2])
+
+    async def conversation(client):
+        call = client.begin("POST", "/v1/completions", {"prompt": "a" * 2 * SMALL_BODY})
+        await until(begun.is_set)
+        call.leave()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        held = client.service.bodies.held
+        go.set()
+        await call.response()
+        return held, client.service.bodies.held
+
+    held, after = talk(FakeEngine(), conversation)
+    assert held > 0
+    assert after == 0
+
+
 @pytest.mark.parametrize("size", [100, 2 * SMALL_BODY])
 def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
     """`json.loads` holds up every thread of its process."""

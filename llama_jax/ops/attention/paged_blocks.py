@@ -127,7 +127,9 @@ def attend_by_blocks(
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
-def seen_by(query: Int[Array, ...], key: Int[Array, ...], window: int | None, chunk: int | None) -> Bool[Array, ...]:
+def seen_by(
+    query: Int[Array, " ..."], key: Int[Array, " ..."], window: int | None, chunk: int | None
+) -> Bool[Array, " ..."]:
     """Whether the query at a position sees the key at another of its row; the two are broadcast."""
     allowed = key <= query
     if window is not None:

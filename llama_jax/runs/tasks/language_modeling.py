@@ -180,7 +180,7 @@ class TextBatchSource:
             batch=program.sharding.shares * default_batch(),
             measure=self._measure,
         )
-        numbers = {name: getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte")}
+        numbers = {name: getattr(found, name) for name in ("loss", "standard_error", "perplexity", "bits_per_byte")}
         text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
         return EvalResult(numbers, text)
 

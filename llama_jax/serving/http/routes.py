@@ -75,51 +75,51 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         service = self._service
-        return await self._generate(
-            request, partial(read_completion, limits=service.limits), service.complete, CompletionFormat
-        )
+        read = partial(read_completion, limits=service.limits)
+        return await self._generate("/v1/completions", request, read, service.complete, CompletionFormat)
 
     async def chat(self, request: Request) -> Response:
         service = self._service
-        return await self._generate(request, partial(read_chat, limits=service.limits), service.chat, ChatFormat)
+        read = partial(read_chat, limits=service.limits)
+        return await self._generate("/v1/chat/completions", request, read, service.chat, ChatFormat)
 
     async def _generate(
         self,
+        path: str,
         request: Request,
         read: Callable[..., Any],
         submit: Callable[..., Coroutine[Any, Any, AdmittedRequest]],
         format: type[ResponseFormat],
     ) -> Response:
-        """Hand a request to the engine."""
-        arrived = time.monotonic()
-        self._service.check_open()  # before a body is read for nothing
-        admitted = await self._post(request, read, partial(submit, arrived=arrived))
-        return GeneratedResponse(self._service, admitted, format)  # type: ignore[return-value]
+        """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
+        arrived, service = time.monotonic(), self._service
+        service.check_open()  # before a body is read for nothing
+        use = lambda typed: service.unless_ended(submit(typed, arrived=arrived), request.receive)
+        return GeneratedResponse(service, await self._post(path, request, read, use), format)  # type: ignore[return-value]
 
-    async def _post(self, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """What is made of a body, unless the client disconnects or the server begins to shut down before.
+    async def _post(
+        self, path: str, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]
+    ) -> T:
+        """What is made of a body, which counts among those in flight until its text is converted, whoever has left.
 
         Args:
+          path: of the route; the URL may have a prefix, where the application is mounted.
           read: makes the typed request from the schema and the value of the body.
           use: is called with that request.
         """
         service = self._service
-
-        async def prepare(body: bytearray) -> T:
-            typed = await service.parse(body, partial(read, service.schemas[request.url.path]))
+        async with service.bodies.read(request) as body:
+            typed = await service.parse(body, partial(read, service.schemas[path]))
             service.check_model(typed.model)
             return await use(typed)
 
-        async with service.bodies.read(request) as body:
-            return await service.unless_ended(prepare(body), request.receive)
-
     async def tokenize(self, request: Request) -> Response:
         use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens)
-        return Response(await self._post(request, _read_fields, use), media_type="application/json")
+        return Response(await self._post("/tokenize", request, _read_fields, use), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         use = lambda typed: self._service.decode(typed.tokens, "tokens")
-        return JSONResponse({"prompt": await self._post(request, _read_fields, use)})
+        return JSONResponse({"prompt": await self._post("/detokenize", request, _read_fields, use)})
 
     async def models(self, request: Request) -> Response:
         service = self._service

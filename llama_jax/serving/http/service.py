@@ -282,13 +282,25 @@ class Service:
         return await self._convert(run, param, self._pool(len(ids)))
 
     async def _convert(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
-        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
+        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400).
+
+        Raises:
+          ApiError: also once the server drains, for which the thread need not end.
+        """
         try:
             if pool is None:
                 return run()
             with _as_api_errors():
                 future = pool.submit(run)
-            return await asyncio.wrap_future(future)
+            converted = asyncio.wrap_future(future)
+            try:
+                futures: set[asyncio.Future[Any]] = {converted, self._drain_begun}
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+                if converted.done():
+                    return converted.result()
+            finally:
+                converted.cancel()
+            raise shutting_down()
         except UserError as error:
             raise refused(str(error), param) from None
 
