@@ -269,6 +269,15 @@ def test_every_block_is_run_or_says_why_not():
     assert fences == len(BLOCKS), "a block in another language, or that does not end"
 
 
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: re.search(r"^\+\+\+ b/(.*)", diff, re.M)[1])
+def test_a_diff_of_the_page_applies_and_touches_few_files(diff):
+    assert 1 <= len(re.findall(r"^\+\+\+ ", diff, re.M)) <= 3
+    subprocess.run(["git", "apply", "--check", "-"], input=diff, text=True, check=True, cwd=ROOT)
+
+
 def test_extras_that_pages_install_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
