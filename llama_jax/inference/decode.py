@@ -176,7 +176,7 @@ def decode(
     config: LlamaConfig,
     params: Llama,
     state: DecodeState,
-    chunks: Int32[Array, ""],
+    chunks: Int32[Array, ""] | np.int32,
     most: int,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
@@ -203,7 +203,7 @@ def decode_chunks(
     step: Callable[[DecodeState], tuple[DecodeState, tuple[jax.Array, ...]]],
     state: DecodeState,
     out: tuple[jax.Array, ...],
-    chunks: Int32[Array, ""] | int,
+    chunks: Int32[Array, ""] | np.int32 | int,
     offset: int = 0,
 ) -> tuple[DecodeState, Int32[Array, ""], tuple[jax.Array, ...]]:
     """The decode loop: a `lax.scan` per chunk inside a `while_loop`, which ends when every row is done.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
@@ -29,7 +29,7 @@ from llama_jax.ops.weights.layers import is_held, split
 def forward(
     config: LlamaConfig,
     params: Llama,
-    tokens: Int[AnyArray, "B T"],
+    tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None = None,
     *,
     positions: Positions = Positions(),
@@ -100,7 +100,7 @@ class _Step(NamedTuple):
 def run_layers(
     config: LlamaConfig,
     params: Llama,
-    tokens: Int[AnyArray, "B T"],
+    tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None,
     options: PassOptions,
     tap: Callable[..., Any] | None = None,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.checks import check_tokens
@@ -37,7 +37,7 @@ Tap = Callable[[LayerActivations], Any]
 def observe(
     config: LlamaConfig,
     params: Llama,
-    tokens: Int[AnyArray, "B T"],
+    tokens: Integer[AnyArray, "B T"],
     tap: Tap,
     *,
     positions: Positions = Positions(),
@@ -59,7 +59,7 @@ def observe(
 
 
 def logits(
-    config: LlamaConfig, params: Llama, tokens: Int[AnyArray, "B T"], compute: Compute = Compute()
+    config: LlamaConfig, params: Llama, tokens: Integer[AnyArray, "B T"], compute: Compute = Compute()
 ) -> Float[Array, "B T V"]:
     """Logits, in float32 at least, of whole sequences, without a cache: the plain case of `forward` and `unembed`.
 

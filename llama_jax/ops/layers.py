@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
@@ -49,7 +49,7 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
 
 
 @for_cpu("embed")
-def embed(table: Any, rows: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Some rows of a table [V, D], an array or what has an `embed` of its own."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float32, Int32
@@ -120,7 +121,7 @@ class Size(NamedTuple):
 
 
 def run_passes(
-    model: Model, drafter: Drafter, work: PassState, passes: Int32[Array, ""], size: Size
+    model: Model, drafter: Drafter, work: PassState, passes: Int32[Array, ""] | np.int32, size: Size
 ) -> tuple[PassState, Int32[Array, ""], Passes]:
     """Run up to `passes` passes, until all rows are done.
 
