@@ -144,11 +144,6 @@ def test_the_name_of_a_constant_of_the_core_has_one_meaning():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-CIRCLES = {  # files that still import each other
-    frozenset({"data.corpus", "data.duplicates"}),
-}
-
-
 def test_files_do_not_import_each_other_in_circles():
     """Wherever in a file an import stands, for types as well; what a package's `__init__` passes on is not counted."""
     names = {path: path.relative_to(PACKAGE).as_posix()[:-3].replace("/", ".").removesuffix(".__init__") for path in FILES}
@@ -159,7 +154,7 @@ def test_files_do_not_import_each_other_in_circles():
             break
         reached = further
     within = {name: frozenset({name, *(one for one in used if name in reached[one])}) for name, used in reached.items()}
-    assert {circle for circle in within.values() if len(circle) > 1} <= CIRCLES
+    assert {circle for circle in within.values() if len(circle) > 1} == set()
 
 
 def imported_files(path: Path, names: set[str]) -> set[str]:
