@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float32, Int, Int32, Integer, Shaped
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
@@ -30,8 +31,8 @@ def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> li
     return rows
 
 
-def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
-    """int32[B], from one number or one per row."""
+def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " {batch}"]:
+    """From one number or one per row."""
     if isinstance(max_new_tokens, np.ndarray | jax.Array):
         max_new_tokens = np.asarray(max_new_tokens).tolist()
     each: list[Any] = [max_new_tokens]
@@ -45,7 +46,9 @@ def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarra
     return np.broadcast_to(np.array(each, np.int32), batch).copy()
 
 
-def check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, cache: CacheOptions) -> None:
+def check_context(
+    config: LlamaConfig, lengths: Int[np.ndarray, " B"], limit: Int[np.ndarray, " B"], cache: CacheOptions
+) -> None:
     """Raise GenerationError for rows or windows longer than the model's context."""
     if cache.window is not None and cache.window + cache.sinks > config.max_seq_len:
         raise GenerationError(
@@ -82,8 +85,8 @@ def check_turns(turns: Any) -> None:
         raise GenerationError(f"turns={turns!r} must be a positive integer")
 
 
-def check_logprobs(logprobs: np.ndarray, valid: np.ndarray) -> None:
-    """Raise GenerationError where the model's logits were not numbers; both are [B, n]."""
+def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]) -> None:
+    """Raise GenerationError where the model's logits were not numbers."""
     bad = np.isnan(logprobs) & valid
     if bad.any():
         raise GenerationError(
@@ -91,7 +94,7 @@ def check_logprobs(logprobs: np.ndarray, valid: np.ndarray) -> None:
         )
 
 
-def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
+def token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
     """A flat sequence of token ids as an array, or GenerationError."""
     if isinstance(ids, str):
         raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
@@ -108,8 +111,8 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
 
 def checked_numbers(
     name: str, setting: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
-) -> np.ndarray:
-    """A sampling setting, one number or one per row: [batch] of a dtype.
+) -> Shaped[np.ndarray, " {batch}"]:
+    """A sampling setting, one number or one per row, in a dtype.
 
     Args:
       need, valid: the requirement, in words and as a function of arrays.

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llama_jax import compiled
 from llama_jax.compiled import CompiledFunction
@@ -21,6 +22,8 @@ from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
     PrefillState,
+    PromptLengths,
+    PromptTokens,
     Request,
     TokenChunk,
     begin_decode,
@@ -38,6 +41,7 @@ from llama_jax.ops.platform import decodes_natively, decoding_context
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
 LONGEST_CHUNK = 64  # turns of the decode loop between two looks at its result
+Packed: TypeAlias = Int32[Array, "B packed"]  # of `pack`
 
 # What a generation is given is meant to be transferred, whatever a caller's `jax.transfer_guard` says of other transfers.
 transferring = functools.partial(jax.transfer_guard_host_to_device, "allow")
@@ -58,7 +62,7 @@ class Run:
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
-        self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
+        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[TokenChunk]:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
@@ -87,7 +91,7 @@ class Run:
             yield chunk
 
     def prepare(
-        self, tokens: np.ndarray, lengths: np.ndarray, request: Request, capacity: int, options: CacheOptions, most: int
+        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, capacity: int, options: CacheOptions, most: int
     ) -> None:
         """Make the programs of a first generation beside one another: they are lowered in turn and compiled in threads.
 
@@ -114,12 +118,12 @@ class Run:
                 make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
     def start(
-        self, prefilled: PrefillState, tokens: np.ndarray, lengths: np.ndarray, request: Request
-    ) -> tuple[DecodeState, jax.Array]:
+        self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
+    ) -> tuple[DecodeState, Packed]:
         with transferring():
             return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
 
-    def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, jax.Array]:
+    def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
         with decoding_context(self.natively), transferring():
@@ -127,8 +131,8 @@ class Run:
 
     def prefill_again(
         self,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
+        tokens: PromptTokens,
+        lengths: PromptLengths,
         produced: Sequence[TokenChunk],
         count: int,
         capacity: int,
@@ -142,7 +146,7 @@ class Run:
         return self.prefill_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
 
     def prefill_prompts(
-        self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions, longer: int = 0
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, longer: int = 0
     ) -> PrefillState:
         """Prefill in chunks; the rows are to become `longer` than these tokens."""
         batch, width = tokens.shape
@@ -156,20 +160,22 @@ class Run:
         return prefilled
 
 
-def checked_chunk(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> TokenChunk:
+def checked_chunk(
+    tokens: Int32[np.ndarray, "B n"], logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]
+) -> TokenChunk:
     """The chunk of these tokens; GenerationError where the model's logits were NaN."""
     check_logprobs(logprobs, valid)
     return TokenChunk(tokens, logprobs, valid)
 
 
-def pack(produced: TokenChunk, done: jax.Array, taken: jax.Array) -> jax.Array:
-    """Everything that the host needs after a chunk as one array, int32[B, 3 n + 2], for a single transfer."""
+def pack(produced: TokenChunk, done: Bool[Array, " B"], taken: Int32[Array, ""]) -> Packed:
+    """Everything that the host needs after a chunk of n tokens as one array [B, 3 n + 2], for a single transfer."""
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
     last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
     return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
 
 
-def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
+def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
     """The chunk, which rows are done, and the turns taken: undo `pack`, and wait for the device.
 
     Raises:
@@ -184,14 +190,14 @@ def unpack(packed: jax.Array) -> tuple[TokenChunk, np.ndarray, int]:
 
 
 def begin_decode_packed(
-    config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
-) -> tuple[DecodeState, jax.Array]:
+    config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
+) -> tuple[DecodeState, Packed]:
     """`begin_decode` with the prefill as two arguments, because only the cache can be donated; the result is packed."""
     state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
 
-def decode_packed(*args: Any) -> tuple[DecodeState, jax.Array]:
+def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
     """`decode`, with a packed result."""
     state, taken, produced = decode(*args)
     return state, pack(produced, state.done, taken)
@@ -203,7 +209,7 @@ _begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_
 _with_request = compiled.jit(with_request, static_argnums=2)
 
 
-def capacity_for(lengths: np.ndarray, request: Request) -> int:
+def capacity_for(lengths: PromptLengths, request: Request) -> int:
     """Tokens that a row of the cache has room for: the longest prompt with the most new tokens."""
     return whole_capacity(int(lengths.max()), int(request.limit.max()))
 

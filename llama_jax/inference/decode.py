@@ -8,12 +8,14 @@ and limit. `inference.generate` reads a batch of prompts, starts it and steps un
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import LogitMask, Sampling, sample
@@ -21,7 +23,10 @@ from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import AnyArray
 
+PromptTokens: TypeAlias = Int32[np.ndarray, "B T"]  # on the host, padded on the right
+PromptLengths: TypeAlias = Int32[np.ndarray, " B"]
 STEPS_PER_CHUNK = 4  # of the decode loop, which can only exit between chunks, so chunks are short
 
 
@@ -107,7 +112,7 @@ def prefill(
     config: LlamaConfig,
     params: Llama,
     prefilled: PrefillState,
-    tokens: jax.Array,
+    tokens: Int32[AnyArray, "B T"],
     positions: Positions,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
@@ -115,7 +120,7 @@ def prefill(
     """Read T more tokens of each prompt.
 
     Args:
-      tokens: int32[B, T], padded on the right.
+      tokens: padded on the right.
       positions: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
         `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
         the first chunk on.
@@ -133,12 +138,12 @@ def begin_decode(
     config: LlamaConfig,
     params: Llama,
     prefilled: PrefillState,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    tokens: Int32[AnyArray, "B T"],
+    lengths: Int32[AnyArray, " B"],
     request: Request,
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
+    """The state after whole prompts, of `lengths` tokens each, and the first token of every row."""
     batch, width = tokens.shape
     columns, ends = jnp.arange(width), lengths[:, None]
     real = columns[None] < ends
@@ -171,19 +176,19 @@ def decode(
     config: LlamaConfig,
     params: Llama,
     state: DecodeState,
-    chunks: jax.Array,
+    chunks: Int32[Array, ""] | np.int32,
     most: int,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
-) -> tuple[DecodeState, jax.Array, TokenChunk]:
+) -> tuple[DecodeState, Int32[Array, ""], TokenChunk]:
     """Up to `chunks` chunks of `STEPS_PER_CHUNK` steps, leaving early when every row is done.
 
     Args:
-      chunks: int32[], at most `most`.
+      chunks: at most `most`.
       most: chunks that the result has room for.
 
     Returns:
-      The state; the chunks taken, int32[]; and the tokens, [B, most * STEPS_PER_CHUNK], of which the first
+      The state; the chunks taken; and the tokens, [B, most * STEPS_PER_CHUNK], of which the first
       taken * STEPS_PER_CHUNK columns are filled.
     """
     batch = state.token.shape[0]
@@ -198,9 +203,9 @@ def decode_chunks(
     step: Callable[[DecodeState], tuple[DecodeState, tuple[jax.Array, ...]]],
     state: DecodeState,
     out: tuple[jax.Array, ...],
-    chunks: jax.Array | int,
+    chunks: Int32[Array, ""] | np.int32 | int,
     offset: int = 0,
-) -> tuple[DecodeState, jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[DecodeState, Int32[Array, ""], tuple[jax.Array, ...]]:
     """The decode loop: a `lax.scan` per chunk inside a `while_loop`, which ends when every row is done.
 
     Args:
@@ -223,15 +228,17 @@ def decode_chunks(
     return lax.while_loop(unfinished, run_chunk, (state, jnp.int32(0), out))
 
 
-def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, sharding: Sharding) -> jax.Array:
-    """float32[B, V], also for a float64 model, because samples are made from 32 random bits."""
+def logits_of(
+    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], sharding: Sharding
+) -> Float32[Array, "*batch V"]:
+    """Logits in float32, also for a float64 model, because samples are made from 32 random bits."""
     return sharding.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
 def sample_next(
-    state: DecodeState, logits: jax.Array, sharding: Sharding, logit_mask: LogitMask | None = None
-) -> tuple[DecodeState, jax.Array]:
-    """The state after one more token of every row that is not done, and its log-probability float32[B] among all tokens."""
+    state: DecodeState, logits: Float32[Array, "B V"], sharding: Sharding, logit_mask: LogitMask | None = None
+) -> tuple[DecodeState, Float32[Array, " B"]]:
+    """The state after one more token of every row that is not done, and its log-probability among all tokens."""
     token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
     token = jnp.where(state.done, state.token, token)
     # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
@@ -250,8 +257,8 @@ def sample_next(
 
 def decode_step(
     config: LlamaConfig, params: Llama, state: DecodeState, compute: Compute, sharding: Sharding, choose: Any = sample_next
-) -> tuple[DecodeState, tuple[jax.Array, Any, jax.Array]]:
-    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
+) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:
+    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity."""
     valid = ~state.done
     positions = Positions(lengths=valid.astype(jnp.int32))
     hidden, cache = forward(

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
+from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, Request, TokenChunk
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
-Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
+Prompts = tuple[PromptTokens, PromptLengths, Request]  # as `prepare` gives them
 MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
 
 
@@ -39,46 +39,50 @@ class Drafter(ABC):
         check_number("tokens", self.tokens, MOST_DRAFTED)
 
     def check(  # noqa: B027  # most can draft for any model
-        self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
     ) -> None:
         """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
 
-    def begin(self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions) -> tuple[Drafter, Any]:
-        """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them.
+    def begin(
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
+    ) -> tuple[Drafter, Any]:
+        """The drafter ready for prompts of these lengths, and its memory of them.
 
         Args:
           capacity: tokens that a row may have in the end.
         """
         return self, ()
 
-    def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[TokenChunk], tuple[int, int]] | None:
+    def hindsight(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
         """A function that counts the drafts of a chunk that were or would have been right, and all; None if drafts cost."""
         return None
 
-    def follow(self, memory: Any, history: np.ndarray, known: np.ndarray) -> Any:
+    def follow(self, memory: Any, history: Int32[np.ndarray, "B S"], known: Int[np.ndarray, " B"]) -> Any:
         """The memory after tokens that came without drafting, before `propose` is compiled.
 
         Args:
-          history: int32[B, S], all tokens of the rows.
-          known: int32[B], how many there are.
+          history: all tokens of the rows.
+          known: how many there are.
         """
         return memory
 
     @abstractmethod
-    def propose(self, memory: Any, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+    def propose(
+        self, memory: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
+    ) -> tuple[Int32[Array, "B {count}"], Any]:
         """Propose the next tokens of every row; traced by `jax.jit`.
 
         Args:
-          history: int32[B, S], the tokens of each row: [0, state.cache.length) have been read, and `state.token` is at index
+          history: the tokens of each row: [0, state.cache.length) have been read, and `state.token` is at index
             `state.cache.length`. What follows is undefined.
           count: tokens to propose.
 
         Returns:
-          int32[B, count], -1 for none; and the memory.
+          The tokens, -1 for none; and the memory.
         """
 
-    def roll_back(self, memory: Any, lengths: jax.Array) -> Any:
-        """The memory after the model has read and accepted `lengths`, int32[B], tokens of each row; traced."""
+    def roll_back(self, memory: Any, lengths: Int32[Array, " B"]) -> Any:
+        """The memory after the model has read and accepted `lengths` tokens of each row; traced."""
         return memory
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import check_context, checked_limits, checked_prompts, token_ids
-from llama_jax.inference.decode import Request
+from llama_jax.inference.decode import PromptLengths, PromptTokens, Request
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import CacheOptions, bucket
 from llama_jax.model.checks import check_tokens
@@ -24,8 +24,8 @@ def prepare(
     sampling: Sampling,
     stop_tokens: Sequence[int],
     cache: CacheOptions = CacheOptions(),
-) -> tuple[np.ndarray, np.ndarray, Request]:
-    """Prompts as tokens int32[B, bucket], padded on the right, lengths int32[B], and the request, after all checks."""
+) -> tuple[PromptTokens, PromptLengths, Request]:
+    """Prompts as tokens, padded on the right to a `bucket`, their lengths, and the request, after all checks."""
     if not isinstance(config, LlamaConfig):
         raise GenerationError(f"config is a {type(config).__name__}; give the LlamaConfig first, then the parameters")
     if not isinstance(sampling, Sampling):

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
 from llama_jax.inference.checks import checked_numbers
-from llama_jax.ops.platform import for_cpu
+from llama_jax.ops.platform import AnyArray, for_cpu
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -81,18 +82,18 @@ class LogitMask(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, logit_mask: LogitMask | None = None
-) -> jax.Array:
+    logits: Float32[AnyArray, "B V"],
+    sampling: Sampling,
+    seen: Bool[AnyArray, " B #V"],
+    step: Int32[AnyArray, " B"],
+    logit_mask: LogitMask | None = None,
+) -> Int32[Array, " B"]:
     """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
 
     Args:
-      logits: float32[B, V].
       sampling: arrays [B], from `Sampling.per_row`.
-      seen: bool[B, V], tokens that the row already holds (prompt and continuation).
-      step: int32[B], how many tokens the row has generated: the position in the row's random stream.
-
-    Returns:
-      int32[B].
+      seen: tokens that the row already holds (prompt and continuation).
+      step: how many tokens the row has generated: the position in the row's random stream.
     """
     drawn, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
@@ -108,17 +109,21 @@ def sample(
     return lax.cond(changed, among_scores, _argmax, logits)
 
 
-def penalize(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:
-    """Make seen tokens less probable (Keskar et al. 2019): float32[B, V]."""
+def penalize(
+    logits: Float32[AnyArray, "B V"],
+    penalty: Float32[AnyArray, " B"],
+    seen: Bool[AnyArray, " B #V"],
+) -> Float32[Array, "B V"]:
+    """Make seen tokens less probable (Keskar et al. 2019)."""
     penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:
-    """The score float32[B] below which top-k, top-p and min-p drop a token.
+def threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[Array, " B"]:
+    """The score below which top-k, top-p and min-p drop a token.
 
     Args:
-      scores: float32[B, V], logits after penalty and temperature.
+      scores: logits after penalty and temperature.
     """
     vocab = scores.shape[-1]
     order = _ordered_bits(scores)
@@ -143,7 +148,7 @@ def threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), floor)
 
 
-def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
+def _draw(scores: jax.Array, sampling: Sampling, step: AnyArray) -> jax.Array:
     """A token from the softmax over the kept scores, by the Gumbel-max rule (Maddison et al. 2014)."""
     vocab = scores.shape[-1]
     scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
@@ -152,7 +157,7 @@ def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
         filtered, threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
     )
 
-    def noise(seed: jax.Array, step: jax.Array) -> jax.Array:
+    def noise(seed: jax.Array, step: AnyArray) -> jax.Array:
         return jax.random.gumbel(_key(seed, step), (vocab,), scores.dtype)
 
     noisy = scores + jax.vmap(noise)(sampling.seed, step)
@@ -160,7 +165,7 @@ def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
 
 
 @for_cpu("fused_noise")
-def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
+def _key(seed: jax.Array, step: AnyArray, impl: Hashable = None) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl=impl), step)
 
 
@@ -172,7 +177,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
+def _ordered_bits(x: AnyArray) -> jax.Array:
     """uint32 whose order is that of the float32 `x`: the sign bit set for positives, all bits flipped for negatives."""
     bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0 the same as 0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
@@ -12,10 +12,16 @@ from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import AnyArray
 
 
 def complete(
-    config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
+    config: LlamaConfig,
+    capacity: int,
+    params: Llama,
+    tokens: Int32[AnyArray, "B T"],
+    lengths: Int32[AnyArray, " B"],
+    request: Request,
 ) -> TokenChunk:
     """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import Int
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
@@ -54,13 +55,13 @@ class _Recorded(struct.PyTreeNode):
 
 
 def scale_channels(
-    config: LlamaConfig, params: Llama, tokens: np.ndarray, kind: str, *, progress: Progress | None = None
+    config: LlamaConfig, params: Llama, tokens: Int[np.ndarray, "B T"], kind: str, *, progress: Progress | None = None
 ) -> Llama:
     """The same model with channels scaled for a kind, into which its matrices are then quantized as any others.
 
     Args:
       params: floats.
-      tokens: int32[B, T], a text like those that the model is for; a thousand tokens are enough.
+      tokens: a text like those that the model is for; a thousand tokens are enough.
       kind: see `trees.quantize`.
       progress: wraps the sequence of layers.
 

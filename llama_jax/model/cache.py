@@ -16,12 +16,13 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows
-from llama_jax.ops.platform import mesh_in_force
+from llama_jax.ops.platform import AnyArray, mesh_in_force
 
 PAGE = 16  # tokens of a page
 LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
@@ -83,7 +84,7 @@ class KVCache(struct.PyTreeNode):
         """Tokens that a row can have."""
         return self.table.shape[-1] * self.pages.shape[2]
 
-    def view(self, new: int, starts: jax.Array | None) -> PagedView:
+    def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
         """What the layers read, without the pages and the layer.
 
         Args:
@@ -139,8 +140,8 @@ def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jn
     return jnp.zeros(shape, dtype)
 
 
-def _own_pages(batch: int, count: int, entry: np.ndarray) -> jax.Array:
-    """The table of rows with `count` pages each: int32[B, n], from the number of an entry's page among its row's, int[n]."""
+def _own_pages(batch: int, count: int, entry: Int[np.ndarray, " n"]) -> Int32[Array, "{batch} n"]:
+    """The table of rows with `count` pages each, from the number of an entry's page among its row's."""
     return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
 
 
@@ -173,8 +174,10 @@ def cache_bytes(
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
 
 
-def cache_from(keys: jax.Array, values: jax.Array, length: jax.Array, capacity: int) -> KVCache:
-    """The cache of rows whose keys and values [L, B, K, T, H] are known, with room for `capacity` tokens, T or more."""
+def cache_from(
+    keys: Float[Array, "L B K T H"], values: Float[Array, "L B K T H"], length: Int[Array, " B"], capacity: int
+) -> KVCache:
+    """The cache of rows whose keys and values are known, with room for `capacity` tokens, T or more."""
     layers, batch, heads, new, width = keys.shape
     both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
     entries = -(-capacity // PAGE)

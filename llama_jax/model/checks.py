@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
@@ -16,6 +17,7 @@ from llama_jax.model.cache import KVCache, pages_of
 from llama_jax.model.forward_options import Attend, Compute, Positions
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
 from llama_jax.ops.attention import AttentionMask, KVView
+from llama_jax.ops.platform import AnyArray
 
 
 def check_arguments(
@@ -123,7 +125,7 @@ def _in_words(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
 
 
-def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str = "token id") -> None:
+def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what: str = "token id") -> None:
     """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
     if isinstance(tokens, jax.core.Tracer):
         return

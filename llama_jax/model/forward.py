@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Integer
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
@@ -21,27 +22,27 @@ from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
-from llama_jax.ops.platform import lowering_platform, tracing_context
+from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import is_held, split
 
 
 def forward(
     config: LlamaConfig,
     params: Llama,
-    tokens: jax.Array,
+    tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None = None,
     *,
     positions: Positions = Positions(),
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
 
     Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a padded token
     comes after all that a real one may see, so it needs no mask, only a length.
 
     Args:
-      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
+      tokens: ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
         a position beyond `config.max_seq_len`, which `generate` refuses. Where rows read different numbers of tokens,
         int32[T, 1], and `positions.starts` says which are whose.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Leave it out to
@@ -53,7 +54,7 @@ def forward(
         matmuls of attention and feed-forward, and "added", the output of their last ones.
 
     Returns:
-      hidden [B, T, D] in the dtype of the computation, for `unembed` to make logits of; and the cache with the new tokens,
+      The hidden states in the dtype of the computation, for `unembed` to make logits of; and the cache with the new tokens,
       or None.
 
     Raises:
@@ -99,11 +100,11 @@ class _Step(NamedTuple):
 def run_layers(
     config: LlamaConfig,
     params: Llama,
-    tokens: jax.Array,
+    tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None,
     options: PassOptions,
     tap: Callable[..., Any] | None = None,
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Hidden states, the cache, and what `tap` took from every layer, see `whole.observe`."""
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
@@ -179,8 +180,8 @@ def run_layers(
     return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
-def finish(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
-    """What `forward` returns of the residual stream that the last layer leaves, [B, T, D]."""
+def finish(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """What `forward` returns of the residual stream that the last layer leaves."""
     # What overflows stays in the residual stream, so the last norm finds it; norms of sublayers' outputs look themselves.
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset, checked=True)
     # Here and not on the logits, so that whatever makes these need not know of it.
@@ -453,8 +454,8 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
 
 
-def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
-    """Logits float32[..., V] of the hidden states [..., D] from `forward`.
+def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Logits, in float32 at least, of the hidden states from `forward`.
 
     Separate from `forward`, so that a prefill projects one position per row onto the vocabulary instead of all of them.
 

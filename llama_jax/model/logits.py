@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import AnyArray
 
 
 class LayerActivations(NamedTuple):
@@ -35,20 +37,20 @@ Tap = Callable[[LayerActivations], Any]
 def observe(
     config: LlamaConfig,
     params: Llama,
-    tokens: jax.Array,
+    tokens: Integer[AnyArray, "B T"],
     tap: Tap,
     *,
     positions: Positions = Positions(),
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """`forward` without a cache, with what `tap` takes from every layer as a second result.
 
     Args:
       tap: from a `LayerActivations` to a tree of arrays; under `jit` XLA computes nothing else for it.
 
     Returns:
-      hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.
+      The hidden states, and the trees of all layers as one, with an axis L before those of every array.
     """
     with sharding.context():
         options = PassOptions(positions, compute, sharding)
@@ -56,11 +58,13 @@ def observe(
     return hidden, taken
 
 
-def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:
-    """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
+def logits(
+    config: LlamaConfig, params: Llama, tokens: Integer[AnyArray, "B T"], compute: Compute = Compute()
+) -> Float[Array, "B T V"]:
+    """Logits, in float32 at least, of whole sequences, without a cache: the plain case of `forward` and `unembed`.
 
     Args:
-      tokens: int[B, T], ids in [0, V).
+      tokens: ids in [0, V).
 
     Raises:
       GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).

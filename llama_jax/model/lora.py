@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
@@ -88,7 +89,7 @@ class Lora:
 def init_adapters(
     config: LlamaConfig,
     lora: Lora,
-    key: jax.Array,
+    key: PRNGKeyArray,
     dtype: jax.typing.DTypeLike = jnp.float32,
     base: Llama | None = None,
 ) -> Llama:

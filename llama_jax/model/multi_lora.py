@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.lora import TARGETS, Lora, attach_adapters, build_adapters, precompute_dora_scale
 from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
@@ -101,12 +103,12 @@ def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
     return precompute_dora_scale(attach_adapters(params, table.params, table.lora.rank, join))
 
 
-def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
+def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) -> Llama:
     """The parameters for a batch whose rows use these adapters: nothing is copied, and one program serves every choice.
 
     Args:
       params: from `adapter_table`; a model without a table is returned unchanged if no row asks for an adapter.
-      rows: int32[B], the number of an adapter or -1 for none, for each row of the batch.
+      rows: the number of an adapter or -1 for none, for each row of the batch.
 
     Raises:
       ConfigError: a number that no adapter has, where the numbers are known.

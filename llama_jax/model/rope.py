@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
@@ -25,8 +25,8 @@ def rotary_frequencies(
       layer: whose frequencies, in a model whose layers differ. Those of a layer without a position embedding are zero.
 
     Returns:
-      Radians per position, float32[H/2], and the attention factor. For an array of lengths and a scaling that depends on
-      them float32[..., H/2]. H is here the number of rotated features.
+      Radians per position, [half], and the attention factor. For an array of lengths and a scaling that depends on them
+      [*batch, half]. H is here the number of rotated features.
     """
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":
@@ -41,9 +41,9 @@ def rotary_frequencies(
 
 
 def scaled_frequencies(
-    config: LlamaConfig, slots: jax.Array, positions: Positions, layer: LayerConfig = LayerConfig()
+    config: LlamaConfig, slots: Int[Array, "B T"], positions: Positions, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """`rotary_frequencies` for tokens at `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
+    """`rotary_frequencies` for tokens at `slots` of their rows: [half], or [B, T|1, half]."""
     lengths = positions.rope_lengths
     if config.rope_scaling is not None and lengths is None:
         from llama_jax.ops.rope_scaling import BY_LENGTH, lengths_of

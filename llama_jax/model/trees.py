@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
@@ -41,7 +42,7 @@ from llama_jax.ops.weights.quantized_matmul import (
 )
 
 
-def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """Random parameters, as modern Llamas start training.
 
     Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by

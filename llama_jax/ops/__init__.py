@@ -1,7 +1,9 @@
 """Arrays in, arrays out: no configuration, no parameters' containers, no files.
 
 Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L layers, D model, N = K * G query heads,
-K key/value heads, G queries per key/value head, H head dim, F feed-forward, E experts, V vocabulary.
+K key/value heads, G queries per key/value head, H head dim (W of values, where it may differ), F feed-forward, E experts,
+V vocabulary. Signatures say them by `jaxtyping`: ``Float[Array, "B T D"]`` is an array of any floating-point type,
+``*batch`` are any axes, ``#B`` is B or 1, ``half`` is H/2, and a name has one size in a call. Only the tests check that.
 
 Every model has what is here; `cross_entropy`, `moe`, `int8`, `rope_layout` and `weights` are imported by name.
 """

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from llama_jax.ops.layers import Weight, project, weight_gradient
 
@@ -51,7 +52,11 @@ class LogitOptions:
 
 
 def cross_entropy(
-    hidden: jax.Array, head: jax.Array | Weight, targets: jax.Array, weights: jax.Array, options: LogitOptions
+    hidden: Float[Array, "B T D"],
+    head: jax.Array | Weight,
+    targets: Int[Array, "B T"],
+    weights: Bool[Array, "B T"] | Float[Array, "B T"],
+    options: LogitOptions,
 ) -> LossSums:
     """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, made chunk by chunk.
 
@@ -59,12 +64,11 @@ def cross_entropy(
     value and the backward pass only scales it. Recomputing the logits in the backward pass would cost a third more.
 
     Args:
-      hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
+      hidden: in the dtype of the products. Logarithm and sums are float32 at least.
       head: [V, D], an array; its gradient is summed over the chunks in its dtype, and only if it is differentiated. Or what
         else `project` takes, such as a quantized or an adapted one, which has a derivative of its own: the logits are then
         computed a second time.
-      targets: int[B, T].
-      weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
+      weights: how much each token counts; 0 leaves it out. It gets no gradient.
     """
     sums = _sums_by_project if hasattr(head, "project") else _sums
     total = sums(options, hidden, head, targets, weights)
@@ -72,25 +76,25 @@ def cross_entropy(
 
 
 def token_logprobs(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     head: jax.Array | Weight,
-    targets: jax.Array,
+    targets: Int[Array, "B T"],
     options: LogitOptions,
-    temperature: float | jax.Array = 1.0,
-) -> jax.Array:
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B T"]:
     """The logarithm of the probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
 
     The logits are made chunk by chunk, and a second time in the backward pass, so that those of one chunk exist at a time.
 
     Args:
-      hidden: [B, T, D], in the dtype of the products.
+      hidden: in the dtype of the products.
       head: [V, D], or what else `project` takes.
-      targets: int[B, T]; one below 0 gives 0, without a gradient.
+      targets: one below 0 gives 0, without a gradient.
       options: `z_loss` has no meaning here.
       temperature: above 0; of the distribution that the tokens were sampled from.
 
     Returns:
-      float32[B, T], float64 for `hidden` in float64.
+      float32, float64 for `hidden` in float64.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     weight: Any = gathered_head(head, hidden.dtype, options.constrain)
@@ -214,15 +218,15 @@ def _zeros(hidden: jax.Array) -> LossSums:
     return LossSums(zeros, zeros)
 
 
-def split_chunks(x: jax.Array, chunk: int, fill: int = 0) -> jax.Array:
-    """[B, T, ...] as [chunks, B, chunk, ...], padded with `fill`; devices may share B, so it stays an axis."""
+def split_chunks(x: Shaped[Array, "B T *rest"], chunk: int, fill: int = 0) -> Shaped[Array, "chunks B chunk *rest"]:
+    """Rows in chunks of tokens, padded with `fill`; devices may share B, so it stays an axis."""
     chunk = min(chunk, x.shape[1])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
 
-def join_chunks(chunks: jax.Array, length: int) -> jax.Array:
-    """Undo `split_chunks` of numbers [B, T]: [chunks, B, chunk] as [B, T]."""
+def join_chunks(chunks: Shaped[Array, "chunks B chunk"], length: int) -> Shaped[Array, "B {length}"]:
+    """Undo `split_chunks` of rows of numbers."""
     return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)[:, :length]
 
 

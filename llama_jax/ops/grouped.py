@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float, Int32
 
 from llama_jax.ops.layers import PRODUCT, project, weight_gradient
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
@@ -37,17 +38,19 @@ class Gather(NamedTuple):
     axis: int
 
 
-def grouped(x: jax.Array, weight: Any, sizes: jax.Array, *, gather: Gather | None = None) -> jax.Array:
+def grouped(
+    x: Float[Array, "R K"], weight: Any, sizes: Int32[Array, " E"], *, gather: Gather | None = None
+) -> Float[Array, "R N"]:
     """Each row by the matrix of its group, contracted on the last axis of both.
 
     Args:
-      x: [R, K], sorted by group.
+      x: sorted by group.
       weight: [E, N, K], an array, which is cast to the dtype of `x` as in `layers.project`, or a quantized weight.
-      sizes: int32[E], rows of each group; R in all.
+      sizes: rows of each group; R in all.
       gather: of an array of which each device holds a part; the parts are gathered, their gradients summed and scattered.
 
     Returns:
-      [R, N] in the dtype of `x`; sums are float32 at least.
+      In the dtype of `x`; sums are float32 at least.
     """
     if hasattr(weight, "project"):
         product = _grouped_project(x, weight, sizes)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import Array, Float, Float32, Shaped
 
 from llama_jax.ops.layers import project
 
@@ -37,28 +38,31 @@ class Quantized(struct.PyTreeNode):
         return self.values.dtype
 
 
-def quantize(x: jax.Array) -> Quantized:
+def quantize(x: Float[Array, "*batch H"]) -> Quantized:
     """The nearest integers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
     scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INTEGER
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 
 
-def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*batch H"]:
     """The numbers themselves."""
     return (x.values * x.scales[..., None]).astype(dtype)
 
 
-def over_rows(change: Callable[[jax.Array], jax.Array], x: jax.Array | Quantized) -> Any:
-    """`change` of an array [..., H] that moves whole rows; of a `Quantized` one the factors, as [..., 1], move alike."""
+def over_rows(change: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
+    """`change` of an array that moves whole rows; of a `Quantized` one the factors, as [..., 1], move alike."""
     if not isinstance(x, Quantized):
         return change(x)
     return Quantized(change(x.values), change(x.scales[..., None])[..., 0])
 
 
 def smooth_keys(
-    keys: jax.Array, *queries: jax.Array, bias: jax.Array | None = None, rotated: int | None = None
-) -> tuple[jax.Array, ...]:
+    keys: Float[Array, "B K T H"],
+    *queries: Float[Array, "B K T G H"],
+    bias: Float[Array, "K H"] | None = None,
+    rotated: int | None = None,
+) -> tuple[Float[Array, "B K T *G H"], ...]:
     """Keys and queries whose products are the same, and whose keys `quantize` rounds better.
 
     A row of 8 bits is as coarse as its largest number. In models with a bias of keys (Qwen2.5) a few channels have keys that
@@ -69,9 +73,8 @@ def smooth_keys(
     the cache, and keys are read as before.
 
     Args:
-      keys: [B, K, T, H], after RoPE.
-      queries: [B, K, T, G, H] each.
-      bias: [K, H], that of the keys before RoPE.
+      keys: after RoPE.
+      bias: that of the keys before RoPE.
       rotated: features that RoPE turns, of which i and i + rotated / 2 are a pair; H by default.
 
     Returns:
@@ -100,8 +103,8 @@ def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
     return jnp.sqrt(jnp.maximum(sizes / jnp.where(mean == 0, 1, mean), 1))
 
 
-def hadamard(size: int) -> np.ndarray:
-    """A symmetric orthogonal matrix float32[size, size], whose entries are as even as can be: Sylvester's matrix, for a size
+def hadamard(size: int) -> Float32[np.ndarray, "{size} {size}"]:
+    """A symmetric orthogonal matrix, whose entries are as even as can be: Sylvester's matrix, for a size
     that is no power of two along the diagonal."""
     block = np.ones((1, 1), np.float32)
     while size % (2 * len(block)) == 0:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
 
 from llama_jax.ops.cross_entropy import LogitOptions, gathered_head, join_chunks, split_chunks
 from llama_jax.ops.layers import Weight, project
@@ -50,7 +51,7 @@ class DivergenceOptions:
 def token_divergence(
     student: Logits,
     teacher: Logits,
-    targets: jax.Array,
+    targets: Int[Array, "B T"],
     logit_options: tuple[LogitOptions, LogitOptions],
     options: DivergenceOptions = DivergenceOptions(),
 ) -> TokenDivergence:
@@ -59,7 +60,7 @@ def token_divergence(
     The logits of both, [B, chunk, V], are made again in the backward pass. The teacher gets no gradient.
 
     Args:
-      targets: int[B, T]; of one below 0 both numbers are 0, without a gradient.
+      targets: of one below 0 both numbers are 0, without a gradient.
       logit_options: how the logits of student and teacher are computed; `z_loss` and `shares` have no meaning here. The
         chunk is the student's.
     """

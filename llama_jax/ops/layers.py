@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
 
-from llama_jax.ops.platform import for_cpu, recomputing
+from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -29,18 +30,17 @@ class Weight(Protocol):
         """[..., D] onto the rows of this weight: [..., *out]."""
 
 
-def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) -> jax.Array:
+def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
     """Project the last axis of `x` onto the rows of `weight`; every product with a parameter is made here.
 
     Args:
-      x: [..., D].
       weight: [*out, D], one row per output feature, as checkpoints store it: with one token at a time both operands are then
         read along their contiguous axis. An array in another dtype than `x` is cast to it: training keeps weights in float32
         and computes in bfloat16. Anything else has a `project` of its own, see `Weight`.
       out_dtype: dtype of the result, by default that of `x`. Sums are float32 at least whatever it is.
 
     Returns:
-      [..., *out].
+      [*batch, *out].
     """
     out_dtype = out_dtype or x.dtype
     if hasattr(weight, "project"):
@@ -49,29 +49,29 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
 
 
 @for_cpu("embed")
-def embed(table: Any, rows: jax.Array) -> jax.Array:
-    """Some rows of a table [V, D], an array or what has an `embed` of its own: [*rows, D]."""
+def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Some rows of a table [V, D], an array or what has an `embed` of its own."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *, checked: bool = False) -> jax.Array:
+def rms_norm(
+    x: Float[Array, "*batch D"], weight: Float[AnyArray, " D"], eps: float, offset: float = 0.0, *, checked: bool = False
+) -> Float[Array, "*batch D"]:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
     Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
 
     Args:
-      x: [..., D].
-      weight: [D].
       eps: added to the mean square.
       offset: added to the weight.
       checked: give NaN where a square of `x` overflows, in place of zeros; one kernel more on a GPU.
 
     Returns:
-      [..., D] in the dtype of `x`.
+      In the dtype of `x`.
     """
 
     @remat
-    def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def normalize(x: jax.Array, weight: AnyArray) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
         scale = lax.rsqrt(mean_square + eps)
@@ -85,17 +85,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *
     return normalize(x, weight)
 
 
-def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activation = "silu") -> jax.Array:
+def feed_forward(
+    x: Float[Array, "*batch D"], gate: Any, up: Any, down: Any, activation: Activation = "silu"
+) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
     Args:
-      x: [..., D].
       gate, up: [F, D], arrays or what else `project` takes.
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
-
-    Returns:
-      [..., D].
     """
 
     @remat
@@ -107,14 +105,16 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
 
 
 @for_cpu("gated_activation")
-def gated_activation(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
+def gated_activation(
+    gates: Float[Array, "*batch F"], values: Float[Array, "*batch F"], activation: Activation
+) -> Float[Array, "*batch F"]:
     """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
 
 
 @for_cpu("multiply", to_plan=True)
-def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
+def multiply(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
+    """The product, contracted on the last axis of both: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
         return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
     return _multiply(x, weight.astype(x.dtype), out_dtype)
@@ -125,8 +125,10 @@ def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training: [..., D] by [*out, D].
+def multiply_cast(
+    settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
+) -> Float[Array, " ..."]:
+    """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
 
     It has a derivative of its own so that the weight's gradient, a sum over all tokens and devices, is computed in the
     weight's dtype. JAX's own would be rounded to that of `x` before it is summed.
@@ -156,16 +158,13 @@ multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 @for_cpu("weight_gradient")
-def weight_gradient(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+def weight_gradient(
+    a: Float[Array, "*batch rows M"], b: Float[Array, "*batch rows N"], out_dtype: Any = None
+) -> Float[Array, "*batch M N"]:
     """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
 
     Args:
-      a: [*batch, rows, A].
-      b: [*batch, rows, B].
       out_dtype: of the sum and the result, by default float32 at least.
-
-    Returns:
-      [*batch, A, B].
     """
     wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
     batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.ops.grouped import Gather, grouped
 from llama_jax.ops.layers import feed_forward, gated_activation, project, remat
@@ -40,29 +41,25 @@ class Routing(NamedTuple):
 
 
 def experts(
-    x: jax.Array,
-    router: jax.Array,
+    x: Float[Array, "*batch D"],
+    router: Float[Array, "E D"],
     gate: Any,
     up: Any,
     down: Any,
     *,
     routing: Routing,
     sharding: ExpertSharding | None = None,
-) -> jax.Array:
+) -> Float[Array, "*batch D"]:
     """The weighted sum of the chosen experts, each a gated feed-forward (Jiang et al. 2024, section 2.1).
 
     Only the chosen experts are computed: the tokens are sorted by expert and multiplied in groups, see `grouped`.
 
     Args:
-      x: [B, T, D], or [..., D] where nothing is divided over devices.
-      router: [E, D].
+      x: [B, T, D] where something is divided over devices.
       gate, up: [E, F, D], arrays or quantized weights.
       down: [E, D, F].
       sharding: of the operands over the mesh in force: each device then sorts its own tokens. Without it, and for quantized
         weights, all experts are computed on a mesh.
-
-    Returns:
-      [..., D].
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
@@ -86,8 +83,10 @@ def experts(
     return jnp.sum(terms(x, weights, chosen, gate, up, down), axis=0)
 
 
-def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """The weights [..., per_token] of the experts with the highest scores, in float32 at least, and int32 their numbers."""
+def route(
+    x: Float[Array, "*batch D"], router: Float[Array, "E D"], routing: Routing
+) -> tuple[Float[Array, "*batch per_token"], Int32[Array, "*batch per_token"]]:
+    """The weights of the experts with the highest scores, in float32 at least, and their numbers."""
     scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
     highest, chosen = lax.top_k(scores, routing.per_token)
     if routing.of_inputs:
@@ -125,8 +124,15 @@ def _chosen_experts(
 
 
 def all_experts(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any, *, of_inputs: bool = False
-) -> jax.Array:
+    x: Float[Array, "*batch D"],
+    weights: Float[Array, "*batch per_token"],
+    chosen: Int[Array, "*batch per_token"],
+    gate: Any,
+    up: Any,
+    down: Any,
+    *,
+    of_inputs: bool = False,
+) -> Float[Array, "*batch D"]:
     """The same sum with all experts computed for all tokens, one after the other; those not chosen have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]

@@ -12,13 +12,15 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+AnyArray: TypeAlias = jax.Array | np.ndarray
 Tree = TypeVar("Tree")
 F = TypeVar("F", bound=Callable[..., Any])
 TPU_LANES = 128  # numbers that lie together in a TPU's memory; blocks of its kernels are multiples of it

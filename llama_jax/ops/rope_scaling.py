@@ -13,18 +13,20 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float64, Int
 
 from llama_jax.ops.rotary import Frequencies, Length
 
+Plain: TypeAlias = Float64[np.ndarray, " half"]  # radians per position, those that theta gives or another scaling of all
 Scaling: TypeAlias = Any  # a `config.RopeScaling`, of which each kind reads `factor` and its own `config.ROPE_FIELDS`
 
 
-def scale_linear(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
+def scale_linear(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Every pair slower by `factor`: position interpolation (Chen et al. 2023, section 3.2)."""
     return plain / scaling.factor, 1.0
 
 
-def scale_ntk(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
+def scale_ntk(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """The slowest pair slower by `factor`, the fastest as it was (Peng et al. 2023, section 3.1).
 
     It is what theta * factor ** (H / (H - 2)) gives in the place of theta.
@@ -32,7 +34,7 @@ def scale_ntk(plain: np.ndarray, theta: float, length: Length, scaling: Scaling)
     return plain * scaling.factor ** -_share(len(plain)), 1.0
 
 
-def scale_dynamic(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
+def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
     """`scale_ntk` by what a sequence of this length needs, and not at all within the original context.
 
     Peng et al. 2023, section 3.3, have length / original there; this is transformers' factor * length / original -
@@ -47,7 +49,7 @@ def scale_dynamic(plain: np.ndarray, theta: float, length: Length, scaling: Scal
     return plain * (1 + scaling.factor * (longer - 1)) ** -_share(len(plain)), 1.0
 
 
-def scale_by_parts(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
+def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Pairs that turn often stay, those that turn seldom are slowed by `factor` (Peng et al. 2023, section 3.2).
 
     Pairs of `beta_fast` turns within the original context and more stay, those of `beta_slow` and less are slowed. Between
@@ -69,7 +71,7 @@ def scale_by_parts(plain: np.ndarray, theta: float, length: Length, scaling: Sca
     return plain * (1 - slowed) + plain / scaling.factor * slowed, 1.0
 
 
-def scale_yarn(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
+def scale_yarn(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """`scale_by_parts`, with sharper attention over more positions (Peng et al. 2023, section 3.4)."""
     frequencies, _ = scale_by_parts(plain, theta, length, scaling)
     factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
@@ -85,7 +87,7 @@ def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def scale_llama3(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
+def scale_llama3(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Stretch the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
 
     Pairs that turn more than `high_freq_factor` times within the original context stay, those that turn less than
@@ -98,7 +100,7 @@ def scale_llama3(plain: np.ndarray, theta: float, length: Length, scaling: Scali
     return plain * (keep + (1 - keep) / scaling.factor), 1.0
 
 
-def scale_longrope(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
+def scale_longrope(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
     """Each pair by a number of its own, found by search: one list within the original context, another beyond it.
 
     Ding et al. 2024, section 3, as in transformers. Without a length it is that of the original context.
@@ -114,15 +116,15 @@ def scale_longrope(plain: np.ndarray, theta: float, length: Length, scaling: Sca
     return np.where(beyond, long, short), attention_factor
 
 
-def _share(pairs: int) -> np.ndarray:
+def _share(pairs: int) -> Plain:
     """How much of the whole slowing each pair gets, in the exponent: from 0 for the fastest to 1 for the slowest."""
     return np.arange(pairs) / (pairs - 1)
 
 
-# The function of each kind of `config.RopeScaling`. It takes the frequencies float64[H/2] that theta gives, theta, the
-# length, and the scaling; it gives the scaled ones and what cosine and sine are multiplied by. Those that depend on the
-# length give float32[..., H/2] for an array int[...] of lengths.
-SCALINGS: dict[str, Callable[[np.ndarray, float, Length, Scaling], tuple[Frequencies, float]]] = {
+# The function of each kind of `config.RopeScaling`. It takes the frequencies that theta gives, theta, the length, and the
+# scaling; it gives the scaled ones and what cosine and sine are multiplied by. Those that depend on the length give float32
+# with the axes of the lengths for an array of JAX.
+SCALINGS: dict[str, Callable[[Plain, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
     "ntk": scale_ntk,
     "dynamic": scale_dynamic,
@@ -135,17 +137,17 @@ BY_LENGTH = frozenset({"dynamic", "longrope"})  # the kinds whose frequencies de
 
 
 def lengths_of(
-    slots: jax.Array,
-    lengths: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-) -> jax.Array:
-    """How long each row is so far, int32[B]; or the document that each token of a packed row is of, int32[B, T].
+    slots: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Int[Array, " B"] | Int[Array, "B T"]:
+    """How long each row is so far; or the document that each token of a packed row is of.
 
     Args:
-      slots: int32[B, T], of the tokens, from the row's first one on.
-      lengths: int32[B], how many of the T are real, if not all.
-      positions, segment_ids: int32[B, T], of packed rows.
+      slots: of the tokens, from the row's first one on.
+      lengths: how many of the T are real, if not all.
+      positions, segment_ids: of packed rows.
     """
     batch, new = slots.shape
     if positions is None and segment_ids is None:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32, Float64, Int
 
-from llama_jax.ops.platform import for_cpu
+from llama_jax.ops.platform import AnyArray, for_cpu
 
-Frequencies: TypeAlias = np.ndarray | jax.Array
-Length: TypeAlias = int | np.ndarray | jax.Array | None  # of a sequence, or of each
+Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
+Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # of a sequence, or of each
 
 
-def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """theta ** (-2 i / H) in radians per position, for the H/2 pairs of features: float64[H/2] (RoFormer, equation 15)."""
+def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
+    """theta ** (-2 i / H) in radians per position, for the H/2 pairs of features (RoFormer, equation 15)."""
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 @for_cpu("rotary_table")
 def rotary_table(
-    positions: jax.Array, frequencies: Frequencies, attention_factor: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
+    positions: Int[AnyArray, "*batch"], frequencies: Frequencies, attention_factor: float = 1.0
+) -> tuple[Float32[Array, "*batch half"], Float32[Array, "*batch half"]]:
     """Cosine and sine of every position's angles, multiplied by `attention_factor`.
 
-    Args:
-      positions: int[...].
-      frequencies: [H/2], radians per position; or [..., H/2], broadcast against the positions.
+    Always float32: an angle at position 100,000 has no digits left in bfloat16.
 
-    Returns:
-      cos, sin: float32[..., H/2]. Always float32: an angle at position 100,000 has no digits left in bfloat16.
+    Args:
+      frequencies: broadcast against the positions.
     """
     wide, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
     angles = wide * lax.broadcast_to_rank(frequencies, wide.ndim)
@@ -40,16 +38,18 @@ def rotary_table(
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rotary(
+    x: Float[Array, "*batch H"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "*batch H"]:
     """Turn each pair of features by its position's angle.
 
     Args:
-      x: [..., H]. Features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
+      x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
         2i + 1 are: the scores are the same when rows of projections are reordered by `rope_layout.half_from_interleaved`.
-      cos, sin: [..., H/2], broadcast against `x` on the leading axes.
+      cos, sin: of `rotary_table`, broadcast against `x`.
 
     Returns:
-      [..., H] in the dtype of `x`.
+      In the dtype of `x`.
     """
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

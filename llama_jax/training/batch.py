@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
 
 from llama_jax.errors import GenerationError
 
@@ -74,8 +75,8 @@ def shift(batch: Batch) -> NextTokenBatch:
     return NextTokenBatch(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions, noise=noise)
 
 
-def predicted(batch: Batch) -> jax.Array:
-    """bool[B, T]: which of the last T tokens count in the loss."""
+def predicted(batch: Batch) -> Bool[Array, "B T"]:
+    """Which of the last T tokens count in the loss."""
     counts = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)
     if batch.segment_ids is not None:
         before, after = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]
@@ -85,6 +86,6 @@ def predicted(batch: Batch) -> jax.Array:
     return counts
 
 
-def predicted_count(batch: Batch) -> jax.Array:
-    """float32[]: how many tokens of a batch count in the loss."""
+def predicted_count(batch: Batch) -> Float32[Array, ""]:
+    """How many tokens of a batch count in the loss."""
     return jnp.sum(predicted(batch), dtype=jnp.float32)

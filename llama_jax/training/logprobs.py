@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
@@ -22,9 +22,9 @@ def token_logprobs(
     batch: Batch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
-    temperature: float | jax.Array = 1.0,
-) -> jax.Array:
-    """The log-probability of every predicted token given those before it in its segment, in nats: float32[B, T].
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B T"]:
+    """The log-probability of every predicted token given those before it in its segment, in nats.
 
     It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of the
     answer that the mask marks. Differentiable in the parameters; `ops.cross_entropy` makes the logits in chunks.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
@@ -71,8 +72,8 @@ def next_token_loss(
     batch: Batch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
-) -> jax.Array:
-    """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats: float32[].
+) -> Float[Array, ""]:
+    """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats.
 
     It is 0 where nothing is to be predicted. For the arguments and errors see `total_loss`.
     """

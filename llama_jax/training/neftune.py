@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import Array, Float, Int
 
 from llama_jax import ops
 from llama_jax.errors import ConfigError
@@ -41,8 +42,8 @@ class NoisyTable(struct.PyTreeNode):
         """The dtype of the table."""
         return self.table.dtype
 
-    def embed(self, rows: jax.Array) -> jax.Array:
-        """Rows int32[B, T] of the table with their noise: [B, T, D]."""
+    def embed(self, rows: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the table with their noise."""
         embedded = ops.embed(self.table, rows)
         columns, root = embedded.shape[-1], jax.random.key(0)
         draw = lambda bits: jax.random.uniform(jax.random.fold_in(root, bits), (columns,), jnp.float32, -1, 1)

@@ -7,9 +7,11 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
+from llama_jax.ops.platform import AnyArray
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
 SMALLEST_STD = 1e-4
@@ -27,11 +29,11 @@ class Advantages(NamedTuple):
     flat: jax.Array
 
 
-def group_advantages(rewards: jax.Array, group: int, *, scale: bool = True) -> Advantages:
+def group_advantages(rewards: Float[Array, " B"], group: int, *, scale: bool = True) -> Advantages:
     """How much better than its group each answer is (Shao et al. 2024, section 4.1.2).
 
     Args:
-      rewards: float[B]; those of answers to one prompt are consecutive.
+      rewards: those of answers to one prompt are consecutive.
       group: how many answers each prompt has; it divides B, and is at least 2.
       scale: whether the difference from the mean is divided by the group's standard deviation (of a sample, plus 1e-4); Dr.
         GRPO does not (Liu et al. 2025).
@@ -107,22 +109,22 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(
-    logprobs: jax.Array,
-    sampled: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
+    logprobs: Float[AnyArray, "B T"],
+    sampled: Float[AnyArray, "B T"],
+    advantages: Float[AnyArray, " B"],
+    mask: Bool[AnyArray, "B T"],
     options: PolicyOptions = PolicyOptions(),
-    reference: jax.Array | None = None,
+    reference: Float[AnyArray, "B T"] | None = None,
 ) -> PolicyLoss:
     """The clipped policy gradient of answers; every token has the advantage of its answer.
 
     Args:
-      logprobs: float[B, T], of the tokens, by the model that learns, at the temperature of the sampling.
-      sampled: float[B, T], the same by the model that sampled them; it gets no gradient. In the first step on a batch it
+      logprobs: of the tokens, by the model that learns, at the temperature of the sampling.
+      sampled: the same by the model that sampled them; it gets no gradient. In the first step on a batch it
         equals `logprobs`, the ratio is 1, and the gradient is the policy gradient.
-      advantages: float[B]; no gradient.
-      mask: bool[B, T], which tokens belong to the answer, including its stop token.
-      reference: float[B, T], the same by the reference, for `beta`; no gradient.
+      advantages: no gradient.
+      mask: which tokens belong to the answer, including its stop token.
+      reference: the same by the reference, for `beta`; no gradient.
 
     Raises:
       ConfigError: `beta` without a reference, or a reference without `beta`.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
@@ -67,8 +68,8 @@ class AnswerLoss:
         more = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
         return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, more))
 
-    def count(self, judged: ScoredAnswers) -> jax.Array:
-        """float32[], the divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
+    def count(self, judged: ScoredAnswers) -> Float32[Array, ""]:
+        """The divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
         if self.policy.kind == "dapo":
             return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
         return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))

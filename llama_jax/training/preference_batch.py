@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
@@ -49,8 +50,8 @@ class AnswerSums(NamedTuple):
     lengths: jax.Array
 
 
-def pair_count(batch: PairBatch) -> jax.Array:
-    """float32[]: number of pairs of a batch, or for KTO of answers."""
+def pair_count(batch: PairBatch) -> Float32[Array, ""]:
+    """The number of pairs of a batch, or for KTO of answers."""
     return jnp.sum(batch.there, dtype=jnp.float32)
 
 
@@ -161,7 +162,7 @@ def pair_loss(
     return TaskSums(loss, lax.stop_gradient(loss), more)
 
 
-def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, jax.Array]:
+def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, Float[Array, ""]]:
     """The `more` of `pair_loss`."""
     if batch.desirable is None:
         good, bad = answers.logprobs[:, 0], answers.logprobs[:, 1]

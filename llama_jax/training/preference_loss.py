@@ -7,8 +7,10 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
+from llama_jax.ops.platform import AnyArray
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
 FREE = ("simpo", "orpo")  # losses without a reference
@@ -83,7 +85,7 @@ def preference_loss(
     reference: Pair | None = None,
     lengths: Pair | None = None,
     options: PreferenceOptions = PreferenceOptions(),
-    mismatched: jax.Array | None = None,
+    mismatched: Float[AnyArray, " mismatched"] | None = None,
 ) -> Preferred:
     """The loss of each pair of answers, in the dtype of its log-probabilities.
 
@@ -93,7 +95,7 @@ def preference_loss(
       policy: the log-probability of each answer, the sum over its tokens (`token_logprobs(...).sum(axis=1)`).
       reference: the same of the reference; None for "simpo" and "orpo", which have none. It gets no gradient.
       lengths: tokens of each answer, for "ipo", "simpo" and "orpo"; others do not read it.
-      mismatched: for "kto", float[B']: log-probabilities of prompts with answers to other prompts, minus the reference's;
+      mismatched: for "kto", log-probabilities of prompts with answers to other prompts, minus the reference's;
         their mean estimates the divergence. It gets no gradient.
 
     Raises:
@@ -126,12 +128,17 @@ def preference_loss(
     return Preferred(losses, Pair(*(jax.lax.stop_gradient(beta * ratio) for ratio in policy)))
 
 
-def kto_loss(ratios: jax.Array, desirable: jax.Array | bool, mismatched: jax.Array, options: PreferenceOptions) -> jax.Array:
-    """KTO's loss of single answers, which need not be pairs (Ethayarajh et al. 2024, equation 8): float[B].
+def kto_loss(
+    ratios: Float[AnyArray, "*answers"],
+    desirable: Bool[AnyArray, "*answers"] | bool,
+    mismatched: Float[AnyArray, "*mismatched"],
+    options: PreferenceOptions,
+) -> Float[Array, "*answers"]:
+    """KTO's loss of single answers, which need not be pairs (Ethayarajh et al. 2024, equation 8).
 
     Args:
-      ratios: float[B], log-probabilities of answers, minus the reference's.
-      desirable: bool[B], which answers are good.
+      ratios: log-probabilities of answers, minus the reference's.
+      desirable: which answers are good.
       mismatched: see `preference_loss`.
     """
     divergence = jax.lax.stop_gradient(jnp.maximum(jnp.mean(mismatched), 0))
@@ -148,7 +155,7 @@ def _log_of_not(logprob: jax.Array) -> jax.Array:
     return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
 
 
-def _check(kind: PreferenceKind, reference: Pair | None, lengths: Pair | None, mismatched: jax.Array | None) -> None:
+def _check(kind: PreferenceKind, reference: Pair | None, lengths: Pair | None, mismatched: AnyArray | None) -> None:
     if (reference is None) != (kind in FREE):
         need = "has no reference; give None" if kind in FREE else "needs the reference's log-probabilities"
         raise ConfigError(f"the preference loss {kind} {need}")

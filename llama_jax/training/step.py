@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import lax
+from jaxtyping import Array, Shaped
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
@@ -115,7 +116,7 @@ def train_step(
     options: StepOptions = StepOptions(),
     sharding: Sharding = Sharding(),
     loss: Loss = total_loss,
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, dict[str, Shaped[Array, ""]]]:
     """Update the parameters once, to make `batch` more probable. Intended for `jax.jit` with the state donated.
 
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.

@@ -264,7 +264,7 @@ def test_another_program_has_another_file(call, folder, loads):
 
 
 def test_a_weak_type_is_another_program(folder, loads):
-    weak, strong = jnp.asarray(1.0), jnp.float32(1)
+    weak, strong = jnp.full(4, 1.0), jnp.ones(4)
     x = X.astype(jnp.bfloat16)
     program = norm()
     assert [program(x, scale, 1e-5).dtype for scale in (weak, strong, weak)] == [jnp.bfloat16] * 3

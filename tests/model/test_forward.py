@@ -199,6 +199,7 @@ def test_a_cache_of_another_configuration_is_refused(models):
             forward(config, params, TOKENS[:, :2], cache)
 
 
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.parametrize("tokens", [[1, 2], [[[1]]], [[1.5]], [[]]])
 def test_tokens_of_another_form_are_refused(models, tokens):
     with pytest.raises(GenerationError, match=r"int\[B, T\] is needed"):

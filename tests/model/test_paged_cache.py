@@ -124,7 +124,7 @@ def test_branches_share_whole_pages_and_go_on_alone():
 def test_invalid_arguments():
     params = jit_init(PLAIN, jax.random.key(0))
     cache = KVCache(init_pages(PLAIN, 3), np.zeros((2, 1), np.int32), np.zeros(2, np.int32))
-    tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2])
+    tokens, starts = np.zeros((2, 1), np.int32), np.array([0, 1, 2], np.int32)
     for said, tokens_, cache_, params_, positions in (
         ("tokens have batch=3 but the cache has 2 rows", np.zeros((3, 1), np.int32), cache, params, Positions()),
         ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Positions()),

@@ -1,6 +1,7 @@
 """Keys and queries that are smoothed before they are rounded to 8 bits."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,13 +27,14 @@ def test_products_stay_and_rounding_costs_less(rotated):
     bias[:, 5] = 200
     angles = random.uniform(0, 6, (7, half)).astype(np.float32)
     keys = random.standard_normal((3, 2, 7, 16), np.float32) + bias[:, None]
-    keys = np.concatenate([ops.apply_rotary(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
+    rotate = jax.jit(ops.apply_rotary)
+    keys = np.concatenate([rotate(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
     queries, others = random.standard_normal((2, 3, 2, 7, 3, 16), np.float32)
     found = smoothed(keys, queries, others, bias=bias, rotated=rotated)
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
     for before, after in zip((queries, others), found[1:], strict=True):
         np.testing.assert_allclose(product(found[0], after), product(keys, before), rtol=1e-4, atol=2e-3)
-    rounded = lambda keys: np.asarray(dequantize(quantize(keys)))
+    rounded = lambda keys: np.asarray(dequantize(quantize(jnp.asarray(keys))))
     error = lambda keys, queries: np.square(product(rounded(keys), queries) - product(keys, queries)).mean()
     assert error(*found[:2]) < error(keys, queries) / 4
 

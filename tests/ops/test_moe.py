@@ -121,7 +121,8 @@ def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
             want[t] += down[e] @ (gates / (1 + np.exp(-gates)) * (up[e] @ given))
     routing = Routing(per_token, of_inputs=True)
     np.testing.assert_allclose(chosen(x, router, gate, up, down, routing=routing), want, atol=1e-5)
-    weights, numbers = moe.route(x, router, routing)
+    x = jnp.asarray(x)
+    weights, numbers = moe.route(x, jnp.asarray(router), routing)
     np.testing.assert_allclose(moe.all_experts(x, weights, numbers, gate, up, down, of_inputs=True), want, atol=1e-5)
 
 

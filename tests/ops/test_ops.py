@@ -75,7 +75,7 @@ class TestLinear:
 
     def test_one_row_by_parts_of_a_weight(self):
         """As large a weight is divided for one row, see `ops.cpu`; the result and its gradients are those of a matmul."""
-        x, w = normal(0, 1, 256), normal(1, 2048, 2, 256)
+        x, w = jnp.asarray(normal(0, 1, 256)), jnp.asarray(normal(1, 2048, 2, 256))
         plain = lambda x, w: jnp.einsum("td,fcd->tfc", x, w)
         assert "f32[8,1,512] = dot_general" in str(jax.make_jaxpr(ops.project)(x, w))
         np.testing.assert_allclose(ops.project(x, w), plain(x, w), rtol=1e-5, atol=1e-5)
@@ -125,11 +125,11 @@ class TestNorm:
         x, w = normal(seed, 3, dim), normal(seed + 1, dim)
         wide = x.astype(np.float64)
         want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * w
-        np.testing.assert_allclose(ops.rms_norm(x, w, eps), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ops.rms_norm(jnp.asarray(x), jnp.asarray(w), eps), want, rtol=1e-5, atol=1e-6)
 
     @given(st.sampled_from([8, 64]), seeds, st.floats(0.1, 100))
     def test_does_not_see_the_scale_of_its_input(self, dim, seed, scale):
-        x, w = normal(seed, 2, dim), np.ones(dim, np.float32)
+        x, w = jnp.asarray(normal(seed, 2, dim)), jnp.ones(dim)
         np.testing.assert_allclose(ops.rms_norm(x * scale, w, 1e-12), ops.rms_norm(x, w, 1e-12), rtol=1e-4, atol=1e-5)
 
     def test_takes_the_mean_in_float32(self):

@@ -113,17 +113,17 @@ def given(options, rows):
 
 def test_advantages_are_differences_within_a_group():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3.0, 1.0, 2.0, 2.0])
-    found = group_advantages(rewards, 4)
+    found = group_advantages(jnp.asarray(rewards), 4)
     groups = rewards.reshape(3, 4)
     expected = (groups - groups.mean(axis=1, keepdims=True)) / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-4)
     np.testing.assert_allclose(found.values, expected.ravel(), rtol=1e-12)
     assert found.flat == 1
     assert not np.asarray(found.values)[4:8].any()
-    unscaled = group_advantages(rewards, 4, scale=False).values
+    unscaled = group_advantages(jnp.asarray(rewards), 4, scale=False).values
     np.testing.assert_allclose(unscaled, (groups - groups.mean(axis=1, keepdims=True)).ravel())
     for group in (1, 5):
         with pytest.raises(ConfigError, match=f"group={group} must be at least 2 and divide the 12 answers"):
-            group_advantages(rewards, group)
+            group_advantages(jnp.asarray(rewards), group)
 
 
 @pytest.mark.parametrize(

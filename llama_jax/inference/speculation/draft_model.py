@@ -10,11 +10,12 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
 from llama_jax.inference.compiled_decode import Run
-from llama_jax.inference.decode import DecodeState, Request, shard_cache
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, shard_cache
 from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -50,7 +51,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             raise GenerationError(f"config of a draft is a {type(self.config).__name__}; give LlamaConfig and parameters")
 
     def check(
-        self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
     ) -> None:
         """See `Drafter.check`; ConfigError for parameters that do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
@@ -74,13 +75,13 @@ class DraftModel(Drafter, struct.PyTreeNode):
         check_rows(sharding_of(self.params), rows)
 
     def begin(
-        self, tokens: np.ndarray, lengths: np.ndarray, capacity: int, options: CacheOptions
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
         return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
 
-    def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray) -> KVCache:
+    def follow(self, memory: KVCache, history: Int32[np.ndarray, "B S"], known: Int[np.ndarray, " B"]) -> KVCache:
         """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""
         width = FOLLOWED if memory.window is None else 1 + MOST_DRAFTED
         read = np.asarray(memory.length)
@@ -95,16 +96,18 @@ class DraftModel(Drafter, struct.PyTreeNode):
             read = read + lengths
         return memory
 
-    def propose(self, memory: KVCache, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose(
+        self, memory: KVCache, state: DecodeState, history: Int32[Array, "B S"], count: int
+    ) -> tuple[Int32[Array, "B {count}"], KVCache]:
         """See `Drafter.propose`."""
         last = state.cache.length
         last_tokens = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
         return self.propose_after(memory, state, last_tokens, count)
 
     def propose_after(
-        self, memory: KVCache, state: DecodeState, last_tokens: jax.Array, count: int
-    ) -> tuple[jax.Array, KVCache]:
-        """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
+        self, memory: KVCache, state: DecodeState, last_tokens: Int32[Array, "B 2"], count: int
+    ) -> tuple[Int32[Array, "B {count}"], KVCache]:
+        """`propose`, given the last two tokens of each row; the model has read the first of them.
 
         After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
         last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
@@ -133,7 +136,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         (cache, _, _), rest = lax.scan(next_one, (cache, seen, first), steps)
         return jnp.concatenate([first[:, None], rest.T], axis=1), cache
 
-    def roll_back(self, memory: KVCache, lengths: jax.Array) -> KVCache:
+    def roll_back(self, memory: KVCache, lengths: Int32[Array, " B"]) -> KVCache:
         """See `Drafter.roll_back`."""
         return memory.replace(length=jnp.minimum(memory.length, lengths))
 
@@ -146,12 +149,17 @@ class DraftModel(Drafter, struct.PyTreeNode):
 
 
 def read_more(
-    draft: DraftModel, cache: KVCache, tokens: jax.Array, starts: jax.Array, lengths: jax.Array, whole: jax.Array
+    draft: DraftModel,
+    cache: KVCache,
+    tokens: Int32[Array, "B T"],
+    starts: Int32[Array, " B"],
+    lengths: Int32[Array, " B"],
+    whole: Int32[Array, " B"],
 ) -> KVCache:
-    """The cache after reading `lengths` tokens of each row, int32[B, any], from position `starts` on.
+    """The cache after reading `lengths` tokens of each row from position `starts` on.
 
     Args:
-      whole: int32[B], like `starts` and `lengths`: how many tokens the row has in the end.
+      whole: how many tokens the row has in the end.
     """
     positions = Positions(lengths, rope_lengths=whole)
     cache = cache.replace(length=starts)

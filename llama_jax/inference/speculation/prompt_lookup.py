@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
+from jaxtyping import Array, Int32
 
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, TokenChunk
+from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, TokenChunk
 from llama_jax.inference.drafter import Drafter, check_number
 
 
@@ -40,7 +40,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
-    def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[TokenChunk], tuple[int, int]]:
+    def hindsight(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
         """See `Drafter.hindsight`."""
         rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
@@ -52,7 +52,9 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
         return look_back
 
-    def propose(self, memory: Any, state: DecodeState, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+    def propose(
+        self, memory: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
+    ) -> tuple[Int32[Array, "B {count}"], Any]:
         """See `Drafter.propose`."""
 
         def of_row(row: jax.Array, last: jax.Array) -> jax.Array:
@@ -96,13 +98,10 @@ class Following:
         return [self.row[self.draft + i % period] for i in range(count)]
 
 
-def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:
-    """What followed the earlier occurrence of the tokens up to `last`: int32[count], -1 where there is none.
-
-    Args:
-      row: int32[S].
-      last: int32[], the index of the last token.
-    """
+def continued(
+    row: Int32[Array, " S"], last: Int32[Array, ""], count: int, longest: int, shortest: int
+) -> Int32[Array, " {count}"]:
+    """What followed the earlier occurrence of the tokens up to the one at index `last`; -1 where there is none."""
     slots = jnp.arange(row.shape[0], dtype=jnp.int32)
     same, run = slots < last, jnp.zeros_like(slots)
     for back in range(longest):  # compared backwards, as long as all are the same

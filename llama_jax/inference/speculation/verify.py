@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache
@@ -54,11 +56,13 @@ class Passes(NamedTuple):
     accepted: jax.Array
 
 
-def verify(model: Model, state: DecodeState, drafts: jax.Array, choose: Any = sample_next) -> tuple[DecodeState, TokenChunk]:
+def verify(
+    model: Model, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = sample_next
+) -> tuple[DecodeState, TokenChunk]:
     """Read the token of every row and its drafts, and choose after each of them.
 
     Args:
-      drafts: int32[B, T - 1]; -1 for none, which is never accepted.
+      drafts: T - 1 for each row; -1 for none, which is never accepted.
       choose: used instead of `decode.sample_next`; the array that it returns with the state replaces the log-probabilities.
 
     Returns:
@@ -80,7 +84,7 @@ def verify(model: Model, state: DecodeState, drafts: jax.Array, choose: Any = sa
 
 
 def choose_each(
-    state: DecodeState, logits: jax.Array, drafts: jax.Array, sharding: Sharding, choose: Any
+    state: DecodeState, logits: Float32[Array, "B T V"], drafts: Int32[Array, "B drafts"], sharding: Sharding, choose: Any
 ) -> tuple[DecodeState, TokenChunk]:
     """Sample position by position until no row has a correct draft; the rest is not sampled."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
@@ -117,17 +121,17 @@ class Size(NamedTuple):
 
 
 def run_passes(
-    model: Model, drafter: Drafter, work: PassState, passes: jax.Array, size: Size
-) -> tuple[PassState, jax.Array, Passes]:
+    model: Model, drafter: Drafter, work: PassState, passes: Int32[Array, ""] | np.int32, size: Size
+) -> tuple[PassState, Int32[Array, ""], Passes]:
     """Run up to `passes` passes, until all rows are done.
 
     Cache, memory and history must have room for `passes` * (drafted + 1) more tokens in each row.
 
     Args:
-      passes: int32[], at most `size.most`.
+      passes: at most `size.most`.
 
     Returns:
-      What has changed; the number of passes, int32[]; and their results, of which only that many passes are filled.
+      What has changed; the number of passes; and their results, of which only that many passes are filled.
     """
     batch, width = work.state.token.shape[0], size.drafted + 1
     sharding = model.sharding

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
 
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, scores_of, weighted_values
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
@@ -28,17 +29,19 @@ SIDE = 1024  # scores along one side of a block: enough that it is worth startin
 FEW_QUERY_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
+Part = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs and log-sum-exps
+Gradients = tuple[Float[Array, "B K T G H"], Float[Array, "B K S H"], Float[Array, "B K S W"]]  # queries, keys, values
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
     mask: AttentionMask,
     scale: float,
     window: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
     return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
@@ -62,24 +65,22 @@ blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
 def forward_part(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
     mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B K T G W"], Float[Array, "B K T G 1"]]:
     """Attention to some of the keys, to be joined with that to others by `merge`.
 
     Args:
-      queries: [B, K, T, G, H].
-      keys, values: [B, K, S, H].
       mask: of these queries and keys.
 
     Returns:
-      The output [B, K, T, G, H] and the log-sum-exp of each query's scores [B, K, T, G, 1], both in float32 at least; 0 and
-      -inf for a query that sees none of the keys.
+      The output and the log-sum-exp of each query's scores, both in float32 at least; 0 and -inf for a query that sees none
+      of the keys.
     """
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     query_blocks, key_blocks = _blocks_of(queries, keys)
@@ -126,26 +127,31 @@ class QueryGradientInputs(NamedTuple):
     d_out: jax.Array
 
     @classmethod
-    def of(cls, queries: jax.Array, lse: jax.Array, out: jax.Array, d_out: jax.Array) -> QueryGradientInputs:
-        """From the attention output [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+    def of(
+        cls,
+        queries: Float[Array, "B K T G H"],
+        lse: Float[Array, "B K T G 1"],
+        out: Float[Array, "B K T G W"],
+        d_out: Float[Array, "B K T G W"],
+    ) -> QueryGradientInputs:
+        """From the attention output and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
         delta = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1, keepdims=True)
         return cls(queries, lse, delta, d_out)
 
 
 def backward_part(
     inputs: QueryGradientInputs,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
     mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
-) -> Three:
+) -> Gradients:
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
     Args:
       inputs: with the log-sum-exp over these keys and all others that a query saw.
-      keys, values: [B, K, S, H].
       mask: of these queries and keys.
     """
     query_blocks, key_blocks = _blocks_of(inputs.queries, keys)
@@ -181,14 +187,15 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
 
 
 def block_gradients(
-    scale: float, inputs: QueryGradientInputs, keys: jax.Array, values: jax.Array, allowed: jax.Array
-) -> Three:
+    scale: float,
+    inputs: QueryGradientInputs,
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
+    allowed: Bool[Array, "#B T S"],
+) -> Gradients:
     """The gradients from all scores of some queries and keys.
 
     Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
-
-    Args:
-      allowed: bool[B|1, T, S].
     """
     queries, lse, delta, d_out = inputs
 
@@ -211,7 +218,7 @@ def block_gradients(
     return dq, dk, dv
 
 
-def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merge(first: Part, second: Part) -> Part:
     """Attention to two sets of keys from the attention to each: outputs and log-sum-exps as `forward_part` returns them."""
     lse = jnp.logaddexp(first[1], second[1])
     known = jnp.where(lse == -jnp.inf, 0, lse)  # a query that sees nothing in either: exp(-inf - 0) = 0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
 
 from llama_jax.ops.attention.mask import AttentionMask, visible
 from llama_jax.ops.platform import for_cpu
@@ -20,13 +21,13 @@ TOTAL = "total"  # the name of the softmaxes' denominators
 
 
 def dense_attention(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
     mask: AttentionMask,
     scale: float,
     window: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend`. Plain mathematics, which JAX differentiates in every way it knows.
 
     For the backward pass the mixture and the softmaxes' denominators are saved, and the scores computed again (Dao et al.
@@ -68,26 +69,22 @@ def _of_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: j
     return (attended / total).astype(queries.dtype)
 
 
-def scores_of(queries: jax.Array, keys: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
-    """[B, K, T, G, S], -inf where the query does not see the key, in float32 at least.
-
-    Args:
-      queries: [B, K, T, G, H].
-      keys: [B, K, S, H].
-      allowed: bool[B|1, T, S].
-    """
+def scores_of(
+    queries: Float[Array, "B K T G H"], keys: Float[Array, "B K S H"], allowed: Bool[Array, "#B T S"], scale: float
+) -> Float[Array, "B K T G S"]:
+    """The scores, -inf where the query does not see the key, in float32 at least."""
     scores = with_keys(queries.astype(keys.dtype), keys)
     return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
 
 
-def weighted_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """[B, K, T, G, S] times [B, K, S, H]: [B, K, T, G, H] in the dtype of the weights."""
+def weighted_values(weights: Float[Array, "B K T G S"], values: Float[Array, "B K S W"]) -> Float[Array, "B K T G W"]:
+    """The sum of the values times their weights, in the dtype of the weights."""
     return with_values(weights.astype(values.dtype), values).astype(weights.dtype)
 
 
 @for_cpu("multiply_heads")
-def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """[*batch, T, G, H] times [*batch, S, H]: [*batch, T, G, S], in float32 at least."""
+def with_keys(queries: Float[Array, "*batch T G H"], keys: Float[Array, "*batch S H"]) -> Float[Array, "*batch T G S"]:
+    """The inner products, in float32 at least."""
     if _is_one_row(keys):
         return with_keys(queries[0], keys[0])[None]
     batch = tuple(range(keys.ndim - 2))
@@ -96,8 +93,8 @@ def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 @for_cpu("multiply_heads")
-def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H], in float32 at least."""
+def with_values(weights: Float[Array, "*batch T G S"], values: Float[Array, "*batch S W"]) -> Float[Array, "*batch T G W"]:
+    """The sums over S, in float32 at least."""
     if _is_one_row(values):
         return with_values(weights[0], values[0])[None]
     batch = tuple(range(values.ndim - 2))

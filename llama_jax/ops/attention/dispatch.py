@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Literal, get_args
 
-import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention.checks import check_shapes
@@ -24,7 +24,7 @@ SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradien
 
 
 def attend(
-    queries: jax.Array,
+    queries: Float[Array, "B K T G H"],
     view: KVView,
     mask: AttentionMask,
     *,
@@ -32,14 +32,13 @@ def attend(
     window: int | None = None,
     backend: AttentionBackend = "auto",
     head_sharding: HeadSharding | None = None,
-) -> jax.Array:
+) -> Float[Array, "B K T G W"]:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
 
     The G queries of a group share their key/value head (Ainslie et al. 2023, section 2.2): K = N is multi-head, K = 1
     multi-query attention. Keys and values are never repeated in memory; the group is an axis of the matmul.
 
     Args:
-      queries: [B, K, T, G, H].
       view: of keys and values [B, K, S, H].
       mask: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
         causal mask and also hides the empty or padded end of a cache.
@@ -51,7 +50,7 @@ def attend(
       head_sharding: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
 
     Returns:
-      [B, K, T, G, H] in the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
+      In the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
 
     Raises:
       ConfigError: an unknown backend, or one that cannot compute this; an empty window; shapes that do not fit

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, visible
@@ -86,8 +87,14 @@ def _refusal_of_division(kernel: str, problem: AttentionShape) -> str | None:
 
 
 def cudnn(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask, *, scale: float, window: int | None = None
-) -> jax.Array:
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
+    mask: AttentionMask,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
 
     Segments, and positions other than those of whole rows, are passed to cuDNN as a mask. Whole rows are then computed in
@@ -132,15 +139,15 @@ def _dot_product_attention(
 
 
 def splash(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
     mask: AttentionMask,
     *,
     scale: float,
     window: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend` with whole rows; `interpret` runs the kernel without a TPU, slowly."""
     # Imported here: importing Pallas takes a second, which is only for those with a TPU.
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from llama_jax.ops.platform import AnyArray
 
 # Positions of a key that no query sees, and of a query that sees nothing.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
@@ -40,8 +43,8 @@ class AttentionMask(struct.PyTreeNode):
     ordered: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def whole(cls, length: int, segments: jax.Array | None = None) -> AttentionMask:
-        """The causal mask of whole rows of T tokens, with the document of each: `segments` int32[B, T] or None."""
+    def whole(cls, length: int, segments: Int[AnyArray, "B T"] | None = None) -> AttentionMask:
+        """The causal mask of whole rows of T tokens, with the document of each in `segments`."""
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         return cls(slots, slots, segments, segments, ordered=True)
 
@@ -106,8 +109,8 @@ class PagedAttentionShape:
     devices: int = 1
 
 
-def visible(mask: AttentionMask, window: int | None = None) -> jax.Array:
-    """bool[B|1, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
+def visible(mask: AttentionMask, window: int | None = None) -> Bool[Array, "#B T S"]:
+    """The key is not after the query, not `window` or more before it, and of its segment."""
     queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
     allowed = keys <= queries
     if window is not None:

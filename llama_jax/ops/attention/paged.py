@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
 
 from llama_jax.errors import MeshError
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
@@ -42,8 +43,8 @@ class PagedView(struct.PyTreeNode):
     starts: Any
     each: int | None = struct.field(pytree_node=False, default=None)
 
-    def tokens(self, count: int) -> tuple[jax.Array, jax.Array]:
-        """The row and the position in it of each of the T new tokens, int32[T] each; padding has the last row, and -1."""
+    def tokens(self, count: int) -> tuple[Int32[Array, " {count}"], Int32[Array, " {count}"]]:
+        """The row and the position in it of each of the new tokens; padding has the last row, and -1."""
         rows = len(self.lengths)
         if self.each is not None:
             row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.each)
@@ -57,15 +58,15 @@ class PagedView(struct.PyTreeNode):
 
 
 def paged_reference(
-    queries: jax.Array,
+    queries: Float[Array, "T K G H"],
     view: PagedView,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks: int = 0,
-    sink_queries: jax.Array | None = None,
-) -> jax.Array:
+    sink_queries: Float[Array, "T K G H"] | None = None,
+) -> Float[Array, "T K G H"]:
     """`attend_paged` as it is defined, of every token with all slots of its row: the oracle of the other ways."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     row, position = view.tokens(len(queries))
@@ -89,34 +90,33 @@ def paged_reference(
 
 
 def attend_paged(
-    queries: jax.Array,
+    queries: Float[Array, "T K G H"],
     view: PagedView,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks: int = 0,
-    sink_queries: jax.Array | None = None,
+    sink_queries: Float[Array, "T K G H"] | None = None,
     head_sharding: HeadSharding | None = None,
-) -> jax.Array:
+) -> Float[Array, "T K G H"]:
     """Attend from each new token to the keys of its row at its own and earlier positions.
 
     Args:
-      queries: [T, K, G, H].
       view: which hold the new tokens' own keys and values already.
       scale: multiplies the scores.
       window: a query sees only keys less than this many positions before it. So the table may be a ring, in which pages
         that no new token sees are those of later tokens, too.
       chunk: a query sees only keys of its own chunk, so many positions each.
       sinks: keys of so many first positions are seen from everywhere (Xiao et al. 2023, section 3.2).
-      sink_queries: [T, K, G, H], the queries as the sinks are to see them, `queries` by default.
+      sink_queries: the queries as the sinks are to see them, `queries` by default.
       head_sharding: the axes of the current mesh over which rows and heads are cut, each device computing its own part.
         With the rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the
         axis P of the pages: those of a row are on its device. Without it XLA divides the program, and no kernel is used on a
         mesh.
 
     Returns:
-      [T, K, G, H] in the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
+      In the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
 
     Raises:
       MeshError: rows, pages or heads cannot be cut evenly; rows are cut, but `view.each` does not say where.
@@ -138,13 +138,17 @@ def attend_paged(
 
 
 def write_paged(
-    pages: Any, keys: jax.Array, values: jax.Array, view: PagedView, head_sharding: HeadSharding | None = None
+    pages: Any,
+    keys: Float[Array, "T K H"],
+    values: Float[Array, "T K H"],
+    view: PagedView,
+    head_sharding: HeadSharding | None = None,
 ) -> Any:
     """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
 
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
-      keys, values: [T, K, H]. Padding is dropped.
+      keys, values: padding is dropped.
       view: where they belong; its own pages are not read.
       head_sharding: as for `attend_paged`.
 
@@ -230,7 +234,7 @@ def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
 
 @for_cpu("attend_paged")
 def _attend(
-    queries: jax.Array,
+    queries: Float[Array, "T K G H"],
     view: PagedView,
     *,
     scale: float,

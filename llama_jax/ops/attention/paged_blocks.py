@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from llama_jax.ops.int8 import Quantized, dequantize, over_rows
 
@@ -44,15 +45,15 @@ class QueryBlocks(NamedTuple):
 
 
 def attend_by_blocks(
-    queries: jax.Array,
+    queries: Float[Array, "T K G H"],
     view: Any,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks: int = 0,
-    sink_queries: jax.Array | None = None,
-) -> jax.Array:
+    sink_queries: Float[Array, "T K G H"] | None = None,
+) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`. The softmax is made as the blocks of keys come, as in `blockwise`.
 
     Of keys that are seen from everywhere, the sinks, the pages are a block of their own: what lies between them and a
@@ -126,8 +127,10 @@ def attend_by_blocks(
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
-def seen_by(query: jax.Array, key: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
-    """Whether the query at a position sees the key at another of its row."""
+def seen_by(
+    query: Int[Array, " ..."], key: Int[Array, " ..."], window: int | None, chunk: int | None
+) -> Bool[Array, " ..."]:
+    """Whether the query at a position sees the key at another of its row; the two are broadcast."""
     allowed = key <= query
     if window is not None:
         allowed &= query - key < window
@@ -136,7 +139,7 @@ def seen_by(query: jax.Array, key: jax.Array, window: int | None, chunk: int | N
     return allowed
 
 
-def first_seen(query: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+def first_seen(query: Int[Array, "*shape"], window: int | None, chunk: int | None) -> Int[Array, "*shape"]:
     """The first position that a query at a position sees, and at most that of any after it."""
     begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
     return begin if window is None else jnp.maximum(begin, query - window + 1)

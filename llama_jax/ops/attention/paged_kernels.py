@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from llama_jax.ops.attention.mask import PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
@@ -43,7 +44,9 @@ def _refusal_of_both(kernel: str, problem: PagedAttentionShape) -> str | None:
     return None
 
 
-def ragged(queries: jax.Array, view: Any, *, scale: float, window: int | None = None) -> jax.Array:
+def ragged(
+    queries: Float[Array, "T K G H"], view: Any, *, scale: float, window: int | None = None
+) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
     Its pages are those of one layer: the stack of all layers is one pool for it, in which a layer's pages have numbers of
@@ -101,14 +104,14 @@ def refusal_of_triton(platform: str, problem: PagedAttentionShape) -> str | None
 
 
 def triton(
-    queries: jax.Array,
+    queries: Float[Array, "T K G H"],
     view: Any,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`; `interpret` runs the kernel without a GPU, slowly.
 
     A program computes a block of a row's queries, those of one head, with all or a part of the keys that they see; parts are

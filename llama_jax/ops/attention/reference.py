@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from llama_jax.ops.attention.mask import AttentionMask, visible
 
 
 def reference(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask, *, scale: float, window: int | None = None
-) -> jax.Array:
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
+    mask: AttentionMask,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Array, "B K T G W"]:
     """Scores, softmax, mixture (Vaswani et al. 2017, section 3.2.1), all T x S of them, differentiated by JAX.
 
     Arguments and result as for `attend`. A query that sees nothing gives zeros.
