@@ -207,7 +207,7 @@ def test_the_command(tasks, tmp_path):
     again = run_here("lm-eval", folder, "--tasks", "mine_choose", "--include-path", tasks, "--output", tmp_path / "out.json")
     assert (again.returncode, "exists; remove it" in again.stderr) == (2, True)
     none = run_here("lm-eval", folder, "--tasks", "mine_none", "--include-path", tasks)
-    assert (none.returncode, "'mine_none' is no task" in none.stderr) == (2, True)
+    assert (none.returncode, "'mine_none' is not a task" in none.stderr) == (2, True)
 
 
 def test_the_command_with_an_adapter_in_fewer_bits(tasks, tmp_path):
