@@ -271,7 +271,7 @@ class _Line:
             raise self.wrong(f"prompt is missing, which must be a text or messages; the fields are {self.fields()}")
         if not shared or (prompt and shared[-1]["content"] != prompt[-1]["content"]):
             raise self.wrong(
-                "chosen and rejected begin with a message that is not the assistant's, and not with the same prompt; give"
-                " the prompt as `prompt`, and in the two only what follows it"
+                "chosen and rejected begin with a message that is not the assistant's, and not with the same prompt; put"
+                " the prompt into `prompt`, and into the two only what follows it"
             )
         return shared, chosen[common:], rejected[common:]

@@ -35,7 +35,7 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
     period = math.lcm(*(share.denominator for share in found.values()))
     if period > MAX_PERIOD:
         raise DataError(
-            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {MAX_PERIOD:,} at most are kept; give"
+            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {MAX_PERIOD:,} at most are kept; use"
             " weights of fewer digits"
         )
     return found

@@ -115,7 +115,7 @@ class TextModel:
             raise GenerationError("the vocabulary has no token to begin with: neither bos nor eos; name one beside it")
         if tokenizer.vocab_size > config.vocab_size:
             raise GenerationError(
-                f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size}; give the"
+                f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size}; pass the"
                 " model's own"
             )
         self.context = options.context_of(config)

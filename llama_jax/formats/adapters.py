@@ -150,11 +150,11 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         if opened is not None:
             return opened.read(config, dtype)
         if not folder.exists():
-            raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
+            raise CheckpointError(f"{folder} does not exist; pass a folder that PEFT or train wrote")
         if step_at(folder) is not None:
-            raise CheckpointError(f"{folder} holds a whole model and no adapter; give it as the model")
+            raise CheckpointError(f"{folder} holds a whole model and no adapter; pass it as the model")
         raise CheckpointError(
-            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; give a folder that PEFT or train wrote"
+            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder that PEFT or train wrote"
         )
 
 

@@ -219,7 +219,7 @@ def open_file(path: Location) -> Opened:
         tensors |= found
     count = fields.get("split.tensors.count", len(tensors))
     if fields.get("general.type") == "adapter":
-        raise CheckpointError(f"{path} is an adapter; give the model that it was trained on, and it as the adapter")
+        raise CheckpointError(f"{path} is an adapter; pass the model that it was trained on, and it as the adapter")
     if count != len(tensors):
         raise CheckpointError(f"{path}: {len(tensors)} tensors where {count} should be; copy all parts again")
     try:
@@ -267,7 +267,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model reads ahead")
     table = tensors.get(NAMES["embedding"])
     if not tensors:
-        raise ConfigError("a vocabulary without weights; give a model, and this as its tokenizer (--tokenizer)")
+        raise ConfigError("a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     n_layers = need("block_count")

@@ -50,10 +50,10 @@ def fetch(place: str, revision: str | None = None, folder: Path | None = None) -
     """
     found = PLACE_PATTERN.fullmatch(place)
     if found is None:
-        raise CheckpointError(f"{place!r} is not a repository of the hub; give {PLACE_EXAMPLE}")
+        raise CheckpointError(f"{place!r} is not a repository of the hub; pass {PLACE_EXAMPLE}")
     name, within, inside = found[1], found[2], found[3] or ""
     if revision is not None and within is not None and revision != within:
-        raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; give one of them")
+        raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; pass one of them")
     revision = within if revision is None else revision
     root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
     target = cache_folder() if folder is None else folder
@@ -129,7 +129,7 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
     firsts = [name for name in models if (part := SPLIT_NAME.search(name)) is None or int(part[1]) == 1]
     if len(firsts) > 1:
         listed = ", ".join(f"{name} ({sum(sizes[part] for part in _alone(name, sizes)) / 1e9:.1f} GB)" for name in firsts)
-        raise CheckpointError(f"{place} holds several models; give one of them, as {place}/{firsts[0]}: {listed}")
+        raise CheckpointError(f"{place} holds several models; pass one of them, as {place}/{firsts[0]}: {listed}")
     if firsts:
         return _alone(firsts[0], sizes)
     if ADAPTER_CONFIG in sizes and ADAPTER_WEIGHTS in sizes:

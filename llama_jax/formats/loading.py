@@ -154,14 +154,14 @@ def load(
         raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
     if isinstance(adapters, str | os.PathLike):
         raise CheckpointError(
-            f"adapters={shown(os.fspath(adapters))} is one path; give a list of them, or adapter for all rows"
+            f"adapters={shown(os.fspath(adapters))} is one path; pass a list of them, or adapter for all rows"
         )
     if adapter is not None and adapters:
-        raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
+        raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; pass one of the two")
     if (adapter is not None or adapters) and shardings is not None:
-        raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; give mesh in their place")
+        raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; pass mesh in their place")
     if mesh is not None and shardings is not None:
-        raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
+        raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; pass one")
     # A caller's own shardings are for training, which scans the layers.
     split_layers = shardings is None and lowering_platform() == "gpu"
     opened = open_checkpoint(bundled() if path is None else path)
@@ -253,14 +253,14 @@ def check_names(opened: Opened | OrbaxCheckpoint) -> None:
 def _open(path: Location) -> Opened | OrbaxCheckpoint:
     if not path.exists():
         if isinstance(path, StoredPath):
-            raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
+            raise CheckpointError(f"{path}: nothing is stored there; pass a model's folder or file in the store")
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
+            raise CheckpointError(f"{path} is a symbolic link that leads to no file; pass a model's folder or file")
         raise CheckpointError(
-            f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
+            f"{path} does not exist; pass a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
         )
     if not path.is_dir() and not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")
+        raise CheckpointError(f"{path} is neither a file nor a folder; pass a model's folder or file")
     for format in FORMATS.values():
         if format.recognizes(path):
             return format.open(path)
@@ -272,7 +272,7 @@ def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
     inside: list[Location] = [*folder.iterdir()]
     found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]
     if len(found) > 1:
-        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in found)}); give one of the files")
+        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in found)}); pass one of the files")
     if found:
         return _open(found[0])
     if find_checkpoints(folder) is not None:
@@ -281,7 +281,7 @@ def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
         return huggingface.open_folder(folder)  # says which weights are missing
     if (folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(
-            f"{folder} holds an adapter and no model; give its base as the model, and this as its adapter (--adapter)"
+            f"{folder} holds an adapter and no model; pass its base as the model, and this as its adapter (--adapter)"
         )
     raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 

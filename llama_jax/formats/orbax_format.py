@@ -351,7 +351,7 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
     if of_run:
         if adapters_of(folder) is not None:
             raise CheckpointError(
-                f"{folder} holds adapters and not a model; give their base as the model, and this as its adapter (--adapter)"
+                f"{folder} holds adapters and not a model; pass their base as the model, and this as its adapter (--adapter)"
             )
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
@@ -532,7 +532,7 @@ def _check_same_step(stored: OrbaxCheckpoint) -> None:
     if len(set(others)) > 1:
         raise CheckpointError(
             f"{stored.path} is what this process would read, and not all others: the run goes on, and they found the steps"
-            f" {', '.join(map(str, sorted(set(others))))}; give all of them one that stays"
+            f" {', '.join(map(str, sorted(set(others))))}; pass all of them one that stays"
         )
 
 

@@ -247,7 +247,7 @@ def _convert_adapter(
     config = opened.base_config if base is None else None
     if config is None and base is None and (named is None or not where.exists()):
         reason = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
-        raise CheckpointError(f"{source} {reason}; give the base's folder or file as base (--base)")
+        raise CheckpointError(f"{source} {reason}; pass the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
@@ -306,9 +306,9 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
     if isinstance(locate(path), StoredPath) and not own.in_stores:
         raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
     if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
-        raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
+        raise CheckpointError(f"{name} is named like a file, and {format} is a folder; use another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):
-        raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
+        raise CheckpointError(f"{name} is named like a folder, and {format} is a file; pass its name")
     if dtype is not None and dtype not in own.dtypes:
         others = " or ".join(repr(name) for name in get_args(WrittenFormat) if dtype in FORMATS[name].dtypes)
         raise CheckpointError(
@@ -348,7 +348,7 @@ def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
         target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):
-            raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; give parameters that are finite")
+            raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; pass finite parameters")
         if largest > float(jnp.finfo(target).max):
             raise CheckpointError(f"array {name_of(path)!r} holds numbers too large for {target}; use another dtype")
         return array.astype(target)

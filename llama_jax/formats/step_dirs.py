@@ -58,7 +58,7 @@ def existing_step(folder: Location, step: int | None) -> int:
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
     if step is not None and step not in steps:
-        raise CheckpointError(f"{folder} holds no step {step}; give one of {', '.join(map(str, steps))}")
+        raise CheckpointError(f"{folder} holds no step {step}; pass one of {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
 

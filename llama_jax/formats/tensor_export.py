@@ -60,12 +60,12 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
     if not path.exists():
         return
     if not path.is_dir() and not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder; give another path")
+        raise CheckpointError(f"{path} is neither a file nor a folder; use another path")
     if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
-        raise CheckpointError(f"{path} is the current folder, and another would take its place; give a folder inside it")
+        raise CheckpointError(f"{path} is the current folder, and another would take its place; use a folder inside it")
     if path.is_dir() != folder:
         there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
-        raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; give another path")
+        raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; use another path")
     inside = sorted(entry.name for entry in path.iterdir()) if folder else []
     if folder and not inside:
         return
@@ -73,7 +73,7 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
         raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
     foreign = [name for name in inside if name not in OTHER_FILES and not WEIGHT_FILES.fullmatch(name)]
     if foreign:
-        raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; give another path")
+        raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; use another path")
 
 
 # Bytes, of an object store: runs are read one after the other, and each answer takes long to begin.

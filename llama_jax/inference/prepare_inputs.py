@@ -27,7 +27,7 @@ def prepare(
 ) -> tuple[PromptTokens, PromptLengths, Request]:
     """Prompts as tokens, padded on the right to a `bucket`, their lengths, and the request, after all checks."""
     if not isinstance(config, LlamaConfig):
-        raise GenerationError(f"config is a {type(config).__name__}; give the LlamaConfig first, then the parameters")
+        raise GenerationError(f"config is a {type(config).__name__}; pass the LlamaConfig first, then the parameters")
     if not isinstance(sampling, Sampling):
         raise GenerationError(f"sampling={shown(sampling, 40)} must be a Sampling, such as Sampling(temperature=0.8)")
     rows = checked_prompts(config, prompts)

@@ -104,7 +104,7 @@ def check_rows(sharding: Sharding, batch: int) -> None:
     ways = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
     if batch % ways:
         raise MeshError(
-            f"batch={batch} cannot be split over {'*'.join(placement.rows)}={ways}; give a multiple of {ways} prompts,"
+            f"batch={batch} cannot be split over {'*'.join(placement.rows)}={ways}; pass a multiple of {ways} prompts,"
             " or lay the model out over tensor alone"
         )
 

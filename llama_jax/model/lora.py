@@ -73,10 +73,10 @@ class Lora:
         require_number("alpha", self.alpha, above=0)
         known = ", ".join(TARGETS)
         if not self.targets:
-            raise ConfigError(f"targets={self.targets} name no matrix; give some of {known}")
+            raise ConfigError(f"targets={self.targets} name no matrix; pass some of {known}")
         for name in self.targets:
             if name not in TARGETS:
-                raise ConfigError(f"targets: {shown(name)} is no matrix that has an adapter here; give some of {known}")
+                raise ConfigError(f"targets: {shown(name)} is no matrix that has an adapter here; pass some of {known}")
         if len(set(self.targets)) < len(self.targets):
             raise ConfigError(f"targets={shown(self.targets, 200)} name a matrix twice; name each once")
 
@@ -105,7 +105,7 @@ def init_adapters(
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
     """
     if lora.dora and base is None:
-        raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
+        raise ConfigError("dora=True begins with the lengths of the base's rows; pass the base to init_adapters")
 
     def magnitude_of(spec: ParamSpec) -> jax.Array:
         lengths = row_lengths(attrgetter(spec.path)(base)).astype(dtype)
@@ -158,7 +158,7 @@ def build_adapters(
     of_experts = [name for name in lora.targets if config.experts and "feed_forward" in TARGETS[name].path]
     if of_experts:
         raise ConfigError(
-            f"targets: {of_experts[0]} is a matrix of each expert in this model, and those have no adapters here; give some"
+            f"targets: {of_experts[0]} is a matrix of each expert in this model, and those have no adapters here; pass some"
             " of q_proj, k_proj, v_proj, o_proj"
         )
     paths = {TARGETS[name].path for name in lora.targets}

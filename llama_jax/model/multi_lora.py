@@ -63,7 +63,7 @@ def stack_adapters(
       ConfigError: none, or a target that the model does not have.
     """
     if not adapters:
-        raise ConfigError("a table of adapters has one at least; give some, or leave the table out")
+        raise ConfigError("a table of adapters has one at least; pass some, or leave the table out")
     rank, count = max(lora.rank for _, lora in adapters), len(adapters)
     used = {name for _, lora in adapters for name in lora.targets}
     dora = any(lora.dora for _, lora in adapters)
@@ -131,7 +131,7 @@ def check_choice(params: Llama, rows: Sequence[int]) -> None:
     for number in rows:
         if not -1 <= number < count:
             there = f"0 to {count - 1}" if count else "none"
-            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; give one of those, or -1 to use none")
+            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; pass one of those, or -1 to use none")
 
 
 def adapters_in(params: Llama) -> int:

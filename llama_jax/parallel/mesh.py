@@ -81,7 +81,7 @@ def parse_mesh(text: str) -> MeshSizes:
         if axis not in AXES:
             raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
         if axis in sizes:
-            raise MeshError(f"mesh {shown(text, 80)} gives {axis} twice; give it once")
+            raise MeshError(f"mesh {shown(text, 80)} gives {axis} twice; name it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
 

@@ -295,11 +295,11 @@ def _find_rank(
         return None
     if missing and detect:
         raise MeshError(
-            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that says {', '.join(missing)}; give"
+            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that says {', '.join(missing)}; pass"
             " --coordinator HOST:PORT --processes N --process-id I"
         )
     if coordinator is None or processes is None or process_id is None:
-        raise MeshError(f"{', '.join(missing)} is missing; give all of --coordinator, --processes and --process-id, or none")
+        raise MeshError(f"{', '.join(missing)} is missing; pass all of --coordinator, --processes and --process-id, or none")
     address = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
     if not address or not 0 < int(address[2]) < 1 << 16:
         raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
@@ -320,14 +320,14 @@ def _detect(
         detect = ClusterEnv.auto_detect_unset_distributed_params
     except (ImportError, AttributeError):
         raise MeshError(
-            f"how jax {jax.__version__} finds a cluster is not known here; give --coordinator, --processes and --process-id"
+            f"how jax {jax.__version__} finds a cluster is not known here; pass --coordinator, --processes and --process-id"
         ) from None
     try:
         detected = detect(coordinator, processes, process_id, None, None, int(timeout))
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
-            f"the cluster does not tell this process its number ({reason}); give --coordinator, --processes, --process-id"
+            f"the cluster does not tell this process its number ({reason}); pass --coordinator, --processes, --process-id"
         ) from None
     return detected[0], detected[1], detected[2], None if detected[3] is None else list(detected[3])
 
@@ -362,7 +362,7 @@ def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any])
         theirs, ours = values.get(name), first.get(name)
         if theirs != ours:
             return (
-                f"{name}: process {index} has {theirs!r}, process 0 {ours!r}; give all processes the same command, data and"
+                f"{name}: process {index} has {theirs!r}, process 0 {ours!r}; pass all processes the same command, data and"
                 " shared --workdir"
             )
     return None

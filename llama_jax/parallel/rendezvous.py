@@ -82,7 +82,7 @@ def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Membe
             if other.index == 0 or other.index in present:
                 strangers.append(link)
                 twin = me if other.index == 0 else present[other.index][0]
-                raise refuse(f"{twin} and {other} have the same number; give each its own --process-id")
+                raise refuse(f"{twin} and {other} have the same number; pass each its own --process-id")
             present[other.index] = other, link
     members = (me, *(present[index][0] for index in range(1, rank.processes)))
     links = {index: link for index, (_, link) in present.items()}
@@ -153,7 +153,7 @@ def _listen(rank: Rank) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise MeshError(
-            f"port {rank.port} of --coordinator {rank.coordinator} cannot be taken ({reason}); give another port to all"
+            f"port {rank.port} of --coordinator {rank.coordinator} cannot be taken ({reason}); use another port for all"
             " processes"
         ) from None
 

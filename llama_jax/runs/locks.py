@@ -164,7 +164,7 @@ class Lease:
                         )
                 elif found.content != first:
                     raise TrainingError(
-                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or give"
+                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or use"
                         " another --workdir"
                     )
                 if _clock() < deadline:

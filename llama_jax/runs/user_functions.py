@@ -198,7 +198,7 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
             given = ", ".join(f"{name}=..." for name in columns)
             raise TrainingError(
                 f"reward {reward.name} cannot be called as ({COMPLETIONS}, {given}), with the fields of the data"
-                f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and give"
+                f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and add to"
                 " the data the fields that it reads"
             ) from None
 

@@ -81,7 +81,7 @@ class EngineOptions:
         context = self.context or config.max_seq_len
         if isinstance(self.draft, DraftModel) and context > self.draft.config.max_seq_len:
             raise GenerationError(
-                f"the draft's context is {self.draft.config.max_seq_len} tokens, the engine's {context}; give"
+                f"the draft's context is {self.draft.config.max_seq_len} tokens, the engine's {context}; pass"
                 f" context={self.draft.config.max_seq_len} (--context), or a draft that can read as many"
             )
         return context
@@ -115,7 +115,7 @@ class EngineOptions:
             tokens = max(self.rows * min(TOKENS_OF_ROW, context), context)
         if tokens < context:
             raise GenerationError(
-                f"cache_tokens={tokens} are less than the context of {context}; give as many, or a shorter context"
+                f"cache_tokens={tokens} are less than the context of {context}; set as many, or a shorter context"
             )
         return -(-tokens // PAGE)
 

@@ -342,7 +342,7 @@ def remedy_for(error: BaseException) -> str:
     if number == errno.EBADF:
         return "; it is closed"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "; give a folder that you may write to"
+        return "; use a folder that you may write to"
     if number == errno.ENOTDIR or (isinstance(error, FileExistsError) and error.strerror == os.strerror(errno.EEXIST)):
         return "; a file is where a folder is needed: give another path"
     if number == errno.EISDIR:

@@ -169,7 +169,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
       UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
     """
     if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
-        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; give it as text")
+        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; pass it as text")
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)

@@ -40,10 +40,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 def _load(path: Location) -> Tokenizer:
     if not path.exists():
-        raise TokenizerError(f"{path} does not exist; give {VOCABULARY_KINDS}, or a folder with one")
+        raise TokenizerError(f"{path} does not exist; pass {VOCABULARY_KINDS}, or a folder with one")
     if not path.is_dir():
         if not path.is_file():
-            raise TokenizerError(f"{path} is neither a file nor a folder; give {VOCABULARY_KINDS}")
+            raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_KINDS}")
         if is_gguf(path):
             with open_header(path, TokenizerError) as header:
                 return gguf.from_metadata(header.fields(), str(path))
@@ -58,7 +58,7 @@ def _load(path: Location) -> Tokenizer:
             f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json; name a GGUF file itself"
         )
     if len(others) > 1:
-        raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); give one of them")
+        raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); pass one of them")
     return others[0][1]
 
 

@@ -59,7 +59,7 @@ def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:
       ConfigError: the rows have no random numbers.
     """
     if rows.noise is None:
-        raise ConfigError(f"neftune={alpha} makes noise of random numbers; give the batch its noise, uint32[B, T + 1]")
+        raise ConfigError(f"neftune={alpha} makes noise of random numbers; set its noise, uint32[B, T + 1]")
     lengths = rows.rope_lengths
     if lengths is None:
         places = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1], dtype=jnp.int32), rows.tokens.shape)

@@ -130,7 +130,7 @@ def policy_loss(
       ConfigError: `beta` without a reference, or a reference without `beta`.
     """
     if (reference is None) != (options.beta == 0):
-        need = "needs the reference's log-probabilities" if reference is None else "does not read a reference; give None"
+        need = "needs the reference's log-probabilities" if reference is None else "does not read a reference; pass None"
         raise ConfigError(f"a policy loss of beta={options.beta} {need}")
     mask = mask.astype(logprobs.dtype)
     advantages = jax.lax.stop_gradient(advantages)[:, None]

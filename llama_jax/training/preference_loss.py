@@ -157,7 +157,7 @@ def _log_of_not(logprob: jax.Array) -> jax.Array:
 
 def _check(kind: PreferenceKind, reference: Pair | None, lengths: Pair | None, mismatched: AnyArray | None) -> None:
     if (reference is None) != (kind in FREE):
-        need = "has no reference; give None" if kind in FREE else "needs the reference's log-probabilities"
+        need = "has no reference; pass None" if kind in FREE else "needs the reference's log-probabilities"
         raise ConfigError(f"the preference loss {kind} {need}")
     if lengths is None and kind in ("ipo", *FREE):
         raise ConfigError(f"the preference loss {kind} is of log-probabilities per token: give the lengths of the answers")

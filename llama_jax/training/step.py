@@ -235,7 +235,7 @@ def microbatches(batch: Any, parts: int) -> Any:
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % parts:
-        raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; give a divisor")
+        raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; pass a divisor")
     return jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
 

@@ -77,7 +77,7 @@ def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
     """It would be one without a name from then on, in which not even the result is found."""
     monkeypatch.chdir(tmp_path)
     refused = error_of(run(FORMATS / "meta-1", "."))
-    assert "is the current folder, and another would take its place; give a folder inside it" in refused
+    assert "is the current folder, and another would take its place; use a folder inside it" in refused
     assert run(FORMATS / "meta-1", "./model").returncode == 0
 
 

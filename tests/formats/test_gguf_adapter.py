@@ -72,7 +72,7 @@ def test_adapters_are_converted_both_ways(calling, tmp_path):
     base = write_hf_folder(tmp_path / "base", CONFIG)
     theirs.write_adapter(tmp_path / "peft", CONFIG, LORA)
     with pytest.raises(
-        CheckpointError, match=r"says nothing of its base; give the base's folder or file as base \(--base\)"
+        CheckpointError, match=r"says nothing of its base; pass the base's folder or file as base \(--base\)"
     ):
         convert(tmp_path / "peft", tmp_path / "a.gguf")
     calling(Convert, tmp_path / "peft", tmp_path / "a.gguf", "--base", base, "--dtype", "float16")
@@ -89,9 +89,9 @@ def test_what_cannot_be(tmp_path):
     save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA, base="a/hub")
     with pytest.raises(CheckpointError, match="exists; remove it, or replace it"):
         save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA)
-    with pytest.raises(CheckpointError, match=r"is an adapter; give the model that it was trained on"):
+    with pytest.raises(CheckpointError, match=r"is an adapter; pass the model that it was trained on"):
         llama_jax.load(tmp_path / "a.gguf")
-    with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; give the base"):
+    with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; pass the base"):
         convert(tmp_path / "a.gguf", tmp_path / "peft")
     with pytest.raises(CheckpointError, match="is an adapter: it is written as safetensors or gguf, in a float"):
         convert(tmp_path / "a.gguf", tmp_path / "b.gguf", dtype="q8_0", base=base)

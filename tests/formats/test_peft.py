@@ -161,7 +161,7 @@ def test_tensors_that_do_not_fit(folder):
 
 
 def test_folders_that_hold_none(hf_folder, folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere does not exist; give a folder that PEFT or train wrote"):
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist; pass a folder that PEFT or train wrote"):
         llama_jax.load_adapter(tmp_path / "nowhere", llama_jax.preset("stories-260k"))
     with pytest.raises(CheckpointError, match=r"holds no adapter: it has no adapter_config.json"):
         load_adapter(hf_folder, CONFIG)

@@ -163,10 +163,10 @@ def test_how_many_numbers_are_learnt(models):
     [
         ({"rank": 0}, "rank=0 must be a positive integer"),
         ({"alpha": 0.0}, r"alpha=0.0 must be a finite number above 0"),
-        ({"targets": ()}, r"targets=\(\) name no matrix; give some of q_proj, k_proj"),
+        ({"targets": ()}, r"targets=\(\) name no matrix; pass some of q_proj, k_proj"),
         (
             {"targets": ("q_proj", "lm_head")},
-            "targets: 'lm_head' is no matrix that has an adapter here; give some of q_proj",
+            "targets: 'lm_head' is no matrix that has an adapter here; pass some of q_proj",
         ),
         ({"targets": ("qproj",)}, "targets: 'qproj' is no matrix"),
         ({"targets": ("q_proj", "q_proj")}, "name a matrix twice"),
@@ -256,7 +256,7 @@ class TestMagnitudes:
         found = jit_logits(config, adapted(base, adapters, DORA), TOKENS)
         np.testing.assert_allclose(found, jit_logits(config, base, TOKENS), atol=1e-5)
         with pytest.raises(
-            ConfigError, match="dora=True begins with the lengths of the base's rows; give init_adapters the"
+            ConfigError, match="dora=True begins with the lengths of the base's rows; pass the base to"
         ):
             init_adapters(config, DORA, jax.random.key(0))
 

@@ -120,7 +120,7 @@ def test_what_cannot_be(table):
         jit_logits(config, params, TOKENS)
     with pytest.raises(ConfigError, match=r"each of 4 rows uses is needed, and rows of \[2\] are said"):
         jit_logits(config, choose_adapters(params, [0, 1]), TOKENS)
-    with pytest.raises(ConfigError, match="adapter=3: the model has 0 to 2; give one of those, or -1"):
+    with pytest.raises(ConfigError, match="adapter=3: the model has 0 to 2; pass one of those, or -1"):
         choose_adapters(params, [0, 3])
     with pytest.raises(ConfigError, match="adapter=-2"):
         choose_adapters(params, jnp.array([-2]))

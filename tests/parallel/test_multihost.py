@@ -72,7 +72,7 @@ def test_one_process_needs_nobody(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("node1:1", None, None), {}, r"--processes, --process-id is missing; give all of --coordinator"),
+        (("node1:1", None, None), {}, r"--processes, --process-id is missing; pass all of --coordinator"),
         ((None, 2, 0), {}, r"--coordinator is missing"),
         (("node1", 2, 0), {}, r"--coordinator 'node1' is no HOST:PORT; write it as node1:29500"),
         (("node1:99999", 2, 0), {}, r"--coordinator 'node1:99999' is no HOST:PORT"),
@@ -162,7 +162,7 @@ def test_other_counts(port, others):
     run, wait = others
     run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, process 0 for 2; give all"
+        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, process 0 for 2; pass all"
     ):
         join(f"127.0.0.1:{port}", 2, 0, timeout=5.0)
     assert "was started for 3 processes" in str(wait()[0])
@@ -173,7 +173,7 @@ def test_the_same_number_twice(port, others):
     for _ in range(2):
         run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 .* and process 1 .* have the same number; give each its own --process-id"
+        MeshError, match=r"process 1 .* and process 1 .* have the same number; pass each its own --process-id"
     ):
         join(f"127.0.0.1:{port}", 3, 0, timeout=5.0)
     assert all("have the same number" in str(refused) for refused in wait())
@@ -312,7 +312,7 @@ def test_values_that_differ_are_told_to_all(three, others):
     for process in joined:
         run(process.agree, "what is trained", {"recipe steps": 5 + (process.index == 2)})
     for error in wait():
-        assert "recipe steps: process 2 has 6, process 0 5; give all processes the same command" in str(error)
+        assert "recipe steps: process 2 has 6, process 0 5; pass all processes the same command" in str(error)
 
 
 def test_the_first_gathers_while_other_threads_wait(three, others):

@@ -456,7 +456,7 @@ def test_a_state_of_another_run_is_refused(run):
             kept.restore(half)
         with pytest.raises(CheckpointError, match=r"'rest.opt_state.0.count' is int32\[\] in .* and absent in this run"):
             kept.restore(shapes_of().replace(opt_state=()))
-        with pytest.raises(CheckpointError, match="no step 15; give one of 10, 20"):
+        with pytest.raises(CheckpointError, match="no step 15; pass one of 10, 20"):
             kept.restore(shapes_of(), 15)
 
 

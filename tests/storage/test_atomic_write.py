@@ -126,7 +126,7 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "touch", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
     for folder in (False, True):
-        with pytest.raises(UserError, match=r"model cannot be written \(Permission denied\); give a folder that you may"):
+        with pytest.raises(UserError, match=r"model cannot be written \(Permission denied\); use a folder that you may"):
             write(tmp_path / "model", NEW, folder=folder)
 
 

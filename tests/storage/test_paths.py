@@ -217,7 +217,7 @@ def test_without_its_library_a_url_says_what_to_install(monkeypatch):
 def test_a_url_as_a_path_is_refused(tmp_path, monkeypatch):
     """And does not become a folder called s3:."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="s3:/bucket/run': a URL as a Path has lost a slash; give it as text"):
+    with pytest.raises(UserError, match="s3:/bucket/run': a URL as a Path has lost a slash; pass it as text"):
         train("tiny", Path("s3://bucket/run"), "text.txt")
     assert not list(tmp_path.iterdir())
 

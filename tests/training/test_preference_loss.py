@@ -152,7 +152,7 @@ def test_options_that_cannot_be(settings, message):
     ("kind", "given", "message"),
     [
         ("sigmoid", (), "sigmoid needs the reference's log-probabilities"),
-        ("simpo", ("reference", "lengths"), "simpo has no reference; give None"),
+        ("simpo", ("reference", "lengths"), "simpo has no reference; pass None"),
         ("ipo", ("reference",), "ipo is of log-probabilities per token: give the lengths"),
         ("kto", ("reference",), "kto needs log-probabilities of mismatched answers"),
         ("sigmoid", ("reference", "mismatched"), "sigmoid does not read log-probabilities of mismatched answers"),

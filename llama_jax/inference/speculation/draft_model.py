@@ -48,7 +48,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.config, LlamaConfig):
-            raise GenerationError(f"config of a draft is a {type(self.config).__name__}; give LlamaConfig and parameters")
+            raise GenerationError(f"config of a draft is a {type(self.config).__name__}; pass LlamaConfig and parameters")
 
     def check(
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
@@ -66,7 +66,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         """`check`, except for the length of the rows."""
         if self.config.vocab_size != config.vocab_size:
             raise GenerationError(
-                f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; give a draft"
+                f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; pass a draft"
                 " with the model's own tokenizer"
             )
         check_params(self.config, self.params)
