@@ -255,9 +255,7 @@ class TestMagnitudes:
         assert not keys.any()
         found = jit_logits(config, adapted(base, adapters, DORA), TOKENS)
         np.testing.assert_allclose(found, jit_logits(config, base, TOKENS), atol=1e-5)
-        with pytest.raises(
-            ConfigError, match="dora=True begins with the lengths of the base's rows; pass the base to"
-        ):
+        with pytest.raises(ConfigError, match="dora=True begins with the lengths of the base's rows; pass the base to"):
             init_adapters(config, DORA, jax.random.key(0))
 
     def test_the_numbers_that_are_learnt(self, models):
