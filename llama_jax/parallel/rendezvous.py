@@ -75,7 +75,7 @@ def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Membe
                 strangers.append(link)
                 raise refuse(
                     f"{other} was started for {hello['count']} processes, process 0 for {rank.processes};"
-                    " give all the same --processes"
+                    " pass all the same --processes"
                 )
             if other.index in present and _has_ended(present[other.index][1]):
                 present.pop(other.index)[1].close()  # and was started again
