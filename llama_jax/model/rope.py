@@ -25,8 +25,8 @@ def rotary_frequencies(
       layer: whose frequencies, in a model whose layers differ. Those of a layer without a position embedding are zero.
 
     Returns:
-      Radians per position, [half], and the attention factor. For an array of lengths and a scaling that depends on them
-      [*batch, half]. H is here the number of rotated features.
+      Radians per position, [H/2], and the attention factor. For an array of lengths and a scaling that depends on them
+      [..., H/2]. H is here the number of rotated features.
     """
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":
