@@ -61,7 +61,7 @@ class Arguments:
     model: Path | None = None
     """A GGUF to serve in its place."""
     dtype: str | None = None
-    """Of the random weights in the file, as q4_0; float32 by default."""
+    """Type of the random weights in the file, such as q4_0; float32 by default."""
     vocabulary: Path = Path("../shared/data/tokenizers/llama2/tokenizer.model")
     """A vocabulary of the shape's size, which a GGUF must have."""
     llama_server: Path | None = None
