@@ -17,8 +17,13 @@ needs_compiler = pytest.mark.skipif(not native.usable("paged_float32"), reason="
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs named pipes and fork")
 SECONDS = 100  # limit for a program; its compiler takes longer
 
-# Says that it has begun, through a named pipe.
-SLOW = '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho > "$BEGUN"\nsleep 600\n'
+# Says that it has begun, through a named pipe that is closed once one has said so: another's SIGPIPE is ignored.
+SLOW = """#!/bin/sh
+[ "$1" = --version ] && echo 1 && exit
+trap '' PIPE
+echo > "$BEGUN"
+sleep 600
+"""
 BEGIN = """
 import os, sys
 from llama_jax.ops.cpu import native
