@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,12 +13,13 @@ from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
 
+NICENESS = 10  # rather than the engine, a pool's threads wait for a processor
 IDLE_SECONDS = 1.0  # for which a thread waits for more work before it ends
 T = TypeVar("T")
 
 
 class DaemonThreadPool:
-    """Runs functions in a few threads, in the order in which they came.
+    """Runs functions in a few threads of low priority, in the order in which they came.
 
     Args:
       name: of the threads, and of the work in the error.
@@ -58,6 +61,8 @@ class DaemonThreadPool:
         return future
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             with self._changed:
                 self._idle += 1
