@@ -162,7 +162,9 @@ class Service:
             self.engine.check_room(1 + self.compiling)
 
     def start_engine(self) -> None:
-        """Run the engine on a thread of its own."""
+        """Run the engine on a thread of its own, and prepare for grammars before there are streams to be held up."""
+        for grammars in {self._grammars, self._chat_grammars}:
+            self._compiling.submit(grammars.prepare)
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
 
     def _run_engine(self) -> None:
