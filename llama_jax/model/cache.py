@@ -236,7 +236,7 @@ def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | 
 def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KVView:
     """Keys and values for an attention that knows no pages: of each row [R, K, S, H], or of each of `count` new tokens'
     rows [T, K, S, H] where rows read different numbers of tokens. Those of int8 in `dtype`."""
-    table = view.table if view.each is not None else view.table[view.tokens(count)[0]]
+    table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
 
     def of(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:

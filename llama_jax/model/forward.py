@@ -323,7 +323,7 @@ def _step_of(
         return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
     if cache is None:
-        return _Step(token_rope, by_chunk(AttentionMask.whole(length, positions.segment_ids)), query_scale=scale)
+        return _Step(token_rope, by_chunk(AttentionMask.causal(length, positions.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text

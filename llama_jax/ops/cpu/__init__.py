@@ -439,7 +439,7 @@ def _divided_by_xla() -> bool:
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`dense.with_keys` and `dense.with_values`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
+    """`dense.query_key_scores` and `dense.apply_weights`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)
