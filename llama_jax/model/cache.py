@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 from llama_jax.ops.platform import AnyArray, mesh_in_force
 
 PAGE = 16  # tokens of a page
@@ -244,7 +244,7 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
             rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        numbers = over_rows(take, view.pages)
+        numbers = map_rows(take, view.pages)
         return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
 
     return KVView(of(0), of(1))

@@ -445,10 +445,10 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    from llama_jax.ops.moe import Routing, experts
+    from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
+    chosen = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
         return chosen
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 from llama_jax.errors import MeshError
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows, quantize
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
 from llama_jax.ops.platform import for_cpu, log_backend, lowering_platform, mesh_in_force
 
 
@@ -70,7 +70,7 @@ def paged_reference(
     """The textbook version of `attend_paged`, for tests."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     row, position = view.tokens(len(queries))
-    gathered: Any = over_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
+    gathered: Any = map_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
     dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
     slots = dense.reshape(len(queries), -1, *dense.shape[3:])
     query, key = position[:, None], jnp.arange(slots.shape[1])[None]

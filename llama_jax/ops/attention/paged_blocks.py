@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
 FEW_QUERIES = 16  # with at most so many queries per row all rows are computed in one vmap
@@ -77,7 +77,7 @@ def attend_by_blocks(
             """Accumulate `count` pages from table entry `entry`; `seen(key positions)` is the mask."""
             row_max, total, acc = carry
             chosen = lax.dynamic_slice(table, (row, entry), (1, count))[0]
-            read: Any = over_rows(lambda x: x[view.layer, chosen], view.pages)
+            read: Any = map_rows(lambda x: x[view.layer, chosen], view.pages)
             both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
             both = both.reshape(-1, heads, 2, width)
             key = entry * page + jnp.arange(len(both), dtype=jnp.int32)
