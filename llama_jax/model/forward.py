@@ -23,7 +23,7 @@ from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
-from llama_jax.ops.weights.layers import is_held, split
+from llama_jax.ops.weights.layers import split_stacked, stays_stacked
 
 
 def forward(
@@ -153,8 +153,8 @@ def run_layers(
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
-    held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
-    sliced, layer_of = split(params.blocks, held)
+    held = lambda path, leaf: unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    sliced, layer_of = split_stacked(params.blocks, held)
     if unrolled:
         # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at known indices it reads in place.
         each = []

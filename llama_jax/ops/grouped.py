@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int32
 
 from llama_jax.ops.layers import PRODUCT, project, weight_gradient
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
-from llama_jax.ops.weights.layers import expert_of, multiply_group
+from llama_jax.ops.weights.layers import index_stack, multiply_group
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows per matmul
 ROWS_OF_A_GROUP = 8  # for each row of the smallest block, half of which may be padding
@@ -120,7 +120,7 @@ def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
         zeros = jnp.zeros((len(rows), columns), dtype)
-        return jax.vjp(lambda x: project(x, expert_of(weight, group)), zeros)[1](rows)[0]
+        return jax.vjp(lambda x: project(x, index_stack(weight, group)), zeros)[1](rows)[0]
 
     like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
     return _by_blocks(transposed, gradient, weight, sizes, like), None, None
@@ -236,7 +236,7 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
 
     def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
         wide = jnp.promote_types(rows.dtype, jnp.float32)
-        return jnp.tensordot(rows, expert_of(weight, group), 1, preferred_element_type=wide)
+        return jnp.tensordot(rows, index_stack(weight, group), 1, preferred_element_type=wide)
 
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
@@ -352,7 +352,7 @@ def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
     def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         numbers, group = row
-        return jnp.sum(expert_of(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
+        return jnp.sum(index_stack(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
 
     return lax.map(multiply_row, (x, _groups_of_rows(sizes, len(x))))
 

@@ -15,7 +15,7 @@ from llama_jax.ops import grouped, moe
 from llama_jax.ops.cpu import native
 from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantized
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantize_matrix
 
 DIM, HIDDEN = 16, 24
 
@@ -175,7 +175,7 @@ def test_a_batch_is_mapped():
 def test_quantized(kind, tokens):
     rng, routing = np.random.default_rng(3), Routing(2)
     x, router, *matrices = operands(rng, tokens, 4, 64, 128)
-    case = x, router, *(quantized(matrix, kind) for matrix in matrices)
+    case = x, router, *(quantize_matrix(matrix, kind) for matrix in matrices)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 2e-5)
     of_x = [jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *case[1:], routing=routing)))))(x) for f in (chosen, every)]
     close(*of_x, 2e-5)

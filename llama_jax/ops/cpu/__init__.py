@@ -252,23 +252,23 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
         native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
 
 
-def factor_afterwards(plain: Callable[..., bool], form: Any) -> bool:
-    """`quantized_matmul.factor_afterwards`: not for floats of 8 bits, which XLA would write as wider ones."""
+def scale_after_matmul(plain: Callable[..., bool], form: Any) -> bool:
+    """`quantized_matmul.scale_after_matmul`: not for floats of 8 bits, which XLA would write as wider ones."""
     return form.name == "int8"
 
 
-def groups_apart(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
-    """`quantized_matmul.groups_apart`: never, because XLA would write the integers as floats."""
+def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
+    """`quantized_matmul.scale_per_group_sum`: never, because XLA would write the integers as floats."""
     return False
 
 
-def matrix_of(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
-    """`weights.layers.matrix_of`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
+def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
+    """`weights.layers.layer_weight`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
     return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
 
 
-def is_held(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
-    """`weights.layers.is_held`: everything that is constant, and quantized weights."""
+def stays_stacked(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+    """`weights.layers.stays_stacked`: everything that is constant, and quantized weights."""
     return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or hasattr(leaf, "planes")))
 
 
