@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, combine
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY
 
@@ -221,7 +221,7 @@ def _whole_and_joined(queries, keys, values, seen):
     halves = slice(None, 9), slice(9, None)
     parts = [(keys[..., h, :], values[..., h, :], seen.sliced(slice(None), h)) for h in halves]
     whole = forward_part(queries, keys, values, seen, scale=0.5)
-    joined = merge(*(forward_part(queries, *part, scale=0.5) for part in parts))
+    joined = combine(*(forward_part(queries, *part, scale=0.5) for part in parts))
     of_queries = QueryGradientInputs.of(queries, whole[1], whole[0], jnp.cos(whole[0]))
     of_whole = backward_part(of_queries, keys, values, seen, scale=0.5)
     of_parts = [backward_part(of_queries, *part, scale=0.5) for part in parts]

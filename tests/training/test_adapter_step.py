@@ -153,7 +153,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
         parts = [quantize_matrix(part, its) for part, its in ((queries, "q8_0"), (keys, "q8_0"), (values, kind))]
         attention = block.attention.replace(qkv=JoinedWeight(tuple(parts)))
         return block.replace(
-            attention=attention, feed_forward=block.feed_forward.replace(up=quantized(block.feed_forward.up, kind))
+            attention=attention, feed_forward=block.feed_forward.replace(up=quantize_matrix(block.feed_forward.up, kind))
         )
 
     base = params.replace(blocks=stack([in_kinds(block, i) for i, block in enumerate(layers_of(params))]))
