@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float32, Int8, Integer, Shaped, UInt8
+from jaxtyping import Float32, Int8, Integer, Shaped, UInt8
 
 from llama_jax.ops.platform import lowering_platform
 
