@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Attend
 from llama_jax.ops.attention import AttentionMask, KVView, log_backend
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, combine
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, combine, forward_part
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.platform import pack_bits, unpack_bits
 from llama_jax.ops.rope_scaling import lengths_of

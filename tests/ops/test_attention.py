@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, combine
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, combine, forward_part
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY
 

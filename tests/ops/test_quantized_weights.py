@@ -62,7 +62,8 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
 def weight_of(kind: str, rows: int = 40, columns: int = 512) -> QuantizedWeight:
     if kind not in MADE:
         return QuantizedWeight(tuple(map(jax.device_put, random_planes(kind, rows, columns))), kind, "float32")
-    return quantize_matrix(jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), np.float32)), kind)
+    matrix = np.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), np.float32)
+    return quantize_matrix(jax.device_put(matrix), kind)
 
 
 def numbers(weight: QuantizedWeight) -> np.ndarray:

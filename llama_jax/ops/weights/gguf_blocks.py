@@ -17,9 +17,9 @@ from llama_jax.ops.weights.format_spec import (
     groups_of,
     looked_up,
     nibbles,
+    planes_from_blocks,
     rows_of,
     shifted,
-    planes_from_blocks,
     to_float32,
 )
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k

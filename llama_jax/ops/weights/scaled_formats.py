@@ -15,8 +15,8 @@ from llama_jax.ops.weights.format_spec import (
     groups_of,
     pack_nibbles,
     rows_of,
-    unpack_int4,
     to_float32,
+    unpack_int4,
 )
 
 GROUPS = (128, 64, 32)  # values that share a scale, the largest group first
