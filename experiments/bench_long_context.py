@@ -132,7 +132,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
 
 def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """Attention of whole rows."""
-    return attend(queries, KVView(keys, values), AttentionMask.whole(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
+    return attend(queries, KVView(keys, values), AttentionMask.causal(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
 
 
 def long_config(shape: str, length: int) -> Any:

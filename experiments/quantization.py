@@ -89,7 +89,7 @@ def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantizes into, and what only files have."""
     from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
 
-    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.of_gguf and kind not in ENCODABLE))
+    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.is_gguf and kind not in ENCODABLE))
     pure = get_args(PureFormatName)
     unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:

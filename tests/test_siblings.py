@@ -27,7 +27,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import param_shapes, parameter_count
-from llama_jax.ops.moe import Routing, experts
+from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -391,7 +391,7 @@ def test_experts_by_definition():
             g = gate[e] @ x[t]
             want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    np.testing.assert_allclose(experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(mixture_of_experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["alone", "cached", "packed"])

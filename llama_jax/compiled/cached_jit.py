@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from llama_jax.compiled import keys, store
 from llama_jax.errors import reason_of
-from llama_jax.ops.platform import cpu_door, log_backend, record_backends
+from llama_jax.ops.platform import cpu_variants, log_backend, record_backends
 
 LOADED = "/llama_jax/executable_load_duration"
 """The event of `jax.monitoring` that says how long loading an executable took."""
@@ -217,7 +217,7 @@ class CompiledFunction:
                 why = reason_of(error, 200)
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
-            libraries = cpu_door().native.called_in(executable) if on_cpu else ()
+            libraries = cpu_variants().native.called_in(executable) if on_cpu else ()
             stored = StoredProgram(executable, results, libraries, attention)
             store.write(path, key, pickle.dumps(stored))
         return program
@@ -234,7 +234,7 @@ def _read(path: Path, key: str) -> StoredProgram | None:
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
     # They must be registered before the executable is loaded.
-    if not isinstance(stored, StoredProgram) or (stored.native and not all(map(cpu_door().native.usable, stored.native))):
+    if not isinstance(stored, StoredProgram) or (stored.native and not all(map(cpu_variants().native.usable, stored.native))):
         return None
     return stored
 

@@ -156,7 +156,7 @@ def surroundings(devices: Sequence[Any]) -> str:
     ]
     if client.platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        native = platform.cpu_door().native
+        native = platform.cpu_variants().native
         parts += [native.processor(), f"cores {cores}", f"native {native.compiler()}"]
     return "\n".join(parts)
 

@@ -20,7 +20,7 @@ from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.platform import device_elsewhere
+from llama_jax.ops.platform import nondefault_device
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def stream(
     check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     sharding, table = Sharding(), params.embedding
-    if isinstance(getattr(table, "sharding", None), NamedSharding) or device_elsewhere(table) is not None:
+    if isinstance(getattr(table, "sharding", None), NamedSharding) or nondefault_device(table) is not None:
         sharding = sharding_of(params)  # the generation runs where the model lies
         check_rows(sharding, len(prompts))
     run = Run(config, params, compute, sharding)

@@ -20,7 +20,7 @@ from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import HeadSharding
-from llama_jax.ops.platform import device_elsewhere
+from llama_jax.ops.platform import nondefault_device
 
 Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
 
@@ -75,7 +75,7 @@ def sharding_of(params: Llama) -> Sharding:
     """
     sharding = getattr(params.embedding, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        device = device_elsewhere(params.embedding)
+        device = nondefault_device(params.embedding)
         return Sharding(mesh=None if device is None else _abstract(Mesh([device], ("device",))))
     if sharding.mesh.size == 1:
         return Sharding(mesh=_abstract(sharding.mesh))

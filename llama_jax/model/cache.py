@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 from llama_jax.ops.platform import AnyArray, mesh_in_force
 
 PAGE = 16  # tokens of a page
@@ -236,7 +236,7 @@ def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | 
 def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KVView:
     """Keys and values for an attention that knows no pages: of each row [R, K, S, H], or of each of `count` new tokens'
     rows [T, K, S, H] where rows read different numbers of tokens. Those of int8 in `dtype`."""
-    table = view.table if view.each is not None else view.table[view.tokens(count)[0]]
+    table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
 
     def of(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:
@@ -244,7 +244,7 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
             rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        numbers = over_rows(take, view.pages)
+        numbers = map_rows(take, view.pages)
         return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
 
     return KVView(of(0), of(1))

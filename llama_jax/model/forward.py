@@ -23,7 +23,7 @@ from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
-from llama_jax.ops.weights.layers import is_held, split
+from llama_jax.ops.weights.layers import split_stacked, stays_stacked
 
 
 def forward(
@@ -153,8 +153,8 @@ def run_layers(
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
-    held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
-    sliced, layer_of = split(params.blocks, held)
+    held = lambda path, leaf: unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    sliced, layer_of = split_stacked(params.blocks, held)
     if unrolled:
         # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at known indices it reads in place.
         each = []
@@ -323,7 +323,7 @@ def _step_of(
         return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
     if cache is None:
-        return _Step(token_rope, by_chunk(AttentionMask.whole(length, positions.segment_ids)), query_scale=scale)
+        return _Step(token_rope, by_chunk(AttentionMask.causal(length, positions.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
@@ -445,10 +445,10 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    from llama_jax.ops.moe import Routing, experts
+    from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
+    chosen = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
         return chosen
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)

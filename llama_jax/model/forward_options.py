@@ -97,7 +97,7 @@ class Sharding:
         `parallel.sharding` and `inference.sharding`.
       attend: replaces `ops.attend`, by ring attention.
       head_sharding: the axes over which rows and heads are divided in attention.
-      experts: the axes over which rows and experts' matrices are cut, see `ops.experts`.
+      experts: the axes over which rows and experts' matrices are cut, see `ops.moe.mixture_of_experts`.
       arrange: brings the rows of a training batch, and the tokens in them, into another order or shape, for which `attend`
         is made; sums over tokens do not depend on it. See `parallel.ring_attention`.
       fit: turns parameters into those of the configuration, if a training state keeps them in another shape.

@@ -31,13 +31,13 @@ from llama_jax.model.params import (
 )
 from llama_jax.ops.weights.format_spec import QuantFormat, bits_of
 from llama_jax.ops.weights.formats import QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
-from llama_jax.ops.weights.layers import MixedStack, apart, layer_of
+from llama_jax.ops.weights.layers import MixedStack, get_layer, unstack
 from llama_jax.ops.weights.lora import LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import (
     JoinedWeight,
     QuantizedWeight,
     columns_on_each,
-    quantized,
+    quantize_matrix,
     shardings_of_planes,
 )
 
@@ -126,7 +126,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
                 f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if is_weight(leaf) else leaf, kind)
+            return quantize_matrix(leaf.decoded() if is_weight(leaf) else leaf, kind)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
@@ -233,20 +233,20 @@ def parameter_count(config: LlamaConfig) -> int:
 def layers_of(params: Llama) -> tuple[Block, ...]:
     """Each layer's block, of arrays of its own."""
     layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # of adapters most places hold None
-    return tuple(layer_of(params.blocks, layer) for layer in range(layers))
+    return tuple(get_layer(params.blocks, layer) for layer in range(layers))
 
 
 def layers_apart(params: Llama) -> Llama:
-    """The model with each layer's matrices in arrays of their own, see `ops.weights.apart`."""
+    """The model with each layer's matrices in arrays of their own, see `ops.weights.layers.unstack`."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
-    of_leaf = lambda path, leaf: apart(leaf) if is_matrix_in_block(path) else leaf
+    of_leaf = lambda path, leaf: unstack(leaf) if is_matrix_in_block(path) else leaf
     return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
 
 
 def layers_together(params: Llama) -> Llama:
     """The model with as few stacks of layers as there are kinds: what `layers_apart` undoes."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
-    join = lambda leaf: _join([layer_of(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
+    join = lambda leaf: _join([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))
 
 

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Attend
 from llama_jax.ops.attention import AttentionMask, KVView, log_backend
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, combine, forward_part
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.platform import pack_bits, unpack_bits
 from llama_jax.ops.rope_scaling import lengths_of
@@ -192,7 +192,7 @@ def _device_forward(
 ) -> tuple[jax.Array, jax.Array]:
     def attend_to(hop: jax.Array | int, travelling: Travelling, out_lse: Any) -> Any:
         keys, values, mask = _arrived(ring.devices, hop, travelling, segments, queries.shape[-3])
-        return merge(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
+        return combine(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
 
     def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, out_lse = carry

@@ -214,7 +214,7 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")
-            case "head_shares":  # [V, D] as it lies: cast first and then gathered
+            case "lm_head_sharded":  # [V, D] as it lies: cast first and then gathered
                 spec = P("tensor", "fsdp")
             case "head":  # [V, D]: gathered once, for all chunks of logits
                 spec = P("tensor")

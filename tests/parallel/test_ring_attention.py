@@ -71,14 +71,14 @@ def of_parts(mesh, function):
         parts = jax.tree.map(lambda x: split_sequence(mesh, x.swapaxes(1, 2)).swapaxes(1, 2), (queries, keys, values))
         own = None if segments is None else split_sequence(mesh, segments)
         queries, keys, values = parts
-        mixed = function(queries, KVView(keys, values), AttentionMask.whole(queries.shape[2], own), scale=0.3)
+        mixed = function(queries, KVView(keys, values), AttentionMask.causal(queries.shape[2], own), scale=0.3)
         return join_sequence(mesh, mixed, axis=2, spec=P("tensor"))
 
     return run
 
 
 def whole_rows(window, queries, keys, values, segments):
-    return reference(queries, keys, values, AttentionMask.whole(LENGTH, segments), scale=0.3, window=window)
+    return reference(queries, keys, values, AttentionMask.causal(LENGTH, segments), scale=0.3, window=window)
 
 
 def with_gradients(function):
@@ -182,7 +182,7 @@ def test_what_a_ring_cannot_do_is_refused():
     mesh = make_mesh(MeshSizes(context=4))
     queries, keys, values, _ = arrays()
     with pytest.raises(MeshError, match="read it without a cache"):
-        ring_attention(mesh)(queries, KVView(keys, values), AttentionMask.whole(LENGTH).replace(ordered=False), scale=1.0)
+        ring_attention(mesh)(queries, KVView(keys, values), AttentionMask.causal(LENGTH).replace(ordered=False), scale=1.0)
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
         sequence_splitter(make_mesh(MeshSizes(data=2, context=2)))(shift(Batch(np.zeros((3, 33), np.int32))))
     with pytest.raises(MeshError, match=r"length=12 cannot be split over 2\*context=8; 8 or 16 would do"):

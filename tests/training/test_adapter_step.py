@@ -17,7 +17,7 @@ from llama_jax.model.forward_options import Sharding
 from llama_jax.model.lora import Lora, adapted, adapter_shapes, init_adapters, merge, precompute_dora_scale, with_base
 from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.ops.weights.quantized_matmul import JoinedWeight, quantized
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, quantize_matrix
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -150,10 +150,10 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
 
     def in_kinds(block, number):
         kind, (queries, keys, values) = ("q4_0", "q8_0", "q8_0")[number], jnp.split(block.attention.qkv, [2, 3], axis=-3)
-        parts = [quantized(part, its) for part, its in ((queries, "q8_0"), (keys, "q8_0"), (values, kind))]
+        parts = [quantize_matrix(part, its) for part, its in ((queries, "q8_0"), (keys, "q8_0"), (values, kind))]
         attention = block.attention.replace(qkv=JoinedWeight(tuple(parts)))
         return block.replace(
-            attention=attention, feed_forward=block.feed_forward.replace(up=quantized(block.feed_forward.up, kind))
+            attention=attention, feed_forward=block.feed_forward.replace(up=quantize_matrix(block.feed_forward.up, kind))
         )
 
     base = params.replace(blocks=stack([in_kinds(block, i) for i, block in enumerate(layers_of(params))]))
