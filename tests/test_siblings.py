@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
+"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all subpackages."""
 
 import json
 import sys

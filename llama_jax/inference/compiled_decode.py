@@ -99,14 +99,14 @@ class Run:
         """
         size = prefill_chunk(options, tokens.shape[1])
         empty = self.config, self.params, len(tokens), capacity, options, self.sharding, size
-        if self.sharding.mesh is not None or not _init_prefill.wants(*empty):
+        if self.sharding.mesh is not None or not _init_prefill.needs_compilation(*empty):
             return
         model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, size), rope_lengths=lengths)
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
             def make(program: CompiledFunction, *args: Any) -> Any:
-                result, compile_or_load = program.ahead(*args)
+                result, compile_or_load = program.lower_ahead(*args)
                 threads.submit(contextvars.copy_context().run, compile_or_load)  # what it announces is observed
                 return result
 

@@ -400,7 +400,7 @@ def _smoothed(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
     bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
+    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rope_dim)
     return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
 
 

@@ -31,7 +31,7 @@ def rotary_frequencies(
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":
         theta, scaling = layer.rope_theta or theta, None
-    plain = ops.inverse_frequencies(config.rotated_dim, theta) * (layer.rope != "none")
+    plain = ops.inverse_frequencies(config.rope_dim, theta) * (layer.rope != "none")
     if scaling is None:
         return plain.astype(np.float32), 1.0
     from llama_jax.ops.rope_scaling import SCALINGS

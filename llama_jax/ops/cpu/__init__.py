@@ -1,6 +1,6 @@
 """Variants of functions for XLA on CPUs, and the reasons for them; none of it is traced on other platforms.
 
-The other files of this room are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
+The other files of this subpackage are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
 another form to be fast, the plain function is decorated with `platform.for_cpu` and its variant is here, imported when a
 program for a CPU is first traced. A variant computes the same as the plain function and is tested against it. The reasons:
 
