@@ -51,7 +51,7 @@ from llama_jax import (
 )
 from llama_jax.inference import decode as states
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView
 
@@ -201,7 +201,7 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
         ):
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), init(config, jax.random.key(0)))
-            asked = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
+            asked = prepare_inputs(config, [[1]], length, Sampling(temperature=0.0), ())
             reading = states.init_prefill(config, params, 1, capacity, options)
             state, _ = states.begin_decode(config, params, reading, *asked)
             held[name] = _filled(state, length)

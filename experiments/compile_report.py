@@ -350,7 +350,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
-    from llama_jax.inference.rollouts import Prompts, RolloutOptions
+    from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts
     from llama_jax.model.forward_options import Compute
     from llama_jax.model.lora import Lora, adapted, adapter_shapes
     from llama_jax.model.trees import param_shapes
@@ -369,7 +369,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     options, prompts = RolloutOptions(group, half, stop=(2,)), case.batch // group
     arguments = (
         adapted(base, adapters, lora),
-        Prompts(
+        RolloutPrompts(
             everywhere(mesh, "int32", prompts, half),
             everywhere(mesh, "int32", prompts),
             everywhere(mesh, "uint32", case.batch),

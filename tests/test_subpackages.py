@@ -74,7 +74,7 @@ MOST_ARGUMENTS = 7
 # What a user writes as keywords, where a bundle would only be one more name to import.
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
-    "inference/generate.py stream": 10,  # those of generate, and turns
+    "inference/generate.py stream": 10,  # those of generate, and max_chunks
     "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
 }
 

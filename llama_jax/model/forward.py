@@ -50,8 +50,8 @@ def forward(
       positions: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialization, attention.
       sharding: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
-        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "normed", the input of the first
-        matmuls of attention and feed-forward, and "added", the output of their last ones.
+        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "sublayer_input", the input of the first
+        matmuls of attention and feed-forward, and "sublayer_output", the output of their last ones.
 
     Returns:
       The hidden states in the dtype of the computation, for `unembed` to make logits of; and the cache with the new tokens,
@@ -126,7 +126,7 @@ def run_layers(
 
     def added(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """What a sublayer adds to the residual stream."""
-        return _times(norm(sharding.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
+        return _times(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
@@ -134,7 +134,7 @@ def run_layers(
         # Where layers are scanned and differ, the kind of a layer is known only when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
-        normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
+        normed = sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
         heads = _project_heads(config, block, normed, step, kind)
         cached_heads = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
         pages, view = _view_of(pages, cached_heads, step, index, head_sharding)
@@ -142,7 +142,7 @@ def run_layers(
             attend_layer(kind, cached_heads, view, step.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
         )  # [B, T, N * H]
         after = hidden + added(ops.project(attended, block.attention.out), block.attention_post_norm)
-        normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
+        normed = sharding.constrain(norm(after, block.ffn_norm), "sublayer_input")
         after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
         after = sharding.constrain(after, "residual")
         return after, pages, None if tap is None else tap(hidden, after, heads.keys, heads.values)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.sharding import Placement
+from llama_jax.inference.sharding import GenerationConstraints
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.ops.attention import HeadSharding
@@ -65,9 +65,9 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     held, training = training_sharding(config, mesh)
     if mesh.size == 1:
         return held, Sharding(mesh=mesh.abstract_mesh)
-    placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
+    constraints = GenerationConstraints(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
     return held, Sharding(
-        placement,
+        constraints,
         head_sharding=HeadSharding(BATCH, ("tensor",)),
         experts=EXPERTS._replace(batch=BATCH),
         fit=training.fit,

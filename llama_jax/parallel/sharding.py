@@ -210,7 +210,8 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
                 # Of a single row on each device XLA would keep T split in the products, and gather their weights for that.
                 split = x.shape[1] % tensor == 0 and x.shape[0] > shares
                 spec = P(BATCH, "tensor" if split else None)
-            case "hidden" | "normed" | "added":  # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+            # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+            case "hidden" | "sublayer_input" | "sublayer_output":
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")

@@ -127,7 +127,7 @@ def burst(
         return state, following, lax.dynamic_update_slice_in_dim(chosen, packed, i, 1)
 
     shape = len(batch.seats), BURST, packed_width(head_of(model.config, params).shape[0])
-    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "replicated")
     state, _, chosen = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
     return state, chosen
 
@@ -151,7 +151,7 @@ def verify_drafts(
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
-    packed = sharding.constrain(chosen.logprobs, "everywhere")
+    packed = sharding.constrain(chosen.logprobs, "replicated")
     return _with_chosen(state, batch, rows, sharding).replace(seen=seen), packed
 
 
@@ -221,7 +221,7 @@ def score(
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0),
         )
-        return state, model.sharding.constrain(pack(choice), "everywhere")
+        return state, model.sharding.constrain(pack(choice), "replicated")
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
@@ -262,7 +262,7 @@ def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, shard
 def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:
     """The state after the last chosen token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
+    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "replicated")
     seen = sharding.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
     return state.replace(token=token, seen=seen)
 
@@ -271,7 +271,7 @@ def _laid_out(state: ServingState, sharding: Sharding) -> ServingState:
     return ServingState(
         _constrained(state.pages, sharding),
         _constrained(state.draft_pages, sharding),
-        sharding.constrain(state.token, "everywhere"),
+        sharding.constrain(state.token, "replicated"),
         sharding.constrain(state.seen, "logits"),
     )
 

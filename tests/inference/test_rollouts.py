@@ -12,7 +12,7 @@ from conftest import jit_logits, louder
 from training_options import loss_options
 
 from llama_jax.errors import ConfigError
-from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
+from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.lora import adapted
 from llama_jax.model.trees import quantize
 from llama_jax.training.batch import Batch
@@ -26,7 +26,7 @@ STOP = tuple(range(0, 60, 5))
 def asked(config, seed=0):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), WIDTH), np.int32)
-    return Prompts(tokens, np.array(LENGTHS, np.int32), np.arange(len(LENGTHS) * GROUP, dtype=np.uint32) + 5)
+    return RolloutPrompts(tokens, np.array(LENGTHS, np.int32), np.arange(len(LENGTHS) * GROUP, dtype=np.uint32) + 5)
 
 
 def plain(config, params, prompts, options):
@@ -121,11 +121,11 @@ def test_prompts_are_read_in_pieces(models, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"group": 0}, "group=0"),
-        ({"most": 0}, "most=0"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": 0}, "temperature=0 must be a finite number above 0"),
     ],
 )
 def test_options_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutOptions(**{"group": 2, "most": 4} | settings)
+        RolloutOptions(**{"group_size": 2, "max_new_tokens": 4} | settings)

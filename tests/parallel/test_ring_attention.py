@@ -20,7 +20,7 @@ from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
 from llama_jax.inference import decode
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.model.forward_options import Positions
 from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.attention.reference import reference
@@ -289,7 +289,7 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     config, spread = on_mesh(CONFIG, MeshSizes(context=8), params)
     # By itself it generates there too, each device along `context` the same.
     assert [row.tokens for row in llama_jax.generate(config, spread, prompts, max_new_tokens=4)] == [wanted[0].tokens]
-    tokens, lengths, request = prepare(config, prompts, 4, Sampling(), ())
+    tokens, lengths, request = prepare_inputs(config, prompts, 4, Sampling(), ())
     read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8)), 128))
     reading = decode.PrefillState(*read(spread, tokens, lengths))
     started, _ = decode.begin_decode(config, spread, reading, tokens, lengths, request)

@@ -29,7 +29,7 @@ from llama_jax.data.rl_prompts import (
     without_prompts,
 )
 from llama_jax.errors import TrainingError, shown
-from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
@@ -340,11 +340,13 @@ class RewardBatchSource:
         self._found.append({name: float(value) for name, value in found.items()})
         return judged
 
-    def _answer(self, model: Llama, prompts: PromptSet, chosen: PromptBatch) -> tuple[Answers, list[str], np.ndarray, float]:
+    def _answer(
+        self, model: Llama, prompts: PromptSet, chosen: PromptBatch
+    ) -> tuple[Completions, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
         began = time.perf_counter()
         found = self._sample(model, self._prompt_arrays(prompts, chosen))
-        answers = Answers(*(np.asarray(part) for part in found))
+        answers = Completions(*(np.asarray(part) for part in found))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
             raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
@@ -377,21 +379,21 @@ class RewardBatchSource:
             raise TrainingError("the rewards of process 0 failed; it says why")
         return values
 
-    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> Prompts:
+    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> RolloutPrompts:
         tokens = np.zeros((len(chosen.numbers), self._width), np.int32)
         lengths = np.array([len(prompts.ids[i]) for i in chosen.numbers], np.int32)
         for row, i in zip(tokens, chosen.numbers, strict=True):
             row[: len(prompts.ids[i])] = prompts.ids[i]
-        return Prompts(tokens, lengths, chosen.seeds)
+        return RolloutPrompts(tokens, lengths, chosen.seeds)
 
 
 def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
-) -> Callable[[Llama, Prompts], Answers]:
+) -> Callable[[Llama, RolloutPrompts], Completions]:
     """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
     held, sharding = generation_sharding(config, mesh)
 
-    def sample(model: Llama, prompts: Prompts) -> Answers:
+    def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
         with sharding.context():
             fitted = sharding.fit(model)
         return roll_out(held, fitted, prompts, options, compute, sharding)
@@ -405,7 +407,7 @@ def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.finish()])
 
 
-def answer_rows(prompts: Sequence[Sequence[int]], answers: Answers, learned: np.ndarray, length: int) -> ScoredAnswers:
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned: np.ndarray, length: int) -> ScoredAnswers:
     """Prompts and answers one after the other, [B, T + 1], without advantages.
 
     Args:
