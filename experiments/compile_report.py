@@ -252,7 +252,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax import preset
     from llama_jax.inference.sharding import sharding_of
-    from llama_jax.model.cache import PAGE
+    from llama_jax.model.cache import PAGE_SIZE
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
@@ -267,7 +267,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
         lambda a: everywhere(mesh, a.dtype, *a.shape),
-        (batch_of([], (rows, rows + piece), case.length // PAGE, rows), settings_of([], rows, config.vocab_size)),
+        (batch_of([], (rows, rows + piece), case.length // PAGE_SIZE, rows), settings_of([], rows, config.vocab_size)),
     )
     arguments: tuple[Any, ...] = (params, state, batch, settings)
     run: Any
@@ -314,12 +314,12 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.cache import PAGE, init_pages
+    from llama_jax.model.cache import PAGE_SIZE, init_pages
     from llama_jax.serving.programs import ServingState
 
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
-    shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE, "bfloat16"))
+    shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE_SIZE, "bfloat16"))
     place = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
     pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
     serving = ServingState(pages, None, everywhere(mesh, "int32", case.batch), state.seen)

@@ -234,7 +234,7 @@ def batches(
             kind = "repetition" if step < only_repetition else str(random.choice(kinds, p=shares))
             repeats = kind == "repetition"
             made.append(repetition(random, length) if repeats else page(random, corpus, tokenizer, length, kind))
-        yield Batch(np.stack([tokens for tokens, _ in made]), mask=np.stack([mask for _, mask in made]))
+        yield Batch(np.stack([tokens for tokens, _ in made]), loss_mask=np.stack([mask for _, mask in made]))
 
 
 def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:

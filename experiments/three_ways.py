@@ -127,7 +127,7 @@ def make_batches(config: llama_jax.LlamaConfig, arguments: Arguments) -> list[Ba
     rows = arguments.rows * arguments.devices
     mask = np.arange(arguments.length + 1) <= np.linspace(2, arguments.length, rows)[:, None]
     shape = arguments.steps, rows, arguments.length + 1
-    return [Batch(tokens, mask=mask) for tokens in rng.integers(0, config.vocab_size, shape, np.int32)]
+    return [Batch(tokens, loss_mask=mask) for tokens in rng.integers(0, config.vocab_size, shape, np.int32)]
 
 
 def difference(a: Found, b: Found) -> dict[str, float | bool]:

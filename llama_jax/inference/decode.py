@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import LogitMask, Sampling, sample
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
-from llama_jax.model.forward import forward, head_of, unembed
+from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import AnyArray
@@ -145,7 +145,7 @@ def begin_decode(
     """The state after whole prompts, of `lengths` tokens each, and the first token of every row."""
     batch, width = tokens.shape
     is_prompt = jnp.arange(width)[None] < lengths[:, None]
-    vocab = head_of(config, params).shape[0]
+    vocab = lm_head_of(config, params).shape[0]
     # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
     token_or_out_of_range = jnp.where(is_prompt, tokens, vocab)
     rows = jnp.arange(batch)[:, None]

@@ -110,12 +110,11 @@ def stream(
     draft: Drafter | None = None,
     max_chunks: int = 1,
 ) -> Iterator[TokenChunk]:
-    """Yield the tokens of every row as they come, as `TokenChunk`.
-
-    The first token comes alone, then at most 4 * min(`max_chunks`, 64) at a time.
+    """Yield the tokens of every row as they come, as `TokenChunk`: the first alone, then up to 4 * min(`max_chunks`, 64).
 
     Arguments and errors as for `generate`. Invalid arguments raise in the call itself; NaN logits raise GenerationError, and
-    parameters that do not match the configuration ConfigError, during iteration. A stop token is yielded as the last valid one of its row.
+    parameters that do not match the configuration ConfigError, during iteration. A stop token is yielded as the last valid
+    one of its row.
     """
     check_max_chunks(max_chunks)
     tokens, lengths, request = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, cache)

@@ -23,7 +23,7 @@ from llama_jax.inference.decode import (
     shard_cache,
 )
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.model.cache import branch, init_cache
+from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
@@ -148,7 +148,7 @@ def _init_decode_state(prefilled: PrefillState, prompts: Prompts, options: Rollo
     """A state with `group_size` rows for each prompt, before the first token of any."""
     batch = prefilled.hidden.shape[0] * options.group_size
     with sharding.context():
-        cache = branch(prefilled.cache, options.group_size, options.max_new_tokens, sharding.head_sharding)
+        cache = repeat_rows(prefilled.cache, options.group_size, options.max_new_tokens, sharding.head_sharding)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return DecodeState(

@@ -56,8 +56,10 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
 
 def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """How a model that trains over a mesh generates there, with the parameters as they lie: its configuration, and a layout
-    whose `Sharding.fit` is that of training. Rows are cut over `data` and `fsdp`, heads and the vocabulary over `tensor`.
+    """The configuration and sharding with which a model that trains over a mesh generates on it.
+
+    The parameters stay sharded as in training, and `Sharding.prepare_params` is that of training. Rows are sharded over
+    `data` and `fsdp`, heads and the vocabulary over `tensor`.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
@@ -70,6 +72,6 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
         constraints,
         head_sharding=HeadSharding(BATCH, ("tensor",)),
         experts=EXPERTS._replace(batch=BATCH),
-        fit=training.fit,
+        prepare_params=training.prepare_params,
         mesh=mesh.abstract_mesh,
     )

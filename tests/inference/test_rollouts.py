@@ -57,7 +57,7 @@ def rows_of(prompts, answers):
         tokens[row, :length] = prompts.tokens[row // GROUP, :length]
         tokens[row, length : length + count] = found[:count]
         mask[row, length : length + count] = True
-    return Batch(tokens, mask=mask)
+    return Batch(tokens, loss_mask=mask)
 
 
 def sampled(config, params, temperature):
@@ -72,7 +72,7 @@ def check_by_trainer(config, params, prompts, answers, temperature, tolerance=2e
     batch = rows_of(prompts, answers)
     measure = jax.jit(partial(token_logprobs, config, options=loss_options()))
     theirs = np.asarray(measure(params, batch, temperature=temperature))
-    np.testing.assert_allclose(answers.logprobs[answers.valid], theirs[batch.mask[:, 1:]], atol=tolerance)
+    np.testing.assert_allclose(answers.logprobs[answers.valid], theirs[batch.loss_mask[:, 1:]], atol=tolerance)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])

@@ -162,7 +162,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
     numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
     tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
     judged = ScoredAnswers(
-        batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
+        batch=Batch(tokens, loss_mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
         advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
         drawn=numbers,
         sampled=numbers if r.updates > 1 else None,
@@ -175,7 +175,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
         def measure(
             config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
-            of_reference = loss.with_reference(sharding.fit(frozen.other), recipe.accumulate)
+            of_reference = loss.with_reference(sharding.prepare_params(frozen.other), recipe.accumulate)
             return of_reference(config, params, scored, options, sharding)
 
         return measure
@@ -243,7 +243,7 @@ class RewardBatchSource:
 
         def score(model: Llama, batch: Batch) -> jax.Array:
             with sharding.context():
-                loss = loss_of(self._recipe).with_reference(sharding.fit(model), parts)
+                loss = loss_of(self._recipe).with_reference(sharding.prepare_params(model), parts)
                 return loss(config, None, ScoredAnswers(batch, None, None), options, sharding).reference
 
         jitted: Any = self._program.jit(score)
@@ -395,7 +395,7 @@ def make_sampler(
 
     def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
         with sharding.context():
-            fitted = sharding.fit(model)
+            fitted = sharding.prepare_params(model)
         return roll_out(held, fitted, prompts, options, compute, sharding)
 
     return sample
@@ -423,7 +423,7 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learned[i]
         drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), drawn)
 
 
 def pack_arrays(judged: ScoredAnswers) -> str:
