@@ -274,7 +274,7 @@ def train(
     from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
 
     optimizer = make_optimizer(settings, steps)
-    options = StepOptions(LossOptions(Compute(size.dtype)), clip_norm=settings.clip_norm)
+    options = StepOptions(LossOptions(Compute(size.dtype)))
     compiled = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)
     state = init_state(optimizer, jax.tree.map(jax.numpy.copy, params))
     for number, batch in enumerate(source, 1):

@@ -66,7 +66,6 @@ def _step(
         options=StepOptions(
             loss_options(recipe),
             accumulate=recipe.accumulate,
-            clip_norm=recipe.optimizer.clip_norm,
             ema_decay=recipe.ema_decay,
             count=objective.count,
         ),

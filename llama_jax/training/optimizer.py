@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from llama_jax.errors import ConfigError
@@ -33,7 +34,8 @@ class OptimizerSettings:
       momentum: momentum of Muon.
       weight_decay: decoupled weight decay, times the learning rate, for matrices including the embedding, but not for norm
         weights or biases.
-      clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
+      clip_norm: larger gradients are scaled down to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3); 0
+        clips nothing.
 
     Raises:
       ConfigError: an invalid value.
@@ -100,13 +102,37 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     return optax.join_schedules(pieces, ends)
 
 
-def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run with this many steps: AdamW, or Muon."""
+def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run with this many steps: AdamW, or Muon, with clipped gradients."""
     s, schedule = settings, learning_rates(settings, steps)
     adam = adamw(schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
     if s.lora_plus != 1:  # scales AdamW's update with its weight decay, like a separate learning rate
         adam = optax.chain(adam, optax.masked(optax.scale(s.lora_plus), _is_lora_b_or_magnitude))
-    return adam if s.name == "adamw" else optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_of)
+    optimizer = adam if s.name == "adamw" else optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_of)
+    return clipped(optimizer, s.clip_norm)
+
+
+def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """The optimizer on gradients that are scaled down to this Euclidean norm, with the same state; 0 clips nothing.
+
+    Its `update` takes the norm as `grad_norm` from `train_step`, which has computed it; without it, it computes the norm.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    if not clip_norm:
+        return inner
+
+    def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **more: Any) -> tuple[Any, Any]:
+        norm = gradient_norm(gradients) if grad_norm is None else grad_norm
+        # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
+        return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **more)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def gradient_norm(gradients: Any) -> jax.Array:
+    """The Euclidean norm of all gradients together, in float32 at least: squares of 16 bits overflow and underflow."""
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
 
 
 def adamw(
@@ -120,7 +146,7 @@ def adamw(
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
     Decays matrices including the embedding, but not norm weights or biases: other weights would only compensate for a norm
-    weight that shrinks.
+    weight that shrinks. Gradients are not clipped, see `clipped`.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decay_mask)
 

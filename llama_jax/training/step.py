@@ -24,6 +24,7 @@ from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.training.batch import Batch, predicted_count
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
+from llama_jax.training.optimizer import gradient_norm
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
 Updated = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the moving average
@@ -85,8 +86,6 @@ class StepOptions:
         (Micikevicius et al. 2018, section 3.1).
       accumulate: number of microbatches of a batch, run one after the other, so that the activations of only one are alive;
         the gradients are summed in the parameters' dtype.
-      clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
-        0 leaves them.
       ema_decay: of the moving average that the state keeps; with a warm-up, at most (1 + n) / (10 + n) after n updates.
       count: maps a batch to the divisor of its summed loss, float32[]; by default the number of predicted tokens.
 
@@ -96,14 +95,11 @@ class StepOptions:
 
     loss: LossOptions = LossOptions()
     accumulate: int = 1
-    clip_norm: float = 0.0
     ema_decay: float = 0.0
     count: Callable[[Any], jax.Array] = predicted_count
 
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
-        if not 0 <= self.clip_norm < float("inf"):
-            raise ConfigError(f"clip_norm={self.clip_norm} must be at least 0")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
@@ -122,6 +118,7 @@ def train_step(
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
+      optimizer: from `make_optimizer`, which clips gradients; or any of optax.
       batch: B rows; every predicted token has the same weight, however the tokens are spread over rows and devices. With
         your own loss, any pytree of arrays [B, ...] for which `options.count` gives the divisor of its losses.
       loss: your own loss, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
@@ -144,8 +141,7 @@ def train_step(
     with sharding.context():
         batch = jax.tree.map(jnp.asarray, batch)
         (nll, task_metrics), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
-        norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
+        norm = gradient_norm(gradients)
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
@@ -201,16 +197,12 @@ def _updated(
     options: StepOptions,
 ) -> TrainState:
     """The next state; if the gradients are not finite, the same except for the counters."""
+    apply = optax.with_extra_args_support(optimizer)
 
     def update(before: Updated) -> Updated:
         params, opt_state, ema = before
-        clipped = gradients
-        if options.clip_norm:
-            # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
-            scale = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-30))
-            clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
         with jax.numpy_dtype_promotion("standard"):  # which optax relies on, as in decay**count
-            updates, opt_state = optimizer.update(clipped, opt_state, params)
+            updates, opt_state = apply.update(gradients, opt_state, params, grad_norm=norm)
         params = optax.apply_updates(params, updates)
         if ema is not None:
             ema = _average(ema, params, state.step - state.skipped, options.ema_decay)

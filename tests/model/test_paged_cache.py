@@ -11,7 +11,7 @@ from conftest import jit_init
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import KVCache, repeat_rows, gather_pages, init_cache, init_pages
+from llama_jax.model.cache import KVCache, gather_pages, init_cache, init_pages, repeat_rows
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.ops.attention import attend
