@@ -23,7 +23,7 @@ from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
 from llama_jax.inference.decode import shard_cache
-from llama_jax.model.cache import branch, init_cache
+from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops.platform import native_code
 from llama_jax.serving.engine import Engine
@@ -288,7 +288,7 @@ def test_the_digest_is_of_the_sources(tmp_path, monkeypatch):
 
 def test_programs_in_one_process_are_told_apart(folder):
     """By dtypes and shardings too, of which the quick look at the arguments sees nothing where they are in a tree."""
-    program = compiled.jit(branch, static_argnums=(1, 2))
+    program = compiled.jit(repeat_rows, static_argnums=(1, 2))
     devices = jax.devices()
     sharding = NamedSharding(Mesh(devices[:2], ("rows",)), PartitionSpec())
     for _ in range(2):
