@@ -205,7 +205,7 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             reading = states.init_prefill(config, params, 1, capacity, options)
             state, _ = states.begin_decode(config, params, reading, *asked)
             held[name] = _filled(state, length)
-            program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
+            program = jax.jit(partial(states.decode, config, max_chunks=TURNS), donate_argnums=1)
             runs[name] = partial(_run, program, params, held, name)
         seconds = in_turns(runs, turns)
         for name, taken in seconds.items():

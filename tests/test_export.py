@@ -45,7 +45,7 @@ def test_reading_and_decoding_from_bytes(models, dtype):
         state, _, rest = decode(params, state, jnp.int32(2))
         return first, rest, state
 
-    functions = partial(prefill, config), partial(begin_decode, config), partial(decode, config, most=2)
+    functions = partial(prefill, config), partial(begin_decode, config), partial(decode, config, max_chunks=2)
     wanted = run(*map(jax.jit, functions))
     state, _ = jax.eval_shape(
         functions[1], params, jax.eval_shape(functions[0], params, reading, tokens, positions), tokens, lengths, request

@@ -339,7 +339,7 @@ def decode_programs(
     )
     out = jax.tree.map(lambda a: a.sharding, state), whole, TokenChunk(whole, whole, whole)
     told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
-    turn = partial(decode, config, most=1, compute=compute, sharding=sharding)
+    turn = partial(decode, config, max_chunks=1, compute=compute, sharding=sharding)
     run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [

@@ -33,10 +33,10 @@ def plain(config, params, prompts, options):
     """One answer after the other, the whole row anew for every token."""
     width = WIDTH + MOST
     for row, seed in enumerate(prompts.seeds):
-        length = prompts.lengths[row // options.group]
-        ids = prompts.tokens[row // options.group, :length].tolist()
+        length = prompts.lengths[row // options.group_size]
+        ids = prompts.tokens[row // options.group_size, :length].tolist()
         logprobs = []
-        while len(logprobs) < options.most:
+        while len(logprobs) < options.max_new_tokens:
             padded = jnp.array([ids + [0] * (width - len(ids))])
             scores = jit_logits(config, params, padded)[0, len(ids) - 1].astype(jnp.float32) / options.temperature
             key = jax.random.fold_in(jax.random.key(seed), len(logprobs))

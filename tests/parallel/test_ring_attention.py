@@ -293,5 +293,5 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8)), 128))
     reading = decode.PrefillState(*read(spread, tokens, lengths))
     started, _ = decode.begin_decode(config, spread, reading, tokens, lengths, request)
-    _, _, found = jax.jit(partial(decode.decode, config, most=1))(spread, started, 1)
+    _, _, found = jax.jit(partial(decode.decode, config, max_chunks=1))(spread, started, 1)
     assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens
