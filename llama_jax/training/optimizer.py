@@ -122,17 +122,14 @@ def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.
         return inner
 
     def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **more: Any) -> tuple[Any, Any]:
-        norm = gradient_norm(gradients) if grad_norm is None else grad_norm
+        norm = grad_norm
+        if norm is None:
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
         # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
         return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **more)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def gradient_norm(gradients: Any) -> jax.Array:
-    """The Euclidean norm of all gradients together, in float32 at least: squares of 16 bits overflow and underflow."""
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
 
 
 def adamw(

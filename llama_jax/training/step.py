@@ -24,7 +24,6 @@ from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.training.batch import Batch, predicted_count
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
-from llama_jax.training.optimizer import gradient_norm
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
 Updated = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the moving average
@@ -141,7 +140,8 @@ def train_step(
     with sharding.context():
         batch = jax.tree.map(jnp.asarray, batch)
         (nll, task_metrics), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
-        norm = gradient_norm(gradients)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+        norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
