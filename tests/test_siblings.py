@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
+"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all subpackages."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from training_options import step_options
 import llama_jax
 from llama_jax import LlamaConfig, Sampling
 from llama_jax.cli import main
-from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling
+from llama_jax.config import FAMILY_FEATURES, LayerConfig, QueryScaling, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.formats import load_adapter, save_adapter
@@ -162,7 +162,7 @@ def same(a, b, norms=0.0):
 def test_the_kind_follows_from_what_a_model_has(kind):
     assert SIBLINGS[kind].kind == kind
     assert PLAIN.kind == "llama"
-    assert set(KINDS) == {"llama", *SIBLINGS}
+    assert set(FAMILY_FEATURES) == {"llama", *SIBLINGS}
     with pytest.raises(ConfigError, match="no family of models has qk_norm=head and qkv_bias together"):
         _ = replace(PLAIN, qk_norm="head", qkv_bias=True).kind
 

@@ -30,7 +30,7 @@ def use_compilation_cache(off: bool = False) -> None:
     """
     if off or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]  # made when JAX is imported
         jax.config.update("jax_enable_compilation_cache", False)
-        os.environ[compiled.VARIABLE] = "off"
+        os.environ[compiled.EXECUTABLES_ENV] = "off"
         return
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", platformdirs.user_cache_dir("llama_jax"))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -44,8 +44,8 @@ def use_compilation_cache(off: bool = False) -> None:
         # JAX would warn about every program. Existing files are still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     if folder and "://" not in folder:
-        executables = Path(os.environ.setdefault(compiled.VARIABLE, str(Path(folder).absolute() / "executables")))
-        problem = compiled.refusal(executables)
+        executables = Path(os.environ.setdefault(compiled.EXECUTABLES_ENV, str(Path(folder).absolute() / "executables")))
+        problem = compiled.reason_unsafe(executables)
         if problem is not None:
             note(f"executables in {executables} are not used: {problem}")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
@@ -92,7 +92,7 @@ class CompileClock:
 
     EVENTS = frozenset(
         f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
-    ) | {compiled.LOADED}
+    ) | {compiled.LOAD_DURATION_EVENT}
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -297,7 +297,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         rope_scaling=None,
         **more,
     )
-    for key, size in (("rope.dimension_count", sizes.rotated_dim), ("attention.value_length", sizes.head_dim)):
+    for key, size in (("rope.dimension_count", sizes.rope_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:
             raise ConfigError(
                 f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
@@ -421,7 +421,7 @@ def write_file(
         "attention.head_count_kv": c.n_kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
-        "rope.dimension_count": c.rotated_dim,
+        "rope.dimension_count": c.rope_dim,
     }
     eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
     settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(kind)]}

@@ -55,17 +55,17 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
         its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
-    def start(spec: ParamSpec) -> jax.Array:
+    def init_leaf(spec: ParamSpec) -> jax.Array:
         shape = spec.shape_of_all(config)
         if not spec.decays:
-            return jnp.full(shape, 1 - config.norm_offset if spec.start == "ones" else 0, dtype)
-        std = 0.02 if spec.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
-        number, *half = spec.draw
+            return jnp.full(shape, 1 - config.norm_offset if spec.init == "ones" else 0, dtype)
+        std = 0.02 if spec.init == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
+        number, *half = spec.rng
         if not half:
             return drawn(number, shape, std)
         return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half[0], :]
 
-    return build(config, start)
+    return build(config, init_leaf)
 
 
 def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
@@ -244,7 +244,7 @@ def layers_apart(params: Llama) -> Llama:
 
 
 def layers_together(params: Llama) -> Llama:
-    """The model with as few stacks of layers as there are kinds: what `layers_apart` undoes."""
+    """Undo `layers_apart`: one stack per format."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     join = lambda leaf: _join([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))

@@ -108,7 +108,7 @@ def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> 
 
 
 def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
-    """The `arrange` of `total_loss` for a mesh whose devices divide the sequence.
+    """The `Sharding.reorder_batch` for a mesh whose devices divide the sequence.
 
     It is done inside of the compiled step, so that neither data nor checkpoints know of it.
 
@@ -117,7 +117,7 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
     """
     sizes = MeshSizes(**mesh.shape)
 
-    def arrange(rows: NextTokenBatch) -> NextTokenBatch:
+    def reorder(rows: NextTokenBatch) -> NextTokenBatch:
         batch, length = rows.tokens.shape
         check_length(sizes, length)
         if batch % sizes.rows:
@@ -125,12 +125,12 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         lengths = rows.rope_lengths
         if lengths is None:  # a part does not know how long its row is
-            lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
+            lengths = lengths_of(places, positions=rows.position_ids, segment_ids=rows.segment_ids)
             lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], (batch, length))
-        positions = places if rows.positions is None else rows.positions
-        return jax.tree.map(partial(split_sequence, mesh), rows._replace(positions=positions, rope_lengths=lengths))
+        position_ids = places if rows.position_ids is None else rows.position_ids
+        return jax.tree.map(partial(split_sequence, mesh), rows._replace(position_ids=position_ids, rope_lengths=lengths))
 
-    return arrange
+    return reorder
 
 
 def ring_attention(mesh: Mesh) -> Attend:

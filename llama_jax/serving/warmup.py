@@ -111,7 +111,7 @@ class _Lowering:
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
         key = program, structure, tuple(map(_signature, leaves))
         if key not in self._results:
-            self._results[key], compile_or_load = program.ahead(*args)
+            self._results[key], compile_or_load = program.lower_ahead(*args)
             self.compiling.append(self._threads.submit(compile_or_load))
         return self._results[key]
 

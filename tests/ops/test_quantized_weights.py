@@ -24,7 +24,7 @@ from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quant
 from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import device_layout, nf4
-from llama_jax.ops.weights import quantized_matmul as room
+from llama_jax.ops.weights import quantized_matmul as matmul_module
 from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantize_matrix, shardings_of_planes
@@ -193,15 +193,15 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
 @pytest.mark.parametrize(("rows", "parts"), [(192, 6), (128, 4), (37, 4)])
 def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkeypatch):
     """192 rows are 4 times 48, of which a TPU would write all first: 32 lie together there."""
-    monkeypatch.setattr(room, "DECODED_AT_ONCE", rows * 128 // 4)
+    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", rows * 128 // 4)
     weight = weight_of("q4_0", rows=rows, columns=128)
-    assert room._Chunks.of(weight.form, weight.planes).parts == parts
+    assert matmul_module._Chunks.of(weight.form, weight.planes).parts == parts
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("kind", EVERY)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
-    monkeypatch.setattr(room, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
+    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), np.float32))
     dense = numbers(weight).astype(np.float64)
@@ -254,12 +254,12 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
 
 def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
     """XLA would write a wider copy of the whole weight."""
-    monkeypatch.setattr(room, "lowering_platform", lambda: "gpu")
+    monkeypatch.setattr(matmul_module, "lowering_platform", lambda: "gpu")
     for device, has in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L40S", True), ("NVIDIA A100-SXM4-80GB", False)):
-        monkeypatch.setattr(room, "lowering_device_kind", lambda name=device: name)
-        assert room.scale_after_matmul.__wrapped__(QUANT_FORMATS["fp8"]) == has
-        assert room.scale_per_group_sum.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
-        assert room.scale_after_matmul.__wrapped__(QUANT_FORMATS["int8"])
+        monkeypatch.setattr(matmul_module, "lowering_device_kind", lambda name=device: name)
+        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["fp8"]) == has
+        assert matmul_module.scale_per_group_sum.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
+        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["int8"])
 
 
 def test_rows_are_looked_up():
