@@ -66,7 +66,11 @@ def our_optimizer(arguments: Any) -> Any:
     import llama_jax
 
     settings = llama_jax.OptimizerSettings(
-        learning_rate=LEARNING_RATE, schedule="constant", b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY,
+        learning_rate=LEARNING_RATE,
+        schedule="constant",
+        b1=BETAS[0],
+        b2=BETAS[1],
+        weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
     )
     return llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)

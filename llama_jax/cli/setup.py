@@ -89,8 +89,12 @@ class Compile(LoadOptions):
         use_compilation_cache()
         folder = store.folder()
         if folder is None or compiled.reason_unsafe(folder):
-            reason = compiled.reason_unsafe(folder) if folder else f"{compiled.EXECUTABLES_ENV} or JAX's settings turn them off"
-            raise GenerationError(f"executables are not kept: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own")
+            reason = (
+                compiled.reason_unsafe(folder) if folder else f"{compiled.EXECUTABLES_ENV} or JAX's settings turn them off"
+            )
+            raise GenerationError(
+                f"executables are not kept: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own"
+            )
         # Programs that cannot be stored are logged.
         logging.basicConfig(format="llama-jax: %(message)s")
         logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)

@@ -3,4 +3,4 @@
 from llama_jax.compiled.cached_jit import LOAD_DURATION_EVENT, CompiledFunction, jit
 from llama_jax.compiled.store import EXECUTABLES_ENV, reason_unsafe
 
-__all__ = ["LOAD_DURATION_EVENT", "EXECUTABLES_ENV", "CompiledFunction", "jit", "reason_unsafe"]
+__all__ = ["EXECUTABLES_ENV", "LOAD_DURATION_EVENT", "CompiledFunction", "jit", "reason_unsafe"]

@@ -235,7 +235,9 @@ def _read(path: Path, key: str) -> StoredProgram | None:
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
     # The native libraries must be registered before the executable is loaded.
-    if not isinstance(stored, StoredProgram) or (stored.native and not all(map(cpu_variants().native.usable, stored.native))):
+    if not isinstance(stored, StoredProgram) or (
+        stored.native and not all(map(cpu_variants().native.usable, stored.native))
+    ):
         return None
     return stored
 

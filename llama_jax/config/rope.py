@@ -21,7 +21,12 @@ ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "by_parts": _BY_PARTS,
     "yarn": _BY_PARTS | {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192},
-    "longrope": {"original_max_seq_len": REQUIRED, "short_factor": REQUIRED, "long_factor": REQUIRED, "attention_factor": None},
+    "longrope": {
+        "original_max_seq_len": REQUIRED,
+        "short_factor": REQUIRED,
+        "long_factor": REQUIRED,
+        "attention_factor": None,
+    },
 }
 
 

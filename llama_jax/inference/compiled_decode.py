@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from llama_jax import compiled
 from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_logprobs, tokens_before_longrope_switch, longrope_switch_length
+from llama_jax.inference.checks import check_logprobs, longrope_switch_length, tokens_before_longrope_switch
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
@@ -126,7 +126,15 @@ class Run:
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
             state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
             with decoding_context(self.use_native_code):
-                make(_decode_for(device.platform), *model, state, np.int32(max_chunks), max_chunks, self.compute, self.sharding)
+                make(
+                    _decode_for(device.platform),
+                    *model,
+                    state,
+                    np.int32(max_chunks),
+                    max_chunks,
+                    self.compute,
+                    self.sharding,
+                )
 
     def start(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request

@@ -130,7 +130,9 @@ def roll_out(
     return Completions(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
 
 
-def _prefill(config: LlamaConfig, params: Llama, prompts: RolloutPrompts, compute: Compute, sharding: Sharding) -> PrefillState:
+def _prefill(
+    config: LlamaConfig, params: Llama, prompts: RolloutPrompts, compute: Compute, sharding: Sharding
+) -> PrefillState:
     """All prompts, in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
@@ -144,7 +146,9 @@ def _prefill(config: LlamaConfig, params: Llama, prompts: RolloutPrompts, comput
     return prefilled
 
 
-def _init_decode_state(prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
+def _init_decode_state(
+    prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding
+) -> DecodeState:
     """A state with `group_size` rows for each prompt, before the first token of any."""
     batch = prefilled.hidden.shape[0] * options.group_size
     with sharding.context():

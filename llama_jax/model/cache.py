@@ -132,7 +132,9 @@ def init_cache(
     return KVCache(pages, _own_pages(batch, count, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
 
 
-def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page_size: int = PAGE_SIZE) -> Any:
+def init_pages(
+    config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page_size: int = PAGE_SIZE
+) -> Any:
     """`count` empty pages [L, P, page, 2K, H]; for int8 `Quantized`, with one scale per head and position."""
     shape = (config.n_layers, count, page_size, 2 * config.n_kv_heads, config.head_dim)
     if jnp.dtype(dtype) == jnp.int8:
@@ -191,9 +193,7 @@ def is_quantized(cache: KVCache) -> bool:
     return isinstance(cache.pages, Quantized)
 
 
-def repeat_rows(
-    cache: KVCache, copies: int, extra_tokens: int, head_sharding: HeadSharding | None = None
-) -> KVCache:
+def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: HeadSharding | None = None) -> KVCache:
     """A cache with `copies` consecutive rows for each row of `cache`, each with room for `extra_tokens` more.
 
     They share the full pages of the row; each has its own copy of the last page, which it goes on writing to.

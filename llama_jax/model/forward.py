@@ -151,7 +151,9 @@ def run_layers(
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
-    reads_in_place = lambda path, leaf: unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    reads_in_place = lambda path, leaf: (
+        unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    )
     sliced, layer_of = split_stacked(params.blocks, reads_in_place)
     if unrolled:
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.

@@ -168,27 +168,55 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", rng=(2,), output_axes=(-2,)),
     ParamSpec("blocks.attention_post_norm", "D", P(), "ones", exists=lambda config: config.norm != "pre"),
     ParamSpec("blocks.ffn_norm", "D", P(), "ones", exists=lambda config: config.norm != "post"),
-    ParamSpec("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", rng=(3, 0), output_axes=(-2,), exists=_dense),
+    ParamSpec(
+        "blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", rng=(3, 0), output_axes=(-2,), exists=_dense
+    ),
     ParamSpec("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", rng=(3, 1), output_axes=(-2,), exists=_dense),
-    ParamSpec("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_dense),
+    ParamSpec(
+        "blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_dense
+    ),
     ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", rng=(6,), output_axes=(-2,), exists=_sparse),
     ParamSpec(
-        "blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", rng=(3, 0), output_axes=(-2,), exists=_sparse
+        "blocks.feed_forward.gate",
+        "E F D",
+        P(None, "tensor", "fsdp"),
+        "normal",
+        rng=(3, 0),
+        output_axes=(-2,),
+        exists=_sparse,
     ),
     ParamSpec(
         "blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", rng=(3, 1), output_axes=(-2,), exists=_sparse
     ),
     ParamSpec(
-        "blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_sparse
+        "blocks.feed_forward.down",
+        "E D F",
+        P(None, "fsdp", "tensor"),
+        "residual",
+        rng=(4,),
+        output_axes=(-2,),
+        exists=_sparse,
     ),
     ParamSpec(
-        "blocks.feed_forward.shared_gate", "F D", P("tensor", "fsdp"), "normal", rng=(7, 0), output_axes=(-2,), exists=_shared
+        "blocks.feed_forward.shared_gate",
+        "F D",
+        P("tensor", "fsdp"),
+        "normal",
+        rng=(7, 0),
+        output_axes=(-2,),
+        exists=_shared,
     ),
     ParamSpec(
         "blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", rng=(7, 1), output_axes=(-2,), exists=_shared
     ),
     ParamSpec(
-        "blocks.feed_forward.shared_down", "D F", P("fsdp", "tensor"), "residual", rng=(8,), output_axes=(-2,), exists=_shared
+        "blocks.feed_forward.shared_down",
+        "D F",
+        P("fsdp", "tensor"),
+        "residual",
+        rng=(8,),
+        output_axes=(-2,),
+        exists=_shared,
     ),
     ParamSpec("blocks.ffn_post_norm", "D", P(), "ones", exists=lambda config: config.norm != "pre"),
     ParamSpec("final_norm", "D", P(), "ones"),

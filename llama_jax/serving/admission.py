@@ -8,7 +8,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import checked_prompts, tokens_before_longrope_switch, token_ids, longrope_switch_length
+from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
 from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.checks import check_tokens

@@ -64,7 +64,9 @@ class EngineOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
         if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
-            raise GenerationError(f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page")
+            raise GenerationError(
+                f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
+            )
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
             raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup or a DraftModel")
         if self.cache.window is not None:

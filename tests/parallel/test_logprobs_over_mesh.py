@@ -28,7 +28,9 @@ def answers(config, sharding, params, batch):
     """A number of whole answers, whatever the order of their tokens, and its gradient."""
 
     def total(params):
-        found = token_logprobs(config, sharding.prepare_params(params), batch, loss_options(chunk=4), sharding, 0.7).sum(axis=1)
+        found = token_logprobs(config, sharding.prepare_params(params), batch, loss_options(chunk=4), sharding, 0.7).sum(
+            axis=1
+        )
         return jnp.mean(jnp.tanh(found / 40)), found
 
     return jax.value_and_grad(total, has_aux=True)(params)

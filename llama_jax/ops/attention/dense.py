@@ -86,7 +86,9 @@ def weighted_values(weights: Float[Array, "B K T G S"], values: Float[Array, "B 
 
 
 @for_cpu("multiply_heads")
-def query_key_scores(queries: Float[Array, "*batch T G H"], keys: Float[Array, "*batch S H"]) -> Float[Array, "*batch T G S"]:
+def query_key_scores(
+    queries: Float[Array, "*batch T G H"], keys: Float[Array, "*batch S H"]
+) -> Float[Array, "*batch T G S"]:
     """Inner products of queries and keys, in float32 at least."""
     if _is_one_row(keys):
         return query_key_scores(queries[0], keys[0])[None]

@@ -246,9 +246,7 @@ def fill_planes(
         at += size
 
 
-def blocks_from_planes(
-    planes: tuple[np.ndarray, ...], kind: QuantFormat
-) -> UInt8[np.ndarray, "*batch blocks block_bytes"]:
+def blocks_from_planes(planes: tuple[np.ndarray, ...], kind: QuantFormat) -> UInt8[np.ndarray, "*batch blocks block_bytes"]:
     """Undo `planes_from_blocks`: the blocks of a GGUF file."""
     parts = []
     for array, plane in zip(planes, kind.planes, strict=True):

@@ -145,7 +145,9 @@ def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d:
     low = _pairs_of_k(values)
     numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
     four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
-    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # the low four bits of the sixteen scales
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(
+        2, 1, 1, 1
+    )  # the low four bits of the sixteen scales
     upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the high two
     six = (lower & 15) | ((upper & 3) << np.uint8(4))
     return _scaled(_times(d, _centered(six, 32)), numbers)
@@ -156,7 +158,9 @@ def _decode_q4_k(d: EitherArray, dmin: EitherArray, scales: EitherArray, values:
     return _scaled(_times(d, factors), _nibbles_of_k(values), -_times(dmin, mins))
 
 
-def _decode_q5_k(d: EitherArray, dmin: EitherArray, scales: EitherArray, high: EitherArray, values: EitherArray) -> EitherArray:
+def _decode_q5_k(
+    d: EitherArray, dmin: EitherArray, scales: EitherArray, high: EitherArray, values: EitherArray
+) -> EitherArray:
     numbers = _nibbles_of_k(values) | (_bits_of_k(high) << np.uint8(4))
     factors, mins = _scales_and_mins(scales)
     return _scaled(_times(d, factors), numbers, -_times(dmin, mins))

@@ -46,7 +46,7 @@ NF4 = np.asarray(
 )
 
 
-def dynamic_map() -> Float32[np.ndarray, "256"]:
+def dynamic_map() -> Float32[np.ndarray, 256]:
     """The 256 values of 8-bit scales, with seven exponents and the fractions for which each leaves bits (Dettmers 2015,
     8-bit approximations for parallelism in deep learning, section 2)."""
     numbers = [np.float32(0), np.float32(1)]
