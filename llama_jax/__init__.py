@@ -37,8 +37,8 @@ and their arguments:
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
 To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
-`generate`: `llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
-`llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
+`generate`: `llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode`
+of `llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A persistent cache of compiled executables, keyed by everything they depend on, so that a second process need not trace."""
+"""A persistent cache of compiled executables, keyed by everything they depend on, so that a second process need not
+trace."""
 
 from llama_jax.compiled.cached_jit import LOAD_DURATION_EVENT, CompiledFunction, jit
 from llama_jax.compiled.store import EXECUTABLES_ENV, reason_unsafe

@@ -33,7 +33,8 @@ Program = Callable[..., Any]
 
 
 class StoredProgram(NamedTuple):
-    """The content of a file: an executable, what loading it needs, and the attention backends that tracing would have logged.
+    """The content of a file: an executable, what loading it needs, and the attention backends that tracing would have
+    logged.
 
     Attributes:
       executable: as `jax.experimental.serialize_executable` makes it.

@@ -17,8 +17,9 @@ class LayerConfig:
 
     Attributes:
       window: a token attends to itself and the window - 1 tokens before it; None: no window.
-      rope: "model": RoPE with the theta and scaling of the model; "unscaled": RoPE without scaling, with `rope_theta` (layers
-        with a window in Gemma 3 and OLMo 3); "none": no position embedding (SmolLM3; NoPE: Yang et al. 2025, section 3).
+      rope: "model": RoPE with the theta and scaling of the model; "unscaled": RoPE without scaling, with `rope_theta`
+        (layers with a window in Gemma 3 and OLMo 3); "none": no position embedding (SmolLM3; NoPE: Yang et al. 2025,
+        section 3).
       rope_theta: base of the frequencies if `rope` is "unscaled"; None for the model's.
       chunk: size of the attention chunks (Llama 4): a token attends only within its chunk; None: no chunks.
 

@@ -223,7 +223,8 @@ def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
 def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
 ) -> tuple[DecodeState, Packed]:
-    """`begin_decode` with cache and hidden as separate arguments, because only the cache is donated; the result is packed."""
+    """`begin_decode` with cache and hidden as separate arguments, because only the cache is donated; the result is
+    packed."""
     state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
@@ -256,7 +257,8 @@ def round_capacity(longest: int, new: int) -> int:
 
 
 def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens per prefill call. With a window they are limited: the ring of pages must hold window and chunk together."""
+    """Prompt tokens per prefill call. With a window they are limited: the ring of pages must hold window and chunk
+    together."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)
     return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)

@@ -95,8 +95,8 @@ def roll_out(
 ) -> Completions:
     """Sample `group_size` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
 
-    Each prompt is prefilled once, and its answers share its pages in the cache. The loop ends when all answers have ended. Jit
-    it with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
+    Each prompt is prefilled once, and its answers share its pages in the cache. The loop ends when all answers have ended.
+    Jit it with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
 
     Args:
       params: in any form, also with adapters or quantized, on any devices.
@@ -147,7 +147,7 @@ def _prefill(
 
 
 def _init_decode_state(
-    prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding
+    prefilled: PrefillState, prompts: RolloutPrompts, options: RolloutOptions, sharding: Sharding
 ) -> DecodeState:
     """A state with `group_size` rows for each prompt, before the first token of any."""
     batch = prefilled.hidden.shape[0] * options.group_size

@@ -110,8 +110,8 @@ def run_layers(
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunks(config, tokens, cache, positions)
-    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. 8B on eight v5e: less than 1.05 times
-    # the minimal HBM traffic, 1.24 with a kernel per device.
+    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. 8B on eight v5e: less than 1.05
+    # times the minimal HBM traffic, 1.24 with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
     shared = _shared_inputs(config, tokens, cache, positions, chunks)

@@ -41,8 +41,8 @@ class LogitOptions:
       chunk: positions per chunk, of each row.
       z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
       vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
-      batch_shards: number of devices over which B is sharded. The lm_head gradient is accumulated per shard and reduced once,
-        not per chunk.
+      batch_shards: number of devices over which B is sharded. The lm_head gradient is accumulated per shard and reduced
+        once, not per chunk.
       constrain: shards an array over devices, given its name: "lm_head_sharded" [V, D], as stored, and "head" [V, D],
         gathered; "logits" [B, chunk, V]; "head_gradient" [batch_shards, D, V].
     """

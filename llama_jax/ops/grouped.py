@@ -1,9 +1,9 @@
 """Matmuls of rows sorted by group with one matrix per group: each row is multiplied by the matrix of its group only.
 
 JAX's `lax.ragged_dot` is not used: XLA multiplies every row by every group's matrix on a CPU and on a GPU (H100), and on a
-TPU (v5e) for the gradient of the matrices; it also copies all matrices [E, N, K] on a TPU at every call (896 MiB for the eight
-of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. On other platforms a
-loop over the groups that have rows multiplies blocks of rows.
+TPU (v5e) for the gradient of the matrices; it also copies all matrices [E, N, K] on a TPU at every call (896 MiB for the
+eight of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. On other
+platforms a loop over the groups that have rows multiplies blocks of rows.
 """
 
 from __future__ import annotations
@@ -246,9 +246,9 @@ class RowBlocks(NamedTuple):
 
     Attributes:
       lengths: powers of two, the longest first.
-      at_once: the rows left after blocks of the longest length are one block, the shortest that holds them: for weights whose
-        reading takes longer than the multiplication. Otherwise they are several blocks, each as long as possible, of which
-        only the last may extend beyond the group.
+      at_once: the rows left after blocks of the longest length are one block, the shortest that holds them: for weights
+        whose reading takes longer than the multiplication. Otherwise they are several blocks, each as long as possible, of
+        which only the last may extend beyond the group.
     """
 
     lengths: tuple[int, ...]

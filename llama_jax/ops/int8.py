@@ -51,7 +51,8 @@ def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
-    """Apply a `function` that only moves rows to an array, or to the values and the scales, as [..., 1], of a `Quantized`."""
+    """Apply a `function` that only moves rows to an array, or to the values and the scales, as [..., 1], of a
+    `Quantized`."""
     if not isinstance(x, Quantized):
         return function(x)
     return Quantized(function(x.values), function(x.scales[..., None])[..., 0])
@@ -66,11 +67,11 @@ def smooth_keys(
     """Transform queries and keys so that scores are unchanged and keys quantize better.
 
     The resolution of an int8 row depends on its largest value. In models with a bias of keys (Qwen2.5) the keys of a few
-    channels are 30 times as large as those of others. They are divided, and the queries multiplied, by the square root of how
-    far their bias exceeds the mean, which is known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias
-    in place of the largest activation). Both channels of a RoPE pair have the same factor, because RoPE mixes them. A Hadamard
-    matrix then spreads the remaining outliers, and those that come from the weights, over all channels (QuaRot: Ashkboos et
-    al. 2024, section 4.2). Nothing is stored beside the cache, and keys are read as before.
+    channels are 30 times as large as those of others. They are divided, and the queries multiplied, by the square root of
+    how far their bias exceeds the mean, which is known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the
+    bias in place of the largest activation). Both channels of a RoPE pair have the same factor, because RoPE mixes them. A
+    Hadamard matrix then spreads the remaining outliers, and those that come from the weights, over all channels (QuaRot:
+    Ashkboos et al. 2024, section 4.2). Nothing is stored beside the cache, and keys are read as before.
 
     Args:
       keys: after RoPE.

@@ -64,8 +64,8 @@ def token_divergence(
 
     Args:
       targets: for a target below 0 both results are 0, without a gradient.
-      logit_options: how the logits of student and teacher are computed; `z_loss` and `batch_shards` are ignored. The chunk is
-        the student's.
+      logit_options: how the logits of student and teacher are computed; `z_loss` and `batch_shards` are ignored. The chunk
+        is the student's.
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
     student_options, teacher_options = logit_options

@@ -35,8 +35,8 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
     Every matmul with a parameter, except experts' (`ops.grouped`), goes through it.
 
     Args:
-      weight: [*out, D], one row per output feature, as checkpoints store it: with one token both operands are then read along
-        their contiguous axis. An array in another dtype is cast to that of `x`: training keeps weights in float32 and
+      weight: [*out, D], one row per output feature, as checkpoints store it: with one token both operands are then read
+        along their contiguous axis. An array in another dtype is cast to that of `x`: training keeps weights in float32 and
         computes in bfloat16. Anything else has its own `project`, see `Weight`.
       out_dtype: dtype of the result, by default that of `x`. Sums are float32 at least in any case.
 
@@ -177,8 +177,8 @@ def weight_gradient(
 def remat(function: F) -> F:
     """`jax.checkpoint` that saves only the arguments.
 
-    For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3).
-    Differentiable in every mode, except 16-bit inputs on CPUs (reverse mode only).
+    For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
+    3). Differentiable in every mode, except 16-bit inputs on CPUs (reverse mode only).
     """
     # No CSE barrier is needed inside a scan over layers.
     return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))

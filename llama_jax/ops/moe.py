@@ -29,10 +29,10 @@ class Routing(NamedTuple):
 
     Attributes:
       per_token: the number of experts chosen, of E.
-      normalized: the weights of the chosen experts are the softmax over their scores, and sum to one; otherwise they are their
-        values of the softmax over the scores of all E.
-      scale_inputs: the weights are instead the sigmoids of the scores, and they multiply the inputs of the experts, not their
-        outputs.
+      normalized: the weights of the chosen experts are the softmax over their scores, and sum to one; otherwise they are
+        their values of the softmax over the scores of all E.
+      scale_inputs: the weights are instead the sigmoids of the scores, and they multiply the inputs of the experts, not
+        their outputs.
     """
 
     per_token: int
@@ -77,7 +77,8 @@ def mixture_of_experts(
     def share(*arrays: Any) -> jax.Array:
         return _chosen_experts(dim, *arrays)[None]
 
-    # check_vma=False: `grouped_matmul` does not declare its varying axes. Devices with shards of F return partial sums over F.
+    # check_vma=False: `grouped_matmul` does not declare its varying axes. Devices with shards of F return partial sums over
+    # F.
     of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
     terms = jax.shard_map(share, in_specs=of_devices[0], out_specs=of_devices[1], check_vma=False)
     return jnp.sum(terms(x, weights, chosen, gate, up, down), axis=0)

@@ -170,8 +170,8 @@ def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) 
     """`update(tree)` if `condition`, a bool[], is true, and the same tree otherwise.
 
     On a GPU by `jnp.where` (a `cond` would copy the whole state: a training step of TinyLlama on an H100 needs 5.4 GiB of
-    temporaries, and 16.4 with `cond`), elsewhere by `lax.cond` (a `where` holds both trees: over eight v5e 2.07 GiB, and 1.61
-    with `cond`).
+    temporaries, and 16.4 with `cond`), elsewhere by `lax.cond` (a `where` holds both trees: over eight v5e 2.07 GiB, and
+    1.61 with `cond`).
     """
     if lowering_platform() == "gpu":
         return jax.tree.map(lambda new, old: jnp.where(condition, new, old), update(tree), tree)

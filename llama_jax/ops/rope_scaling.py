@@ -38,8 +38,8 @@ def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) 
     """`scale_ntk` by a factor that depends on the length of the sequence; no scaling within the original context.
 
     The factor of Peng et al. 2023, section 3.3, is length / original. This is transformers' factor * length / original -
-    (factor - 1), the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there is
-    no scaling.
+    (factor - 1), the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there
+    is no scaling.
     """
     if isinstance(length, jax.Array):
         longer_by = jnp.maximum(length.astype(jnp.float32) / scaling.original_max_seq_len, 1.0)[..., None]
@@ -52,9 +52,9 @@ def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) 
 def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Keep high frequencies and divide low ones by `factor` (NTK-by-parts: Peng et al. 2023, section 3.2).
 
-    Pairs with at least `beta_fast` rotations within the original context are kept, those with at most `beta_slow` are divided.
-    The ramp between them is linear in the index of the pair, as in the authors' code and in transformers; in the text of the
-    paper it is linear in the rotations, as in `scale_llama3`.
+    Pairs with at least `beta_fast` rotations within the original context are kept, those with at most `beta_slow` are
+    divided. The ramp between them is linear in the index of the pair, as in the authors' code and in transformers; in the
+    text of the paper it is linear in the rotations, as in `scale_llama3`.
     """
     pairs = len(plain)
 
@@ -121,9 +121,9 @@ def _ntk_exponents(pairs: int) -> Plain:
     return np.arange(pairs) / (pairs - 1)
 
 
-# The function of each kind of `config.RopeScaling`: of the unscaled frequencies, theta, the length and the scaling. It returns
-# the scaled frequencies and a factor for cosine and sine. If the length is a JAX array, functions that depend on it return
-# float32 frequencies with the axes of the lengths in front.
+# The function of each kind of `config.RopeScaling`: of the unscaled frequencies, theta, the length and the scaling. It
+# returns the scaled frequencies and a factor for cosine and sine. If the length is a JAX array, functions that depend on it
+# return float32 frequencies with the axes of the lengths in front.
 SCALINGS: dict[str, Callable[[Plain, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
     "ntk": scale_ntk,

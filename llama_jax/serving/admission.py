@@ -106,8 +106,8 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
     if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
-            f" {longrope_switch_length(model.config)} tokens, after which the frequencies of the model's longrope change and an"
-            f" engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
+            f" {longrope_switch_length(model.config)} tokens, after which the frequencies of the model's longrope change and"
+            f" an engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")

@@ -89,8 +89,8 @@ def total_loss(
 ) -> LossSums:
     """Sums over predicted tokens, not yet divided by their global count.
 
-    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` computes them in chunks. Gradients
-    have the dtype of `params`, the logarithm and the sums are float32 at least.
+    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` computes them in chunks.
+    Gradients have the dtype of `params`, the logarithm and the sums are float32 at least.
 
     Args:
       sharding: its `constrain` is called here with "hidden" [B, T, D], from `forward`, and by `ops.cross_entropy`.

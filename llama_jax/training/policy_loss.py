@@ -57,7 +57,8 @@ class AnswerLoss:
     ) -> TaskSums:
         """Sums over rows, for a `train_step` that divides them by `count`.
 
-        In `metrics`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over them.
+        In `metrics`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over
+        them.
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)

@@ -58,7 +58,8 @@ def stream_drafted(
         row = int(np.argmax(request.limit > allowed))
         raise GenerationError(
             f"draft: row {row} is read again after {lengths[row] + allowed[row] - 1} tokens, where the frequencies of the"
-            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {allowed[row]} tokens"
+            " model's longrope change, and no draft goes beyond that; leave it out, or generate at most"
+            f" {allowed[row]} tokens"
         )
     drafter.check(run.config, run.params, lengths, request, options)
     return drafted_chunks(run, drafter, prompts, options, max_chunks)

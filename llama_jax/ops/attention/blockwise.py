@@ -1,8 +1,8 @@
 """Attention by blocks of queries and keys: memory that grows with T + S and not with T * S, on any device.
 
-Online softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021, section 2). The backward pass recomputes the scores of each
-block (Dao et al. 2022, algorithm 4). A block of keys that no query of the block can see is skipped: half of a causal square,
-and most of it with a window or packed documents.
+Online softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021, section 2). The backward pass recomputes the scores of
+each block (Dao et al. 2022, algorithm 4). A block of keys that no query of the block can see is skipped: half of a causal
+square, and most of it with a window or packed documents.
 """
 
 from __future__ import annotations

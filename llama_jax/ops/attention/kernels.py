@@ -22,8 +22,8 @@ from llama_jax.ops.platform import TPU_LANES
 
 WIDEST = 128  # most features of a head in cuDNN
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
-# With a mask, cuDNN is called for blocks of queries: the fewest queries of a block, and the number of blocks of a row, and of
-# a long one.
+# With a mask, cuDNN is called for blocks of queries: the fewest queries of a block, and the number of blocks of a row, and
+# of a long one.
 LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
 LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]

@@ -202,7 +202,8 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
 def multiply_group(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
 ) -> jax.Array:
-    """`weights.layers.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be copied."""
+    """`weights.layers.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be
+    copied."""
     if hasattr(weight, "planes") and is_native(weight.kind):
         return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
     if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
@@ -439,7 +440,8 @@ def _divided_by_xla() -> bool:
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`dense.query_key_scores` and `dense.apply_weights`: [*batch, T, G, ...] by [*batch, S, H], with at least two queries."""
+    """`dense.query_key_scores` and `dense.apply_weights`: [*batch, T, G, ...] by [*batch, S, H], with at least two
+    queries."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)

@@ -1,8 +1,9 @@
 """The memory layout of the planes of a weight on a device, and row lookup in a table with that layout.
 
-The axes of a plane are always the same; if a device stores them in another order, only the `Layout` of the JAX array says so.
-4-bit integers are int4 arrays on accelerators, whose compilers read them packed. XLA for CPU would write each as a byte before
-the loop over tokens, and JAX needs bytes to make such an array; so on a CPU they are packed in uint8, see `pack_int4`.
+The axes of a plane are always the same; if a device stores them in another order, only the `Layout` of the JAX array says
+so. 4-bit integers are int4 arrays on accelerators, whose compilers read them packed. XLA for CPU would write each as a byte
+before the loop over tokens, and JAX needs bytes to make such an array; so on a CPU they are packed in uint8, see
+`pack_int4`.
 """
 
 from __future__ import annotations

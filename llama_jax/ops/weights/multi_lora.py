@@ -23,8 +23,8 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
 
     The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. With few
     adapters per row of the batch, all of them are multiplied, and the values of other adapters are set to zero between A and
-    B: two plain matmuls, which read the table once, in place. With many, each row gathers its own slices, as in Punica (Chen et
-    al. 2023), which copies the slices but not the table. Both have static shapes.
+    B: two plain matmuls, which read the table once, in place. With many, each row gathers its own slices, as in Punica
+    (Chen et al. 2023), which copies the slices but not the table. Both have static shapes.
 
     Attributes:
       low_rank: of rank n R, in the dtype of the computation: a cast would copy it at every step.

@@ -1,8 +1,8 @@
 """bitsandbytes' 4-bit formats: one of sixteen values, times a scale per 64 weights (Dettmers et al. 2023, QLoRA).
 
 With double quantization the scales have 8 bits themselves: one of 256 values, times a second scale, plus an offset.
-bitsandbytes shares a second scale between 256 consecutive blocks of the flattened tensor; here it is stored with the blocks, so
-that rows and columns can be permuted and sharded. The weights are the same.
+bitsandbytes shares a second scale between 256 consecutive blocks of the flattened tensor; here it is stored with the
+blocks, so that rows and columns can be permuted and sharded. The weights are the same.
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
     """[T, D] times the planes of [N, D].
 
     Row scales: one matmul, scaled afterwards. Group scales with few tokens: per-group matmuls, scaled and summed. Otherwise:
-    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. The reasons, which are what the compilers for
-    GPUs and TPUs make of it, are in docs/notes/quantization.md.
+    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. The reasons, which are what the compilers
+    for GPUs and TPUs make of it, are in docs/notes/quantization.md.
     """
     if len(x) == 1 and lowering_platform() == "tpu":
         return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form)[:1]
@@ -301,9 +301,9 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
         product = sum(_dot(x[:, i :: len(decoded)], rows) for i, rows in enumerate(decoded))
         return lax.dynamic_update_index_in_dim(out, product, index, 1 + chunks.strided)
 
-    # Fully overwritten. Initialized from data, because XLA would hoist constant zeros out of the layer loop (2.8 GB for an 8B
-    # model), and would share what depends on `x` alone among weights and copy it for each (117 MB for 14,336 rows and 2,048
-    # tokens).
+    # Fully overwritten. Initialized from data, because XLA would hoist constant zeros out of the layer loop (2.8 GB for an
+    # 8B model), and would share what depends on `x` alone among weights and copy it for each (117 MB for 14,336 rows and
+    # 2,048 tokens).
     start = 0.0 if is_divided() else x[0, 0].astype(jnp.float32) * planes[-1].reshape(-1)[0].astype(jnp.float32)
     out = lax.fori_loop(0, chunks.parts, put, jnp.full((len(x), *chunks.split), start, jnp.float32))
     return out.reshape(len(x), -1)[:, : len(planes[0])]
@@ -311,7 +311,8 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
 
 @for_cpu("decoded_at_once")
 def decoded_at_once() -> int:
-    """Weights dequantized per chunk: 8 MB in 16 bits, which fit the caches of an H100 (50 MB) and a TPU (128 MB on a v5e)."""
+    """Weights dequantized per chunk: 8 MB in 16 bits, which fit the caches of an H100 (50 MB) and a TPU (128 MB on a
+    v5e)."""
     return DECODED_AT_ONCE
 
 
@@ -357,7 +358,8 @@ class _Chunks(NamedTuple):
         return lax.dynamic_index_in_dim(array, index, axis=axis + self.strided, keepdims=False)
 
     def decode(self, index: jax.typing.ArrayLike, dtype: Any) -> list[jax.Array]:
-        """Dequantize a part; packed int4 as two arrays (even and odd columns), six times faster on CPUs than interleaving."""
+        """Dequantize a part; packed int4 as two arrays (even and odd columns), six times faster on CPUs than
+        interleaving."""
         taken = [self.take(plane, index) for plane in self.planes]
         values, *rest = (_from_bits(array, plane.dtype) for array, plane in zip(taken, self.form.planes, strict=True))
         is_packed = self.form.planes[0].dtype == INT4 and values.dtype != INT4
