@@ -130,7 +130,7 @@ def test_invalid_arguments():
         ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Positions()),
         (r"starts \[2\] for 2 rows", tokens, cache, params, Positions(starts=starts[:2])),
         (r"tokens \[1, 2\]", tokens.T, cache, params, Positions(starts=starts)),
-        ("not one of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Positions(starts=starts)),
+        ("does not match the configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Positions(starts=starts)),
         ("starts are for rows of a cache", tokens, None, params, Positions(starts=starts)),
     ):
         with pytest.raises(GenerationError, match=said):
