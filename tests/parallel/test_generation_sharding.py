@@ -269,7 +269,9 @@ def test_noise_does_not_depend_on_the_padding():
 
 def test_rows_that_cannot_be_divided_are_an_error(load):
     config, params = load("data=2,fsdp=2,tensor=2")
-    message = r"batch=3 cannot be split over data\*fsdp=4; pass a multiple of 4 prompts, or use a mesh with tensor parallelism"
+    message = (
+        r"batch=3 cannot be split over data\*fsdp=4; pass a multiple of 4 prompts, or use a mesh with tensor parallelism"
+    )
     with pytest.raises(MeshError, match=message):
         llama_jax.stream(config, params, PROMPTS[:3], max_new_tokens=NEW)
 
