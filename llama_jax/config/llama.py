@@ -205,7 +205,7 @@ class LlamaConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerConfig, ...]:
-        """The distinct `LayerConfig`s, by first appearance."""
+        """The distinct layers, by first appearance."""
         return tuple(dict.fromkeys(map(self.layer, range(min(self.n_layers, max(len(self.layers), 1))))))
 
     @property

@@ -69,10 +69,13 @@ def test_adapters_learn_and_the_base_stays(whole, base):
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_the_adapters_alone(whole, base):
+def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     folder, result, _ = whole
     config, params, _ = llama_jax.load(base)
     found = load_adapter(folder, config)
+    assert not caplog.records
+    load_adapter(folder, replace(config, rope_theta=5e5))
+    assert "rope_theta=10000.0, this one has 500000.0" in caplog.text
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
     same(found.params, result.state.ema)
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
