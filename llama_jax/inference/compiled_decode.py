@@ -113,15 +113,16 @@ class Run:
             prefilled = make(_init_prefill, *empty)
             with decoding_context(self.natively):
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
-            state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
+            with decoding_context(self.natively and self.compute.exact):
+                state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding, self.compute)
             with decoding_context(self.natively):
                 make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
 
     def start(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
     ) -> tuple[DecodeState, Packed]:
-        with transferring():
-            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
+        with decoding_context(self.natively and self.compute.exact), transferring():  # exact: as in a step of an engine
+            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding, self.compute)
 
     def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
@@ -205,7 +206,7 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
 
 _init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
-_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
+_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7, 8), donate_argnums=2)
 _with_request = compiled.jit(with_request, static_argnums=2)
 
 

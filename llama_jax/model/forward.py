@@ -15,11 +15,12 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, gather_pages, is_quantized
-from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
+from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
 from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
+from llama_jax.ops import exact
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
@@ -63,9 +64,37 @@ def forward(
         together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
-    with sharding.context(), tracing_context(params):
-        hidden, cache, _ = run_layers(config, params, tokens, cache, PassOptions(positions, compute, sharding))
+    options = PassOptions(positions, compute, sharding)
+    with sharding.context(), exact.exactly(compute.exact), tracing_context(params):
+        if compute.exact:
+            return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
+        hidden, cache, _ = run_layers(config, params, tokens, cache, options)
     return hidden, cache
+
+
+def _forward_exactly(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
+) -> tuple[jax.Array, Any]:
+    """`forward` with all tokens one after the other, as rows that read different numbers of them, and whole blocks of them."""
+    (rows, each), (positions, *rest) = tokens.shape, options
+    cache = check_exact(config, cache, options.sharding)
+    check_arguments(config, params, tokens, cache, positions)
+    starts, lengths = positions.starts, positions.rope_lengths
+    if starts is None:
+        starts = jnp.arange(rows + 1, dtype=jnp.int32) * each
+        if lengths is not None and jnp.ndim(lengths) == 1:
+            lengths = jnp.repeat(jnp.asarray(lengths), each)
+    missing = -tokens.size % exact.block_size()
+    flat = Positions(starts=starts, rope_lengths=None if lengths is None else _in_column(jnp.asarray(lengths), missing))
+    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, PassOptions(flat, *rest))
+    if positions.lengths is not None:
+        filled = filled.replace(length=cache.length + positions.lengths)
+    return hidden[: tokens.size].reshape(rows, each, -1), filled
+
+
+def _in_column(x: jax.Array, missing: int) -> jax.Array:
+    """All entries as [T, 1], and so many zeros."""
+    return jnp.pad(x.reshape(-1, 1), ((0, missing), (0, 0)))
 
 
 class PassOptions(NamedTuple):
@@ -116,9 +145,14 @@ def run_layers(
     # kernel on each device a step of 8B over eight v5e reads 1.24 times the least, and so less than 1.05.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    step = _step_of(config, tokens, cache, positions, chunks)
+    by_token: Callable[..., Any] = lambda function, *trees: function(*trees)
+    if compute.exact:
+        by_token = partial(_by_blocks, count=jnp.asarray(positions.starts)[-1])
+    step = _step_of(config, tokens, cache, positions, chunks, by_token)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
+    if compute.exact:
+        embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
     hidden = sharding.constrain(sharding.constrain(embedded, "embedded"), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
@@ -134,18 +168,27 @@ def run_layers(
         # Where layers are scanned and differ, the kind of a layer is known only when the program runs.
         number = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
-        normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
-        heads = _project_heads(config, block, normed, step, kind)
-        cached_heads = _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads
-        pages, view = _view_of(pages, cached_heads, step, index, head_sharding)
+
+        def before_attention(hidden: jax.Array, step: _Step) -> tuple[_Heads, Any]:
+            """The heads of each token as they are cached, and the keys and values that are tapped."""
+            normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
+            heads = _project_heads(config, block, normed, step, kind)
+            tapped = None if tap is None else (heads.keys, heads.values)
+            return _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
+
+        def after_attention(hidden: jax.Array, attended: jax.Array) -> jax.Array:
+            after = hidden + added(ops.project(attended, block.attention.out), block.attention_post_norm)
+            normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
+            after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
+            return sharding.constrain(after, "residual")
+
+        heads, tapped = by_token(before_attention, hidden, step._replace(masks=(), paged=None))
+        pages, view = _view_of(pages, heads, step, index, head_sharding)
         attended = (
-            attend_layer(kind, cached_heads, view, step.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
+            attend_layer(kind, heads, view, step.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
         )  # [B, T, N * H]
-        after = hidden + added(ops.project(attended, block.attention.out), block.attention_post_norm)
-        normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
-        after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
-        after = sharding.constrain(after, "residual")
-        return after, pages, None if tap is None else tap(hidden, after, heads.keys, heads.values)
+        after = by_token(after_attention, hidden, attended)
+        return after, pages, None if tap is None else tap(hidden, after, *tapped)
 
     def step_of(layer: int | None) -> Callable[..., Any]:
         run = partial(run_layer, layer=layer)
@@ -172,12 +215,16 @@ def run_layers(
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = finish(config, params, hidden)
+    hidden = by_token(partial(finish, config, params), hidden)
     if cache is None:
         return hidden, None, taken
     assert step.paged is not None
     lengths = step.paged.lengths if positions.lengths is None else cache.length + positions.lengths
     return hidden, cache.replace(pages=pages, length=lengths), taken
+
+
+def _by_blocks(function: Callable[..., Any], *trees: Any, count: jax.Array) -> Any:
+    return exact.by_blocks(function, exact.block_size(), count, *trees)
 
 
 def finish(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -290,6 +337,7 @@ def _step_of(
     cache: KVCache | None,
     positions: Positions,
     chunks: list[int | None],
+    by_token: Callable[..., Any],
 ) -> _Step:
     length = tokens.shape[1]
     paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
@@ -301,6 +349,9 @@ def _step_of(
     kinds = config.layer_kinds
 
     def rope(position_ids: jax.Array) -> tuple[Rope, ...]:
+        return by_token(rope_of, position_ids, slots, positions._replace(starts=None))
+
+    def rope_of(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[Rope, ...]:
         tables: dict[Any, Rope] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
@@ -316,7 +367,9 @@ def _step_of(
     if config.query_scaling is not None:
         scaling = config.query_scaling
         counted = position_ids + scaling.offset if scaling.offset else position_ids
-        scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
+        scale = by_token(
+            lambda counted: 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32)), counted
+        )
         scale = scale[:, None, :, None, None]
 
     def by_chunk(mask: AttentionMask) -> tuple[AttentionMask, ...]:

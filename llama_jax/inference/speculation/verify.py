@@ -18,11 +18,12 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache
+from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache, unconstrained_logits
 from llama_jax.inference.drafter import Drafter
-from llama_jax.model.forward import forward, unembed
+from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 
 
 class Model(struct.PyTreeNode):
@@ -76,8 +77,8 @@ def verify(
     positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
-    with sharding.context():
-        logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
+    with sharding.context(), exact.exactly(model.compute.exact):
+        logits = unconstrained_logits(model.config, model.params, hidden)
         state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), chunk

@@ -1,0 +1,227 @@
+"""Does a row's company change its tokens or its log-probabilities, with and without `exact`, and what does `exact` cost?
+
+Prompts of a text, of lengths from 1 token on, are continued greedily and sampled: each alone, and then in company. For every
+way of being in company the table counts the rows of which a token, or a bit of a log-probability, is another one.
+The price is a ratio of times of the same work, measured by turns.
+
+    pip install -e ".[serve]"
+    python experiments/exactness.py --text shakespeare.txt
+    python experiments/exactness.py --text shakespeare.txt --model SmolLM2-135M-Instruct --prompts 100 --longest 500
+
+  batches   in batches of 2 to 64 rows, shuffled.
+  chunks    in such batches, prompts read in chunks of 40 tokens.
+  drafts    in such batches, with tokens drafted by prompt lookup and verified together.
+  served    by an engine with 16 rows, in which requests come and go.
+  full      by an engine whose cache is as small as it can be: requests give up their pages and are read again.
+  cached    by the first engine again, after all prompts: beginnings of prompts are in its cache.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from measuring import machine, settings, text_of, versions, write_report
+
+import llama_jax
+from llama_jax import Compute, Sampling
+from llama_jax.formats.loading import bundled
+from llama_jax.inference import compiled_decode
+from llama_jax.inference.speculation import PromptLookup
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.requests import GenerationRequest
+
+Row = tuple[list[int], list[int]]  # tokens, and the bits of their log-probabilities
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure what company changes, with and without exact."""
+
+    text: Path
+    """Prompts are taken from it."""
+    model: Path | None = None
+    """The bundled model by default."""
+    kinds: tuple[str, ...] = ("float32", "bfloat16", "int8", "q4_0")
+    prompts: int = 1000
+    longest: int = 2000
+    """Tokens of a prompt."""
+    new_tokens: int = 16
+    price: bool = True
+    """Measure the times, too."""
+    repetitions: int = 7
+    output: Path = Path("experiments/results/exactness_cpu.json")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, what it continues and how."""
+
+    model: tuple[Any, Any]
+    prompts: list[list[int]]
+    samplings: list[Sampling]
+    new_tokens: int
+    compute: Compute
+
+    def continued(self, rows: list[int], **options: Any) -> list[Row]:
+        sampling = jax.tree.map(lambda *values: list(values), *(self.samplings[i] for i in rows))
+        found = llama_jax.generate(
+            *self.model,
+            [self.prompts[i] for i in rows],
+            max_new_tokens=self.new_tokens,
+            sampling=sampling,
+            compute=self.compute,
+            **options,
+        )
+        return [(each.tokens, in_bits(each.logprobs)) for each in found]
+
+    def alone(self) -> list[Row]:
+        return [self.continued([i])[0] for i in range(len(self.prompts))]
+
+    def batches(self, **options: Any) -> list[Row]:
+        rng, found = random.Random(0), dict[int, Row]()
+        left = rng.sample(range(len(self.prompts)), len(self.prompts))
+        while left:
+            size = rng.choice([2, 3, 8, 16, 64])
+            rows, left = left[:size], left[size:]
+            found |= dict(zip(rows, self.continued(rows, **options), strict=True))
+        return [found[i] for i in range(len(self.prompts))]
+
+    def chunks(self) -> list[Row]:
+        with other_chunks(40):
+            return self.batches()
+
+    def drafts(self) -> list[Row]:
+        return self.batches(draft=PromptLookup())
+
+    def engine(self, **options: Any) -> Engine:
+        context = max(map(len, self.prompts)) + self.new_tokens
+        return Engine(*self.model, EngineOptions(context=context, compute=self.compute, most_waiting=10**6, **options))
+
+    def served(self, engine: Engine) -> list[Row]:
+        rng, found = random.Random(1), [list[Any]() for _ in self.prompts]
+        left = rng.sample(range(len(self.prompts)), len(self.prompts))
+        while left or engine.busy:
+            for i in [left.pop() for _ in range(min(rng.randrange(4), len(left)))]:
+                request = GenerationRequest(self.prompts[i], max_new_tokens=self.new_tokens, sampling=self.samplings[i])
+                engine.submit(request, lambda update, to=found[i]: to.extend(update.tokens))  # type: ignore[misc]
+            engine.turn()
+        return [([x.id for x in tokens], in_bits([x.logprob for x in tokens])) for tokens in found]
+
+
+def in_bits(logprobs: list[float]) -> list[int]:
+    return np.asarray(logprobs, np.float32).view(np.int32).tolist()
+
+
+@contextmanager
+def other_chunks(size: int) -> Iterator[None]:
+    before = compiled_decode.LARGEST_PREFILL
+    compiled_decode.LARGEST_PREFILL = size
+    try:
+        yield
+    finally:
+        compiled_decode.LARGEST_PREFILL = before
+
+
+def compare(work: Work) -> dict[str, Any]:
+    """For each way of being in company: rows with other tokens, and rows with other bits."""
+    alone = work.alone()
+    engine = work.engine()
+    full = work.engine(cache_tokens=max(map(len, work.prompts)) + work.new_tokens)
+    ways: dict[str, Callable[[], list[Row]]] = {
+        "batches": work.batches,
+        "chunks": work.chunks,
+        "drafts": work.drafts,
+        "served": partial(work.served, engine),
+        "full": partial(work.served, full),
+        "cached": partial(work.served, engine),
+    }
+    found = {}
+    for name, run in ways.items():
+        rows = run()
+        tokens = sum(row[0] != other[0] for row, other in zip(rows, alone, strict=True))
+        bits = sum(row != other for row, other in zip(rows, alone, strict=True))
+        found[name] = {"rows": len(rows), "other tokens": tokens, "other bits": bits}
+        print(f"  {name:8} {tokens} rows with other tokens, {bits} with other bits", flush=True)
+    found["preempted"], found["cached tokens"] = full.stats().preempted, engine.stats().cached_tokens
+    engine.close()
+    full.close()
+    return found
+
+
+def price(work: Work, repetitions: int) -> dict[str, float]:
+    """Times of exact work by those of the same work as usual, medians of pairs."""
+    prompt = (work.prompts[-1] * 512)[:480]
+    ratios = {}
+    for name, rows, length, new in (("decode 1", 1, 16, 64), ("decode 8", 8, 16, 64), ("prefill", 1, 480, 1)):
+        pairs = []
+        for repetition in range(repetitions + 1):
+            seconds = []
+            for exact in (True, False) if repetition % 2 else (False, True):
+                begun = time.perf_counter()
+                llama_jax.generate(
+                    *work.model, [prompt[:length]] * rows, max_new_tokens=new, compute=Compute(exact=exact)
+                )
+                seconds.append((exact, time.perf_counter() - begun))
+            if repetition:  # the first compiles
+                by = dict(seconds)
+                pairs.append(by[True] / by[False])
+        ratios[name] = statistics.median(pairs)
+        print(f"  {name}: {ratios[name]:.2f} times as long", flush=True)
+    return ratios
+
+
+def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
+    """Pieces of the text, with lengths that are spread evenly over their logarithm."""
+    ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
+    rng, longest = random.Random(2), min(arguments.longest, context - arguments.new_tokens)
+    lengths = np.exp(np.linspace(0, np.log(longest), arguments.prompts)).astype(int)
+    starts = [rng.randrange(max(1, len(ids) - longest)) for _ in lengths]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def main(arguments: Arguments) -> None:
+    report: dict[str, Any] = {"settings": settings(arguments), "machine": machine(), "versions": versions("jax", "llama_jax")}
+    for kind in arguments.kinds:
+        dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
+        quantized = None if kind in ("float32", "bfloat16") else kind
+        config, params, tokenizer = llama_jax.load(arguments.model or bundled(), dtype, quantize=quantized)
+        prompts = some_prompts(arguments, tokenizer, config.max_seq_len)
+        samplings = [Sampling(temperature=float(i % 2), top_p=0.95, seed=i) for i in range(len(prompts))]
+        work = Work((config, params), prompts, samplings, arguments.new_tokens, Compute(exact=True))
+        found = report[kind] = {}
+        for name, each in (("exact", work), ("as usual", replace(work, compute=Compute()))):
+            print(f"{kind}, {name}", flush=True)
+            found[name] = compare(each)
+        if arguments.price:
+            found["price"] = price(work, arguments.repetitions)
+        write_report(arguments.output, report)
+    print(table(report, arguments.kinds))
+
+
+def table(report: dict[str, Any], kinds: tuple[str, ...]) -> str:
+    ways = ["batches", "chunks", "drafts", "served", "full", "cached"]
+    lines = [f"| | {' | '.join(ways)} | decode 1 | decode 8 | prefill |", "|---" * (len(ways) + 4) + "|"]
+    for kind in kinds:
+        for name in ("exact", "as usual"):
+            cells = [f"{report[kind][name][way]['other tokens']} / {report[kind][name][way]['other bits']}" for way in ways]
+            times = report[kind].get("price", {}) if name == "exact" else {}
+            cells += [f"{times[work]:.2f}" if work in times else "" for work in ("decode 1", "decode 8", "prefill")]
+            lines.append(f"| {kind}, {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
