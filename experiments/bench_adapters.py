@@ -19,7 +19,7 @@ import numpy as np
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
-from llama_jax.model.cache import PAGE
+from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.multi_lora import adapter_table
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -37,7 +37,7 @@ class Turns:
         self._model, self._state = engine.model, engine.scheduler.state
         self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
         self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
-        starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE, dtype=np.int32)
+        starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE_SIZE, dtype=np.int32)
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:

@@ -92,7 +92,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
 
     def decode(batch: int) -> float:
         prompts = rng.integers(3, config.vocab_size, (batch, arguments.prompt_tokens)).tolist()
-        pieces = llama_jax.stream(config, params, prompts, max_new_tokens=arguments.new_tokens, turns=1 << 20)
+        pieces = llama_jax.stream(config, params, prompts, max_new_tokens=arguments.new_tokens, max_chunks=1 << 20)
         next(pieces)
         start = time.perf_counter()
         made = sum(int(piece.valid.sum()) for piece in pieces)

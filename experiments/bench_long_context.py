@@ -51,7 +51,7 @@ from llama_jax import (
 )
 from llama_jax.inference import decode as states
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView
 
@@ -132,7 +132,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
 
 def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """Attention of whole rows."""
-    return attend(queries, KVView(keys, values), AttentionMask.whole(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
+    return attend(queries, KVView(keys, values), AttentionMask.causal(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
 
 
 def long_config(shape: str, length: int) -> Any:
@@ -142,7 +142,7 @@ def long_config(shape: str, length: int) -> Any:
 
 def step(shape: str, length: int) -> dict[str, Any]:
     config = long_config(shape, length)
-    optimizer = make_optimizer(OptimizerSettings(), steps=10)
+    optimizer = make_optimizer(OptimizerSettings(clip_norm=0.0), steps=10)
     state = init_state(optimizer, init(config, jax.random.key(0)))
     batch = Batch(jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)), jnp.int32))
     options = StepOptions(LossOptions(Compute(remat="full")))
@@ -201,11 +201,11 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
         ):
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), init(config, jax.random.key(0)))
-            asked = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
+            asked = prepare_inputs(config, [[1]], length, Sampling(temperature=0.0), ())
             reading = states.init_prefill(config, params, 1, capacity, options)
             state, _ = states.begin_decode(config, params, reading, *asked)
             held[name] = _filled(state, length)
-            program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
+            program = jax.jit(partial(states.decode, config, max_chunks=TURNS), donate_argnums=1)
             runs[name] = partial(_run, program, params, held, name)
         seconds = in_turns(runs, turns)
         for name, taken in seconds.items():

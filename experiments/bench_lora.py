@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from bench_train import CLIP_NORM, Peer, Steps, compare, our_optimizer, our_steps, ours, torch_steps, transformers_model
+from bench_train import Peer, Steps, compare, our_optimizer, our_steps, ours, torch_steps, transformers_model
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def lora(arguments: Arguments, dtype: str) -> Steps:
     config, adapters, optimizer = llama_jax.preset(arguments.shape), llama_jax.Lora(arguments.rank), our_optimizer(arguments)
     base = jax.tree.map(lambda x: x.astype(dtype), llama_jax.init(config, jax.random.key(0)))
     state = llama_jax.init_state(optimizer, llama_jax.init_adapters(config, adapters, jax.random.key(1)))
-    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)), clip_norm=CLIP_NORM)
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)))
 
     def step(base: Any, state: Any, batch: Any) -> Any:
         return llama_jax.train_step(config, optimizer, state, batch, options, with_base(Sharding(), base, adapters))

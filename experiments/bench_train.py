@@ -66,7 +66,12 @@ def our_optimizer(arguments: Any) -> Any:
     import llama_jax
 
     settings = llama_jax.OptimizerSettings(
-        learning_rate=LEARNING_RATE, schedule="constant", b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY
+        learning_rate=LEARNING_RATE,
+        schedule="constant",
+        b1=BETAS[0],
+        b2=BETAS[1],
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=CLIP_NORM,
     )
     return llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)
 
@@ -78,7 +83,7 @@ def ours(arguments: Any, dtype: str) -> Steps:
 
     config, optimizer = llama_jax.preset(arguments.shape), our_optimizer(arguments)
     state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
-    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)), clip_norm=CLIP_NORM)
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)))
     step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
     return our_steps(step, state, arguments, config.vocab_size)
 

@@ -171,7 +171,7 @@ class Files:
 
 
 def write_files(data: Path, folder: Path, vocab_size: int) -> Files:
-    """Stories and vocabulary in a folder, where the data room and a run can read them.
+    """Stories and vocabulary in a folder, where `llama_jax.data` and a run can read them.
 
     Raises:
       SystemExit: a validation story occurs in the training text.

@@ -223,19 +223,19 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
     from llama_jax.parallel.sharding import shardings
     from llama_jax.training.batch import Batch
     from llama_jax.training.loss import LossOptions
-    from llama_jax.training.optimizer import adamw
+    from llama_jax.training.optimizer import adamw, clipped
     from llama_jax.training.step import StepOptions, init_state, train_step
 
     class PmapProgram(Program):
         def lower(self) -> jax.stages.Lowered:
             return self.function.lower(*self.arguments)  # pmap has its own devices
 
-    optimizer, devices = adamw(1e-4), list(mesh.devices.flat)
+    optimizer, devices = clipped(adamw(1e-4), 1.0), list(mesh.devices.flat)
     everywhere, shares = shardings(mesh, (P(), P("data")))
     shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
     row = jax.ShapeDtypeStruct((len(devices), batch // len(devices), length + 1), "int32", sharding=shares)
-    options = StepOptions(LossOptions(Compute("bfloat16", "full")), clip_norm=1.0)
+    options = StepOptions(LossOptions(Compute("bfloat16", "full")))
     mapped = pmap_over(partial(train_step, config, optimizer, options=options), devices)
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
@@ -252,7 +252,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax import preset
     from llama_jax.inference.sharding import sharding_of
-    from llama_jax.model.cache import PAGE
+    from llama_jax.model.cache import PAGE_SIZE
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of
@@ -267,7 +267,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
         lambda a: everywhere(mesh, a.dtype, *a.shape),
-        (batch_of([], (rows, rows + piece), case.length // PAGE, rows), settings_of([], rows, config.vocab_size)),
+        (batch_of([], (rows, rows + piece), case.length // PAGE_SIZE, rows), settings_of([], rows, config.vocab_size)),
     )
     arguments: tuple[Any, ...] = (params, state, batch, settings)
     run: Any
@@ -314,12 +314,12 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.cache import PAGE, init_pages
+    from llama_jax.model.cache import PAGE_SIZE, init_pages
     from llama_jax.serving.programs import ServingState
 
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
-    shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE, "bfloat16"))
+    shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE_SIZE, "bfloat16"))
     place = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
     pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
     serving = ServingState(pages, None, everywhere(mesh, "int32", case.batch), state.seen)
@@ -350,7 +350,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
-    from llama_jax.inference.rollouts import Prompts, RolloutOptions
+    from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts
     from llama_jax.model.forward_options import Compute
     from llama_jax.model.lora import Lora, adapted, adapter_shapes
     from llama_jax.model.trees import param_shapes
@@ -369,7 +369,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     options, prompts = RolloutOptions(group, half, stop=(2,)), case.batch // group
     arguments = (
         adapted(base, adapters, lora),
-        Prompts(
+        RolloutPrompts(
             everywhere(mesh, "int32", prompts, half),
             everywhere(mesh, "int32", prompts),
             everywhere(mesh, "uint32", case.batch),

@@ -234,7 +234,7 @@ def batches(
             kind = "repetition" if step < only_repetition else str(random.choice(kinds, p=shares))
             repeats = kind == "repetition"
             made.append(repetition(random, length) if repeats else page(random, corpus, tokenizer, length, kind))
-        yield Batch(np.stack([tokens for tokens, _ in made]), mask=np.stack([mask for _, mask in made]))
+        yield Batch(np.stack([tokens for tokens, _ in made]), loss_mask=np.stack([mask for _, mask in made]))
 
 
 def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -274,7 +274,7 @@ def train(
     from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
 
     optimizer = make_optimizer(settings, steps)
-    options = StepOptions(LossOptions(Compute(size.dtype)), clip_norm=settings.clip_norm)
+    options = StepOptions(LossOptions(Compute(size.dtype)))
     compiled = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)
     state = init_state(optimizer, jax.tree.map(jax.numpy.copy, params))
     for number, batch in enumerate(source, 1):

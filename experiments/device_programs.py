@@ -116,7 +116,7 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
         one = np.ones_like(position_ids)  # a document in each row
         like = batch.tokens.sharding
         if batch.segment_ids is not None:
-            batch = batch._replace(segment_ids=jax.device_put(one, like), positions=jax.device_put(position_ids, like))
+            batch = batch._replace(segment_ids=jax.device_put(one, like), position_ids=jax.device_put(position_ids, like))
         return state, batch
     if case.kind == "prefill":
         params, reading, tokens, positions = arguments

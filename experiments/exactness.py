@@ -171,9 +171,7 @@ def price(work: Work, repetitions: int) -> dict[str, float]:
             seconds = []
             for exact in (True, False) if repetition % 2 else (False, True):
                 begun = time.perf_counter()
-                llama_jax.generate(
-                    *work.model, [prompt[:length]] * rows, max_new_tokens=new, compute=Compute(exact=exact)
-                )
+                llama_jax.generate(*work.model, [prompt[:length]] * rows, max_new_tokens=new, compute=Compute(exact=exact))
                 seconds.append((exact, time.perf_counter() - begun))
             if repetition:  # the first compiles
                 by = dict(seconds)
@@ -193,7 +191,11 @@ def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[lis
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {"settings": settings(arguments), "machine": machine(), "versions": versions("jax", "llama_jax")}
+    report: dict[str, Any] = {
+        "settings": settings(arguments),
+        "machine": machine(),
+        "versions": versions("jax", "llama_jax"),
+    }
     for kind in arguments.kinds:
         dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
         quantized = None if kind in ("float32", "bfloat16") else kind

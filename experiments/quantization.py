@@ -89,7 +89,7 @@ def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantizes into, and what only files have."""
     from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
 
-    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.of_gguf and kind not in ENCODABLE))
+    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.is_gguf and kind not in ENCODABLE))
     pure = get_args(PureFormatName)
     unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:
@@ -295,7 +295,7 @@ def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str,
 
     def decode(params: Llama) -> float:
         prompt = random.integers(3, config.vocab_size, (1, 64)).tolist()
-        pieces = llama_jax.stream(config, params, prompt, max_new_tokens=arguments.new_tokens, turns=1 << 20)
+        pieces = llama_jax.stream(config, params, prompt, max_new_tokens=arguments.new_tokens, max_chunks=1 << 20)
         next(pieces)
         start = time.perf_counter()
         made = sum(int(piece.valid.sum()) for piece in pieces)

@@ -90,7 +90,7 @@ def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int
             tokens[row] = corpus.tokens[first : first + length + 1]
             skipped = int(random.integers(reach - length))
             positions[row] = np.arange(length + 1) + skipped * (np.arange(length + 1) >= random.integers(1, length))
-        yield Batch(tokens, positions=positions)
+        yield Batch(tokens, position_ids=positions)
 
 
 def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> list[float]:

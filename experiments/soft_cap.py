@@ -46,7 +46,7 @@ def capped(queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: floa
 def main(arguments: Arguments) -> dict[str, float | str]:
     """Losses before and after, and what the model then writes."""
     config, compute = llama_jax.preset(arguments.model), Compute(attend=capped)
-    options = StepOptions(LossOptions(compute), clip_norm=1.0)
+    options = StepOptions(LossOptions(compute))
     letters = [3 + byte for byte in arguments.text.encode()]
     batch = Batch(jnp.array([letters[i:] + letters[:i] for i in range(0, len(letters), 8)], jnp.int32))
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=5e-3, warmup_steps=10), arguments.steps)

@@ -38,7 +38,7 @@ import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
 from llama_jax.inference.compiled_decode import Run
 from llama_jax.inference.drafter import DraftedChunk
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.speculation import Drafter
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.speculative_decode import drafted_chunks
@@ -102,8 +102,8 @@ class Rehearsed(Drafter, struct.PyTreeNode):
         model, memory = self.model.begin(*arguments)
         return self.replace(model=model), memory
 
-    def follow(self, *arguments: Any) -> Any:
-        return self.model.follow(*arguments)
+    def catch_up(self, *arguments: Any) -> Any:
+        return self.model.catch_up(*arguments)
 
     def roll_back(self, *arguments: Any) -> Any:
         return self.model.roll_back(*arguments)
@@ -126,7 +126,7 @@ class Timed:
 
     @classmethod
     def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Timed:
-        pieces = llama_jax.stream(*model, prompts, draft=draft, turns=64, **options)
+        pieces = llama_jax.stream(*model, prompts, draft=draft, max_chunks=64, **options)
         found = [next(pieces)]
         started = time.perf_counter()
         found += pieces
@@ -194,7 +194,7 @@ def seconds_of_pass(
     config, params = model
     options, known = CacheOptions(), Pace.of(draft.tokens)
     pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
-    prepared = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, options)
+    prepared = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, options)
     pieces = drafted_chunks(Run(config, params, Compute(), Sharding()), draft, prepared, options, 64, pace)
     next(pieces)
     started = time.perf_counter()

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from measuring import devices, settings, versions, write_report
 
 import llama_jax
-from llama_jax import Batch, OptimizerSettings, Sharding, StepOptions, init_state, make_optimizer, train_step
+from llama_jax import Batch, OptimizerSettings, Sharding, init_state, make_optimizer, train_step
 from llama_jax.analysis.collectives import add_up, find_collectives
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
@@ -95,9 +95,8 @@ def run(way: str, arguments: Arguments) -> Found:
     config = llama_jax.preset(arguments.model)
     optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3, warmup_steps=2), arguments.steps)
     mesh = make_mesh(MeshSizes(data=arguments.devices))
-    options = StepOptions(clip_norm=1.0)
-    alone = partial(train_step, config, optimizer, options=options)
-    spread = partial(step_over(config, mesh), optimizer, options=options)
+    alone = partial(train_step, config, optimizer)
+    spread = partial(step_over(config, mesh), optimizer)
     step = WAYS[way](alone, spread, mesh)
     state = replicate(init_state(optimizer, llama_jax.init(config, jax.random.key(0))), list(mesh.devices.flat))
     rows = NamedSharding(mesh, P("data"))
@@ -127,7 +126,7 @@ def make_batches(config: llama_jax.LlamaConfig, arguments: Arguments) -> list[Ba
     rows = arguments.rows * arguments.devices
     mask = np.arange(arguments.length + 1) <= np.linspace(2, arguments.length, rows)[:, None]
     shape = arguments.steps, rows, arguments.length + 1
-    return [Batch(tokens, mask=mask) for tokens in rng.integers(0, config.vocab_size, shape, np.int32)]
+    return [Batch(tokens, loss_mask=mask) for tokens in rng.integers(0, config.vocab_size, shape, np.int32)]
 
 
 def difference(a: Found, b: Found) -> dict[str, float | bool]:

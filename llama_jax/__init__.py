@@ -1,18 +1,20 @@
 """Llama in JAX, as pure functions.
 
-The public face, loaded on first use so that importing the package costs nothing:
+The public API, imported lazily:
 
   load(path)                          -> Checkpoint(config, params, tokenizer), from any format; load() is the bundled model
   save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
-  forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;  observe(...) what is in between
-  logits(config, params, tokens)      the plain case of both
+  forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;
+                                      observe(...) also returns activations of every layer
+  logits(config, params, tokens)      forward and unembed of whole sequences, without a cache
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       the loss that it minimizes, of a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
                                       them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
   adapter_table(config, params, [(adapters, lora), ...])  the model with several; choose_adapters(params, rows) says which
-                                      of them each row of a batch uses, for `generate` and all else
+                                      of them each row of a batch uses, for `generate` and every
+                                      other function
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
   evaluate_lengths(...)               how far a model uses its context: loss by length and position
@@ -20,21 +22,23 @@ The public face, loaded on first use so that importing the package costs nothing
 
 and their arguments:
 
-  LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what its siblings add
-  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, an attention of your own), where its
-                                      tokens stand, and over which devices
-  LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
-                                      OptimizerSettings: by what rule parameters change
+  LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what related
+                                      families add
+  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, an attention of your own), the
+                                      positions of its tokens, and how it is sharded over devices
+  LossOptions, StepOptions            options of the loss (including a Compute) and of a training step (including a
+                                      LossOptions);  OptimizerSettings: the optimizer and its learning-rate schedule
   Sampling                            how to choose tokens
-  PromptLookup, DraftModel            speculative decoding: drafts, verified several at once; the same tokens, sooner
+  PromptLookup, DraftModel            speculative decoding: several drafted tokens are verified in one pass; the same tokens,
+                                      lower latency
   Lora                                what adapters are: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
 To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
-`generate`: `llama_jax.inference.prepare_inputs.prepare`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
-`llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
+`generate`: `llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode`
+of `llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_LAZY_ATTRIBUTES = {
     "Checkpoint": "formats",
     "convert": "formats",
     "load": "formats",
@@ -119,7 +123,7 @@ _HOME = {
     "init_state": "training.step",
     "train_step": "training.step",
 }
-_ROOMS = (
+_SUBPACKAGES = (
     "analysis",
     "formats",
     "config",
@@ -246,14 +250,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"llama_jax.{name}")
-    if name not in _HOME:
+    if name not in _LAZY_ATTRIBUTES:
         raise AttributeError(f"module 'llama_jax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"llama_jax.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"llama_jax.{_LAZY_ATTRIBUTES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOME, *_ROOMS, "__version__"})
+    return sorted({*_LAZY_ATTRIBUTES, *_SUBPACKAGES, "__version__"})

@@ -107,7 +107,7 @@ def test_an_attention_in_another_order_is_refused(models):
 def test_parts_of_a_batch_that_would_be_broadcast_are_refused(models):
     config, params = models["gqa"]
     tokens = np.arange(18).reshape(3, 6)
-    for name in ("mask", "segment_ids", "positions"):
+    for name in ("loss_mask", "segment_ids", "position_ids"):
         for shape in ((3, 2), (1, 6), (3, 5)):
             with pytest.raises(GenerationError, match=rf"{name} of a batch are \[{shape[0]}, {shape[1]}\]; \[3, 6\]"):
                 next_token_loss(config, params, llama_jax.Batch(tokens, **{name: np.ones(shape, int)}))

@@ -195,7 +195,7 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
     keys = jax.random.split(jax.random.key(0), 3)
     queries = jax.random.normal(keys[0], (2, 2, 8, 3, 4))
     view = KVView(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
-    seen = AttentionMask.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
+    seen = AttentionMask.causal(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
 
     @jax.jit
     def found(scale):

@@ -11,7 +11,7 @@ from jax import export
 import llama_jax
 from llama_jax.export import register_for_export
 from llama_jax.inference.decode import begin_decode, decode, init_prefill, prefill
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.forward_options import Positions
 
@@ -33,7 +33,8 @@ def from_bytes(function, *arguments):
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_reading_and_decoding_from_bytes(models, dtype):
     config, params = models["gqa"]
-    tokens, lengths, request = prepare(config, [[1, 2, 3], [4, 5]], 8, Sampling(temperature=[0.0, 0.7], seed=[0, 1]), [7])
+    sampling = Sampling(temperature=[0.0, 0.7], seed=[0, 1])
+    tokens, lengths, request = prepare_inputs(config, [[1, 2, 3], [4, 5]], 8, sampling, [7])
     options = llama_jax.CacheOptions(dtype=dtype)
     reading = init_prefill(config, params, 2, 32, options)
     positions = Positions(lengths, rope_lengths=lengths)
@@ -44,7 +45,7 @@ def test_reading_and_decoding_from_bytes(models, dtype):
         state, _, rest = decode(params, state, jnp.int32(2))
         return first, rest, state
 
-    functions = partial(prefill, config), partial(begin_decode, config), partial(decode, config, most=2)
+    functions = partial(prefill, config), partial(begin_decode, config), partial(decode, config, max_chunks=2)
     wanted = run(*map(jax.jit, functions))
     state, _ = jax.eval_shape(
         functions[1], params, jax.eval_shape(functions[0], params, reading, tokens, positions), tokens, lengths, request

@@ -355,10 +355,10 @@ def test_the_training_step_of_the_page_has_float32_parameters_whatever_the_file_
     assert int(names["state"].step) == 1
 
 
-def test_every_room_of_the_tree_is_there():
+def test_every_name_of_the_tree_is_there():
     tree = _text("docs/source_tree.md").split("```")[1]
-    rooms = re.findall(r"^  (\S+)", tree.split("\nexperiments/")[0], re.MULTILINE)
+    named = re.findall(r"^  (\S+)", tree.split("\nexperiments/")[0], re.MULTILINE)
     package = ROOT / "llama_jax"
-    assert all((package / room).exists() for room in rooms)
+    assert all((package / name).exists() for name in named)
     there = {p.name + "/" * p.is_dir() for p in package.iterdir() if not p.name.startswith("__") and p.name != "py.typed"}
-    assert there == set(rooms)
+    assert there == set(named)

@@ -19,7 +19,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
-from llama_jax.inference.sampling import penalize, threshold
+from llama_jax.inference.sampling import penalize, score_threshold
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.logits import logits
 
@@ -249,7 +249,7 @@ def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
     np.put_along_axis(seen, ids, True, axis=1)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty).per_row(1)
     scores = penalize(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
-    lowest = float(threshold(scores, sampling)[0])
+    lowest = float(score_threshold(scores, sampling)[0])
     kept, wanted = np.asarray(scores[0]) >= lowest, np.isfinite(want[0])
     # A token within rounding of a limit may fall on either side.
     probability = np.exp(np.float64(scores[0]) - np.float64(scores[0]).max())

@@ -129,3 +129,13 @@ def test_a_folder_and_back(model, smollm2, tmp_path):
     assert [again.tokenizer.encode(text) for text in IDS] == list(IDS.values())
     assert encode_chat(again.tokenizer, QUESTION) == encode_chat(tokenizer, QUESTION)
     assert tokenizer.stop_ids == again.tokenizer.stop_ids
+
+
+def test_the_vocabulary_of_a_gguf_is_the_same_by_way_of_a_folder(smollm2, tmp_path):
+    """Its ends by name stay so, and its control tokens; what says nothing for llama.cpp may come or go."""
+    llama_jax.convert(smollm2, tmp_path / "folder")
+    llama_jax.convert(tmp_path / "folder", tmp_path / "again.gguf")
+    before, after = (llama_jax.load(path).tokenizer.metadata for path in (smollm2, tmp_path / "again.gguf"))
+    idle = {"tokenizer.ggml.add_space_prefix", "tokenizer.ggml.add_eos_token"}
+    ours = {key: value for key, value in after.items() if key.startswith("tokenizer.") and key not in idle}
+    assert ours == {key: value for key, value in before.items() if key.startswith("tokenizer.") and key not in idle}

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
+"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all subpackages."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from training_options import step_options
 import llama_jax
 from llama_jax import LlamaConfig, Sampling
 from llama_jax.cli import main
-from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling
+from llama_jax.config import FAMILY_FEATURES, LayerConfig, QueryScaling, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.formats import load_adapter, save_adapter
@@ -27,7 +27,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import param_shapes, parameter_count
-from llama_jax.ops.moe import Routing, experts
+from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -162,7 +162,7 @@ def same(a, b, norms=0.0):
 def test_the_kind_follows_from_what_a_model_has(kind):
     assert SIBLINGS[kind].kind == kind
     assert PLAIN.kind == "llama"
-    assert set(KINDS) == {"llama", *SIBLINGS}
+    assert set(FAMILY_FEATURES) == {"llama", *SIBLINGS}
     with pytest.raises(ConfigError, match="no family of models has qk_norm=head and qkv_bias together"):
         _ = replace(PLAIN, qk_norm="head", qkv_bias=True).kind
 
@@ -391,7 +391,7 @@ def test_experts_by_definition():
             g = gate[e] @ x[t]
             want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    np.testing.assert_allclose(experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(mixture_of_experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["alone", "cached", "packed"])

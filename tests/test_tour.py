@@ -70,7 +70,7 @@ def test_one_token_through_generate(params, monkeypatch):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 17
-    assert lines(files) < 3350  # "some 3,300"
+    assert lines(files) < 3400  # "some 3,350"
 
 
 def test_one_batch_through_train_step(params):
@@ -81,11 +81,11 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
-    assert lines(files) < 2850  # "some 2,800"
+    assert lines(files) < 2900  # "some 2,850"
 
 
 @pytest.mark.parametrize(
-    ("module", "most_files", "most_lines"), [("inference.generate", 42, 5900), ("training.step", 36, 4900)]
+    ("module", "most_files", "most_lines"), [("inference.generate", 42, 6000), ("training.step", 36, 4950)]
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

@@ -9,5 +9,5 @@ def loss_options(dtype=None, remat="none", chunk=LOSS_CHUNK, z_loss=0.0, neftune
     return LossOptions(Compute(dtype, remat), chunk, z_loss, neftune)
 
 
-def step_options(accumulate=1, clip_norm=0.0, ema_decay=0.0, **loss):
-    return StepOptions(loss_options(**loss), accumulate, clip_norm, ema_decay)
+def step_options(accumulate=1, ema_decay=0.0, **loss):
+    return StepOptions(loss_options(**loss), accumulate, ema_decay)

@@ -221,8 +221,8 @@ def _forget_peak() -> None:
 
 def work(seed: int) -> None:
     """Answer each number on standard input with a line of JSON on what came of its case."""
-    for room in ("", "formats", "tokenizers", "../experiments"):
-        sys.path.append(str(HERE / room))
+    for folder in ("", "formats", "tokenizers", "../experiments"):
+        sys.path.append(str(HERE / folder))
     import resource
     import warnings
 

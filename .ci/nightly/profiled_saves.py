@@ -93,8 +93,8 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the run of this number")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    for room in ("", "runs", "../experiments"):
-        sys.path.append(str(HERE / room))
+    for folder in ("", "runs", "../experiments"):
+        sys.path.append(str(HERE / folder))
     sys.path.insert(0, str(HERE.parent))
     with tempfile.TemporaryDirectory() as programs:  # each run compiles the same
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)

@@ -34,7 +34,7 @@ from conftest import louder
 import llama_jax
 from llama_jax import CacheOptions, Sampling
 from llama_jax.inference import compiled_decode as module
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.model.forward_options import Compute, Sharding
 
 ROWS = (3, 8)
@@ -75,11 +75,11 @@ def generated(
         found = llama_jax.generate(*model, prompts, **options)  # type: ignore[arg-type]
         assert all((row.finish_reason == "length") == (len(row.tokens) == n) for row, n in zip(found, limits, strict=True))
         return [row.tokens for row in found]
-    tokens, lengths, request = prepare(model[0], prompts, limits, sampling, [0] * max(map(len, stops)), cache)
+    tokens, lengths, request = prepare_inputs(model[0], prompts, limits, sampling, [0] * max(map(len, stops)), cache)
     for row, stop in zip(request.stop, stops, strict=True):
         row[:] = [*stop, *[-1] * (len(row) - len(stop))]
     run = module.Run(*model, Compute(), Sharding())
-    pieces = list(run.stream(tokens, lengths, request, cache, module.LONGEST_CHUNK))
+    pieces = list(run.stream(tokens, lengths, request, cache, module.MAX_CHUNKS_PER_CALL))
     ids, valid = (np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "valid"))
     rows = [row[own].tolist() for row, own in zip(ids, valid, strict=True)]
     return [row[:-1] if row[-1] in stop else row for row, stop in zip(rows, stops, strict=True)]

@@ -66,7 +66,7 @@ def attend(
     """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
 
     def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        whole = AttentionMask.whole(keys.shape[2])
+        whole = AttentionMask.causal(keys.shape[2])
         return ops.attend(queries, KVView(keys, values), whole, scale=width**-0.5, backend=backend)
 
     if of_mixed is None:

@@ -56,7 +56,7 @@ def measure_training(
     """Time steps of the library's own train step, one after the other as in a run; `rate` is that of a matrix product."""
     device = jax.devices()[0]
     peak_before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    settings = llama_jax.OptimizerSettings(learning_rate=1e-4, schedule="constant")
+    settings = llama_jax.OptimizerSettings(learning_rate=1e-4, schedule="constant", clip_norm=0.0)
     optimizer = llama_jax.make_optimizer(settings, 1000)
     options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(jnp.bfloat16, remat)))
 

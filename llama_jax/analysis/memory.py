@@ -47,7 +47,7 @@ from llama_jax.parallel.sharding import (
 )
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
-from llama_jax.training.optimizer import adamw
+from llama_jax.training.optimizer import adamw, clipped
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
@@ -188,14 +188,14 @@ def train_programs(
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
-    optimizer = adamw(1e-4)
+    optimizer = clipped(adamw(1e-4), 1.0)
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer, lora=lora))
     shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
     state = _placed(jax.eval_shape(partial(init_state, optimizer), shapes), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
-    options = StepOptions(LossOptions(Compute(dtype, remat, attention)), accumulate, clip_norm=1.0)
+    options = StepOptions(LossOptions(Compute(dtype, remat, attention)), accumulate)
     out = placement, shardings(mesh, P())
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
@@ -239,12 +239,12 @@ def pmap_programs(
     sizes = MeshSizes(**mesh.shape)
     if sizes.devices != sizes.data or batch % sizes.data:
         raise MeshError(f"pmap divides batch={batch} rows over data alone, which mesh {sizes} does not")
-    optimizer = adamw(1e-4)
+    optimizer = clipped(adamw(1e-4), 1.0)
     everywhere, shares = shardings(mesh, (P(), P("data")))
     shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
     row = jax.ShapeDtypeStruct((sizes.data, batch // sizes.data, length + 1), jnp.int32, sharding=shares)
-    options = StepOptions(LossOptions(Compute(dtype, remat)), clip_norm=1.0)
+    options = StepOptions(LossOptions(Compute(dtype, remat)))
     step = partial(train_step, config, optimizer, options=options)
     mapped = pmap_over(step, list(mesh.devices.flat))
     share = bytes_per_device(state.params)
@@ -339,7 +339,7 @@ def decode_programs(
     )
     out = jax.tree.map(lambda a: a.sharding, state), whole, TokenChunk(whole, whole, whole)
     told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
-    turn = partial(decode, config, most=1, compute=compute, sharding=sharding)
+    turn = partial(decode, config, max_chunks=1, compute=compute, sharding=sharding)
     run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [

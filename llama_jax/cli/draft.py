@@ -20,13 +20,13 @@ PROMPT = "prompt"
 
 def parse_draft(text: str) -> tuple[str, int | None]:
     """The text before the colon, and the number after it or None; GenerationError for an invalid number."""
-    from llama_jax.inference.drafter import MOST_DRAFTED, check_number
+    from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, check_number
 
     found = re.fullmatch(r"(.+):(-?\d{1,18})", text)
     if not found:
         return text, None
     number = int(found[2])
-    check_number("tokens", number, MOST_DRAFTED)
+    check_number("tokens", number, MAX_DRAFT_TOKENS)
     return found[1], number
 
 

@@ -54,7 +54,7 @@ class Generate(ModelOptions, StopOptions):
     def run(self) -> None:
         started = time.perf_counter()
         from llama_jax.cli.jax_setup import Clock, CompileClock, start_backend, use_compilation_cache
-        from llama_jax.inference.prepare_inputs import prepare
+        from llama_jax.inference.prepare_inputs import prepare_inputs
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
         from llama_jax.tokenizers.interface import Text
@@ -80,7 +80,7 @@ class Generate(ModelOptions, StopOptions):
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
         ends = () if self.ignore_eos else tokenizer.stop_ids
         # Both raise errors before anything is printed.
-        _, lengths, request = prepare(config, encoded, limits, sampling, ends, options)
+        _, lengths, request = prepare_inputs(config, encoded, limits, sampling, ends, options)
         if draft is not None:
             draft.check(config, params, lengths, request, options)
         rows = [
@@ -231,10 +231,10 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
-    from llama_jax.inference.compiled_decode import prefill_chunk, whole_capacity
+    from llama_jax.inference.compiled_decode import prefill_chunk, round_capacity
     from llama_jax.model.cache import cache_bytes
 
-    capacity = whole_capacity(prompt, new)
+    capacity = round_capacity(prompt, new)
     return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
 
 

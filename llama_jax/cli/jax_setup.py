@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ def use_compilation_cache(off: bool = False) -> None:
     """
     if off or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]  # made when JAX is imported
         jax.config.update("jax_enable_compilation_cache", False)
-        os.environ[compiled.VARIABLE] = "off"
+        os.environ[compiled.EXECUTABLES_ENV] = "off"
         return
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", platformdirs.user_cache_dir("llama_jax"))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -44,8 +45,8 @@ def use_compilation_cache(off: bool = False) -> None:
         # JAX would warn about every program. Existing files are still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     if folder and "://" not in folder:
-        executables = Path(os.environ.setdefault(compiled.VARIABLE, str(Path(folder).absolute() / "executables")))
-        problem = compiled.refusal(executables)
+        executables = Path(os.environ.setdefault(compiled.EXECUTABLES_ENV, str(Path(folder).absolute() / "executables")))
+        problem = compiled.reason_unsafe(executables)
         if problem is not None:
             note(f"executables in {executables} are not used: {problem}")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
@@ -88,19 +89,30 @@ def loading_bar(layers: Sequence[int]) -> Iterable[int]:
 
 
 class CompileClock:
-    """Seconds spent tracing, lowering and compiling, or loading compiled programs, since it was made."""
+    """Seconds in which programs were traced, lowered, compiled or loaded since it was made; by several threads, once."""
 
     EVENTS = frozenset(
         f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
-    ) | {compiled.LOADED}
+    ) | {compiled.LOAD_DURATION_EVENT}
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._spans: list[tuple[float, float]] = []  # apart from each other, rising
+        self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in self.EVENTS:
-            self.seconds += duration_secs
+            with self._lock:
+                end = time.perf_counter()
+                begin = end - duration_secs
+                while self._spans and self._spans[-1][1] >= begin:  # it happened meanwhile, or within
+                    begin = min(begin, self._spans.pop()[0])
+                self._spans.append((begin, end))
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return sum(end - begin for begin, end in self._spans)
 
 
 class Clock:

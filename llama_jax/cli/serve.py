@@ -256,7 +256,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
         import jax
 
-        from llama_jax.model.cache import PAGE
+        from llama_jax.model.cache import PAGE_SIZE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
         from llama_jax.serving.engine import Engine
@@ -287,7 +287,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
             f" · context {engine.context} tokens · {options.rows} rows"
-            f" · a cache of {engine.scheduler.pages.count * PAGE:,} tokens",
+            f" · a cache of {engine.scheduler.pages.count * PAGE_SIZE:,} tokens",
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")

@@ -88,9 +88,13 @@ class Compile(LoadOptions):
             raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
         use_compilation_cache()
         folder = store.folder()
-        if folder is None or compiled.refusal(folder):
-            reason = compiled.refusal(folder) if folder else f"{compiled.VARIABLE} or JAX's settings turn them off"
-            raise GenerationError(f"executables are not kept: {reason}; set {compiled.VARIABLE} to a folder of your own")
+        if folder is None or compiled.reason_unsafe(folder):
+            reason = (
+                compiled.reason_unsafe(folder) if folder else f"{compiled.EXECUTABLES_ENV} or JAX's settings turn them off"
+            )
+            raise GenerationError(
+                f"executables are not kept: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own"
+            )
         # Programs that cannot be stored are logged.
         logging.basicConfig(format="llama-jax: %(message)s")
         logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)

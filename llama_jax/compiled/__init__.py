@@ -1,6 +1,7 @@
-"""Programs found again without tracing: executables in the cache folder, by everything that they depend on."""
+"""A persistent cache of compiled executables, keyed by everything they depend on, so that a second process need not
+trace."""
 
-from llama_jax.compiled.cached_jit import LOADED, CompiledFunction, jit
-from llama_jax.compiled.store import VARIABLE, refusal
+from llama_jax.compiled.cached_jit import LOAD_DURATION_EVENT, CompiledFunction, jit
+from llama_jax.compiled.store import EXECUTABLES_ENV, reason_unsafe
 
-__all__ = ["LOADED", "VARIABLE", "CompiledFunction", "jit", "refusal"]
+__all__ = ["EXECUTABLES_ENV", "LOAD_DURATION_EVENT", "CompiledFunction", "jit", "reason_unsafe"]

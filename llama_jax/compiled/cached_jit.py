@@ -1,4 +1,4 @@
-"""`jax.jit` for programs that are worth storing: the second process loads the executable, and traces nothing."""
+"""`jax.jit` with a persistent executable cache: a second process loads the executable instead of tracing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from llama_jax.compiled import keys, store
 from llama_jax.errors import reason_of
-from llama_jax.ops.platform import cpu_door, log_backend, record_backends
+from llama_jax.ops.platform import cpu_variants, log_backend, record_backends
 
-LOADED = "/llama_jax/executable_load_duration"
-"""The event of `jax.monitoring` that says how long loading an executable took."""
+LOAD_DURATION_EVENT = "/llama_jax/executable_load_duration"
+"""The event of `jax.monitoring` with the seconds that loading an executable took."""
 
 _log = logging.getLogger("llama_jax.compiled")
 
@@ -33,13 +33,14 @@ Program = Callable[..., Any]
 
 
 class StoredProgram(NamedTuple):
-    """The content of a file: an executable, and what is needed to load it and to report what its tracing would have.
+    """The content of a file: an executable, what loading it needs, and the attention backends that tracing would have
+    logged.
 
     Attributes:
       executable: as `jax.experimental.serialize_executable` makes it.
-      results: tree of the shapes and dtypes of its results.
+      results: the shapes and dtypes of its results, a pytree.
       native: the libraries of `ops.cpu.native` that it calls.
-      attention: the ways of computing attention that it has, as `record_backends` collects them.
+      attention: the attention backends that it uses and why, as `record_backends` collects them.
     """
 
     executable: bytes
@@ -65,10 +66,10 @@ def jit(
 
 
 class CompiledFunction:
-    """What `jit` makes.
+    """The result of `jit`: a callable that loads or compiles one executable per signature.
 
     Attributes:
-      lower, trace: of `jax.jit`, for those who look at the program.
+      lower, trace: those of `jax.jit`, for inspecting the lowered program.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class CompiledFunction:
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
 
     def __call__(self, *args: Any) -> Any:
-        """Call the program for these arguments, which is loaded or made if there is none yet."""
+        """Call the program for these arguments; it is loaded or compiled if this process has none yet."""
         folder = store.folder()
         if folder is None:
             return self._jitted(*args)
@@ -104,14 +105,15 @@ class CompiledFunction:
         self._programs[signature] = program = self._find(folder, args)
         return self._jitted(*args) if program is None else program(*dynamic)
 
-    def wants(self, *args: Any) -> bool:
-        """Whether a call with these arguments would first load or make a program that is stored."""
+    def needs_compilation(self, *args: Any) -> bool:
+        """Whether a call with these arguments would first load or compile a program. False if executables are not stored."""
         return store.folder() is not None and self._signature(args) not in self._programs
 
-    def ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
-        """What a call with these arguments, or their shapes, returns, as shapes; and what compiles or loads its program.
+    def lower_ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
+        """The output shapes, and a function that compiles or loads the program (callable from another thread).
 
-        The second may be called in another thread.
+        Args:
+          args: the arguments of a call, or their shapes.
         """
         folder = store.folder()
         if folder is not None:
@@ -123,14 +125,14 @@ class CompiledFunction:
         return lowered.out_info, lowered.compile
 
     def _cache_size(self) -> int:
-        """The number of programs so far, as `jax.jit` has it."""
+        """The number of programs so far, as `jax.jit` counts them."""
         return len(self._by_key) + self._jitted._cache_size()
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([arg for place, arg in enumerate(args) if place not in self._static])
 
     def _signature(self, args: Sequence[Any]) -> Hashable:
-        """What is cheap to see of the arguments and the context: shapes above all. Programs check the rest themselves."""
+        """A cheap in-process key: tracing context, static arguments and shapes. The executable itself checks the rest."""
         parts: list[Hashable] = [trace_context(), jax.config.jax_debug_nans]  # type: ignore[attr-defined]
         for place, arg in enumerate(args):
             if place in self._static or arg is None:
@@ -145,16 +147,16 @@ class CompiledFunction:
         return tuple(parts)
 
     def _find(self, folder: Path, args: Sequence[Any]) -> Program | None:
-        """The program for these arguments; None where it must be called by `jax.jit`."""
+        """The program for these arguments; None if it has no key, and `jax.jit` must be called."""
         try:
-            # A second time where there was a file that does not load: it is gone then.
+            # Retried once: a file that fails to load is deleted by the first attempt.
             return self._prepare(folder, args)[1]() or self._prepare(folder, args)[1]()
         except keys.UnkeyableError as reason:
             _log.info("%s is traced in every process: it depends on %s", self._function.__qualname__, reason)
             return None
 
     def _prepare(self, folder: Path, args: Sequence[Any]) -> tuple[Any, Callable[[], Program | None]]:
-        """The shapes of the results, and what makes the program, without tracing: that is done here, if it must be.
+        """The output shapes, and a function that loads or compiles the program. Tracing, if needed, happens here.
 
         Raises:
           UnkeyableError: an argument or the context has no text that is the same in every process.
@@ -166,10 +168,10 @@ class CompiledFunction:
             keys.text_of(self._function),
             self._about,
             keys.text_of([args[place] for place in self._static if place < len(args)]),
-            keys.structure_of(structure),
-            *map(keys.leaf_of, leaves),
+            keys.structure_text(structure),
+            *map(keys.leaf_text, leaves),
             f"bound {bound}",
-            keys.surroundings(devices),
+            keys.environment_text(devices),
         )
         key = hashlib.sha256("\n".join(about).encode()).hexdigest()
         if key in self._by_key:
@@ -181,7 +183,7 @@ class CompiledFunction:
             return stored.results, partial(self._load, path, key, stored, begun, structure, devices)
         with record_backends() as attention:
             lowered = self._jitted.lower(*args)
-        _announce(attention)  # to a block around this one
+        _announce(attention)  # also to an enclosing `record_backends`
         results = jax.tree.map(_abstract, lowered.out_info)
         return results, partial(self._make, path, key, lowered, results, attention, devices[0].platform == "cpu")
 
@@ -196,12 +198,12 @@ class CompiledFunction:
                 backend=devices[0].client,
                 execution_devices=devices,
             )
-        except Exception as error:  # whatever XLA has against it
+        except Exception as error:  # of any kind: XLA rejects the executable
             _log.info("%s is not used: %s", path, reason_of(error, 200))
             store.remove(path)
             return None
         _announce(stored.attention)
-        jax.monitoring.record_event_duration_secs(LOADED, time.perf_counter() - begun)
+        jax.monitoring.record_event_duration_secs(LOAD_DURATION_EVENT, time.perf_counter() - begun)
         self._by_key[key] = program, stored.results
         return program
 
@@ -217,14 +219,14 @@ class CompiledFunction:
                 why = reason_of(error, 200)
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
-            libraries = cpu_door().native.called_in(executable) if on_cpu else ()
+            libraries = cpu_variants().native.called_in(executable) if on_cpu else ()
             stored = StoredProgram(executable, results, libraries, attention)
             store.write(path, key, pickle.dumps(stored))
         return program
 
 
 def _read(path: Path, key: str) -> StoredProgram | None:
-    """What is stored in a file, if it can be used here."""
+    """The content of a file, or None if it cannot be used here."""
     content = store.read(path, key)
     if content is None:
         return None
@@ -233,8 +235,10 @@ def _read(path: Path, key: str) -> StoredProgram | None:
     except Exception as error:  # whatever a pickle of another version of Python or NumPy lacks here
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
-    # They must be registered before the executable is loaded.
-    if not isinstance(stored, StoredProgram) or (stored.native and not all(map(cpu_door().native.usable, stored.native))):
+    # The native libraries must be registered before the executable is loaded.
+    if not isinstance(stored, StoredProgram) or (
+        stored.native and not all(map(cpu_variants().native.usable, stored.native))
+    ):
         return None
     return stored
 
@@ -254,7 +258,7 @@ def _shapes_of(tree: Any) -> Hashable:
 
 
 def _reference(tree: Any) -> Any:
-    """A weak reference to a tree; to nothing where its type has none, as tuples."""
+    """A weak reference to a tree, or to nothing if its type supports none, as tuples."""
     try:
         return weakref.ref(tree)
     except TypeError:
@@ -262,8 +266,8 @@ def _reference(tree: Any) -> Any:
 
 
 class _WithoutJaxCache:
-    """A context without JAX's own compilation cache, which several threads may be in: XLA for CPU serializes no executable
-    that it has itself loaded (the copy lacks its functions), and nothing need be stored twice."""
+    """Disable JAX's compilation cache (re-entrant across threads): XLA for CPU cannot serialize an executable that it loaded
+    from that cache (the copy lacks its functions), and storing twice is useless."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""What an executable depends on, as text that is the same in every process.
+"""The cache key of an executable: everything it depends on, as process-independent text.
 
-A value without such a text, above all a function of the user, whose source may change, raises `UnkeyableError`.
+A value without such a text raises `UnkeyableError`: above all a function of the user, because its source may change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import llama_jax
 from llama_jax.ops import platform
 
 PACKAGE = "llama_jax"
-# Settings of JAX that change no program: where it stores, what it prints, what it lets the host do.
-HARMLESS = re.compile(
+# Settings of JAX that change no program: caches, logging, what the host may do.
+IGNORED_SETTINGS = re.compile(
     "cache|jax_log_|logging|debug_log|traceback|tracer_error|jax_dump|dumps$|explain|pprint|source_url"
     "|transfer|guard|timeout|jax_platform|visible_devices|num_cpu_devices"
 )
@@ -79,7 +79,7 @@ def _ids(devices: Any) -> list[int]:
 
 
 def _name_of(value: Any) -> str:
-    """A function or type by its place, if that is where it is found: of this package, or a type of NumPy or JAX."""
+    """The qualified name of a function or type, if importing that name gives the same object."""
     place = f"{value.__module__}.{value.__qualname__}"
     library = value.__module__.split(".")[0]
     found: Any = sys.modules.get(value.__module__)
@@ -90,7 +90,7 @@ def _name_of(value: Any) -> str:
     return place
 
 
-def structure_of(tree: Any) -> str:
+def structure_text(tree: Any) -> str:
     """The text of a `PyTreeDef`.
 
     Raises:
@@ -101,10 +101,10 @@ def structure_of(tree: Any) -> str:
         return "*"
     if node[0] is type(None):
         return "None"
-    return f"{text_of(node[0])}{text_of(node[1])}[{', '.join(map(structure_of, children))}]"
+    return f"{text_of(node[0])}{text_of(node[1])}[{', '.join(map(structure_text, children))}]"
 
 
-def leaf_of(leaf: Any) -> str:
+def leaf_text(leaf: Any) -> str:
     """Shape, dtype, sharding over several devices, and memory layout of an argument."""
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__  # a Python number
@@ -140,11 +140,11 @@ def devices_of(leaves: Sequence[Any]) -> tuple[list[Any], bool]:
     return [jax.devices(default)[0] if default is None or isinstance(default, str) else default], False
 
 
-def surroundings(devices: Sequence[Any]) -> str:
-    """What changes a program apart from its arguments: the library, JAX, the compiler, flags, contexts, the processor."""
+def environment_text(devices: Sequence[Any]) -> str:
+    """What a program depends on besides its arguments: the library, JAX, the compiler, flags, contexts, the processor."""
     settings = jax.config
     client = devices[0].client
-    names = sorted(name for name in settings.values if not HARMLESS.search(name))
+    names = sorted(name for name in settings.values if not IGNORED_SETTINGS.search(name))
     parts = [
         f"library {library_digest()}",
         f"python {sys.version_info[:2]} jax {jax.__version__} jaxlib {jaxlib.__version__}",
@@ -156,7 +156,7 @@ def surroundings(devices: Sequence[Any]) -> str:
     ]
     if client.platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        native = platform.cpu_door().native
+        native = platform.cpu_variants().native
         parts += [native.processor(), f"cores {cores}", f"native {native.compiler()}"]
     return "\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""Files of executables: read only where no one else could have written them, written whole, bounded in size.
+"""Files of executables: read only if no other user could have written them, written atomically, bounded in total size.
 
     line 1    MAGIC
     line 2    SHA-256 of the rest, in hexadecimal
@@ -22,7 +22,7 @@ import jax
 
 from llama_jax.errors import UserError
 
-VARIABLE = "LLAMA_JAX_EXECUTABLES"
+EXECUTABLES_ENV = "LLAMA_JAX_EXECUTABLES"
 """The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""
 MAGIC = b"llama_jax executable 1"
 SUFFIX = ".executable"
@@ -35,7 +35,7 @@ _log = logging.getLogger("llama_jax.compiled")
 
 def folder() -> Path | None:
     """Where executables are stored; None where they are not."""
-    name = os.environ.get(VARIABLE, "")
+    name = os.environ.get(EXECUTABLES_ENV, "")
     return None if name in ("", "off") else Path(name)
 
 
@@ -44,7 +44,7 @@ def read(path: Path, key: str) -> bytes | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
         with open(descriptor, "rb") as file:
-            problem = refusal(path.parent) or _exposed(os.fstat(descriptor))
+            problem = reason_unsafe(path.parent) or _exposed(os.fstat(descriptor))
             content = b"" if problem else file.read()
     except FileNotFoundError:
         return None
@@ -68,7 +68,7 @@ def write(path: Path, key: str, content: bytes) -> None:
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        problem = refusal(path.parent)
+        problem = reason_unsafe(path.parent)
         if problem is None:
             from llama_jax.storage.atomic_write import write_atomically
 
@@ -83,15 +83,15 @@ def write(path: Path, key: str, content: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that is of no use, where that is allowed."""
+    """Remove a useless file, if that is allowed."""
     with suppress(OSError):
         path.unlink()
 
 
 def make_room(folder: Path, kept: Path) -> None:
-    """Remove the files that were not used for longest until the limit is met; `kept` stays.
+    """Remove the least recently used files until the folder is within its limit; `kept` stays.
 
-    Executables that processes have loaded stay usable in them. Only files named as executables are touched.
+    Processes that have loaded an executable keep it. Only files named as executables are touched.
     """
     most: int = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]  # made when JAX is imported
     limit = LIMIT if most < 0 else most
@@ -107,7 +107,7 @@ def make_room(folder: Path, kept: Path) -> None:
             total -= size
 
 
-def refusal(folder: Path) -> str | None:
+def reason_unsafe(folder: Path) -> str | None:
     """Why executables in a folder are not used, or None: another user could have written them. A missing one is safe."""
     try:
         return _exposed(folder.stat())

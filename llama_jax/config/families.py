@@ -1,4 +1,4 @@
-"""The families of models, by what they have beyond Llama."""
+"""The model families, by their features beyond Llama's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal[
 ]
 
 # What the families have beyond Llama: fields, and names by `features` for layers and values.
-KINDS: dict[Kind, set[str]] = {
+FAMILY_FEATURES: dict[Kind, set[str]] = {
     "llama": set(),
     "mistral": {"window"},
     "qwen2": {"qkv_bias"},
@@ -63,7 +63,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def features(config: Any) -> set[str]:
-    """The features of a model of this configuration beyond Llama, in the words of `KINDS`."""
+    """The features of a model of this configuration beyond Llama, in the words of `FAMILY_FEATURES`."""
     found = {name for name in _FIELDS if getattr(config, name)}
     found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
     found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
@@ -84,13 +84,13 @@ def features(config: Any) -> set[str]:
 
 
 def kind_of(config: Any) -> Kind:
-    """The first of the families that has all that a model of this configuration has.
+    """The first family whose features include those of this configuration.
 
     Raises:
-      ConfigError: none has.
+      ConfigError: there is none.
     """
-    here = features(config)
-    for kind, theirs in KINDS.items():
-        if here <= theirs:
+    needed = features(config)
+    for kind, supported in FAMILY_FEATURES.items():
+        if needed <= supported:
             return kind
-    raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")
+    raise ConfigError(f"no family of models has {' and '.join(sorted(needed))} together")

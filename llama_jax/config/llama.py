@@ -16,11 +16,12 @@ class LayerConfig:
     """The attention of one layer in a model whose layers are not all alike.
 
     Attributes:
-      window: a token sees itself and the window - 1 tokens before it; None for all.
-      rope: "model", with the theta and the scaling of the model; "unscaled", with a theta alone (the windows of Gemma 3 and
-        OLMo 3); "none", no position embedding (SmolLM3; NoPE: Yang et al. 2025, section 3).
-      rope_theta: base of the frequencies where `rope` is "unscaled"; None for the model's.
-      chunk: positions in a chunk of a text; a token sees itself and earlier tokens of its chunk (Llama 4); None for all.
+      window: a token attends to itself and the window - 1 tokens before it; None: no window.
+      rope: "model": RoPE with the theta and scaling of the model; "unscaled": RoPE without scaling, with `rope_theta`
+        (layers with a window in Gemma 3 and OLMo 3); "none": no position embedding (SmolLM3; NoPE: Yang et al. 2025,
+        section 3).
+      rope_theta: base of the frequencies if `rope` is "unscaled"; None for the model's.
+      chunk: size of the attention chunks (Llama 4): a token attends only within its chunk; None: no chunks.
 
     Raises:
       ConfigError: an invalid value; the message names it.
@@ -45,7 +46,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Sharper attention at late positions: queries times 1 + beta ln(1 + floor((position + offset) / context)).
+    """Temperature tuning of attention by position: queries times 1 + beta ln(1 + floor((position + offset) / context)).
 
     Source: Llama 4, in its layers without RoPE, with an offset of 1; Ministral 3, in all layers.
 
@@ -74,8 +75,8 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest prefix that the layers repeat, at the end perhaps cut off, and that is its own period: of (a, b, a, a)
-    the whole, since (a, b, a) would itself be reduced to (a, b)."""
+    """The shortest prefix that generates `layers` when repeated (the last repetition may be partial) and has no shorter
+    period: (a, b, a, a) is its own period."""
     n = len(layers)
     for p in range(1, n):
         if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
@@ -83,7 +84,7 @@ def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     return layers
 
 
-class _Following(int):
+class _DefaultHeadDim(int):
     """A head_dim that is dim / n_heads: `dataclasses.replace` with another dim or n_heads computes it anew."""
 
 
@@ -106,10 +107,10 @@ class LlamaConfig:
       rope_scaling: how the frequencies are stretched, or None.
       max_seq_len: positions that the model was made for; generation refuses to go beyond. See `RopeScaling` for more.
       tie_embeddings: the output projection is the embedding.
-      window: a token sees itself and the window - 1 tokens before it (Mistral: Jiang et al. 2023, section 2); None for all.
+      window: as in `LayerConfig`, for all layers (Mistral: Jiang et al. 2023, section 2).
       qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
-      layers: a period of layers that differ in their attention, repeated over the depth: layer i is
-        ``layers[i % len(layers)]``. Empty where all are alike; `window` is then that of all, otherwise None.
+      layers: the period of layers that differ in their attention, repeated over the depth: layer i is
+        ``layers[i % len(layers)]``. Empty if all layers are alike; otherwise `window` is None.
       qk_norm: RMSNorm of queries and keys before the rotary embedding: of each head ("head", Qwen3), or of all heads
         together ("all", OLMo 2); or of each head after it, without weights, in layers that have one ("l2", Llama 4).
       norm: where the RMSNorms of a layer are: "pre", before attention and feed-forward; "post", after them and before the
@@ -117,18 +118,18 @@ class LlamaConfig:
       norm_offset: added to the weights of all RMSNorms (1 in Gemma, whose files hold their distance from 1).
       activation: of the gate: "silu", or "gelu" by the tanh approximation (Gemma).
       rotary_dim: features of each head that are rotated, the first ones (Phi-4-mini); head_dim unless given.
-      query_scaling: queries of late positions are multiplied, see `QueryScaling`; None for none (Ministral 3, Llama 4).
+      query_scaling: queries are multiplied by a factor that grows with the position (Ministral 3, Llama 4), or None.
       embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
         attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
         (Granite 3; Gemma's embedding by sqrt(dim)).
-      attend: the name, MODULE:FUNCTION, of the attention of its own with which the model was trained, which no file holds: a
-        forward pass without one (`Compute.attend`) is refused. None for the library's attention.
+      attend: MODULE:FUNCTION of the user-defined attention the model was trained with. It is not stored in checkpoints;
+        `forward` requires it as `Compute(attend=...)`. None for the library's attention.
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
-      normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
-        the scores of all E (Qwen3-MoE, `norm_topk_prob`). For softmax scores.
-      expert_scores: "softmax", the weights of the experts' outputs; or "sigmoid" of each score by itself, the factor of
-        the chosen experts' inputs (Llama 4).
+      normalize_expert_weights: the weights of the chosen experts sum to one; else they are softmax probabilities over all E
+        experts, not renormalized (Qwen3-MoE, `norm_topk_prob`). For softmax scores.
+      expert_scores: "softmax": the weights of the experts' outputs; "sigmoid": each expert's input is multiplied by the
+        sigmoid of its score (Llama 4).
       shared_expert: one more feed-forward of the same width, for every token, added to those chosen (Llama 4).
 
     Raises:
@@ -174,15 +175,15 @@ class LlamaConfig:
         if not isinstance(self.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in self.layers):
             raise ConfigError(f"layers={shown(self.layers)} must be a tuple of LayerConfig")
         check_sizes(self)
-        if self.head_dim == 0 or isinstance(self.head_dim, _Following):
+        if self.head_dim == 0 or isinstance(self.head_dim, _DefaultHeadDim):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         check_heads(self)
         if self.rope_scaling is not None:
-            check_fits(self.rope_scaling, self.rotated_dim)
+            check_fits(self.rope_scaling, self.rope_dim)
         if self.head_dim * self.n_heads == self.dim:
-            object.__setattr__(self, "head_dim", _Following(self.head_dim))
+            object.__setattr__(self, "head_dim", _DefaultHeadDim(self.head_dim))
         if self.layers:
             layers = period(self.layers)
             alike = layers == (LayerConfig(layers[0].window),)
@@ -191,30 +192,30 @@ class LlamaConfig:
 
     @property
     def kind(self) -> Kind:
-        """The first of the families that has everything that this model has beyond Llama.
+        """The first family whose features include those of this configuration.
 
         Raises:
-          ConfigError: none has; such a model can be trained, and no other program could read it.
+          ConfigError: there is none; such a model can be trained, but no other program could read it.
         """
         return kind_of(self)
 
     def layer(self, index: int) -> LayerConfig:
-        """How the layer of this number attends."""
+        """The attention settings of layer `index`."""
         return self.layers[index % len(self.layers)] if self.layers else LayerConfig(self.window)
 
     @property
     def layer_kinds(self) -> tuple[LayerConfig, ...]:
-        """The different layers in the order of their first appearance."""
+        """The distinct layers, by first appearance."""
         return tuple(dict.fromkeys(map(self.layer, range(min(self.n_layers, max(len(self.layers), 1))))))
 
     @property
-    def rotated_dim(self) -> int:
-        """Features of each head that the rotary embedding rotates."""
+    def rope_dim(self) -> int:
+        """The number of features of each head that the rotary embedding rotates."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def score_scale(self) -> float:
-        """The factor of the scores."""
+        """The scale of attention scores, 1 / sqrt(H) by default."""
         return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
 
     @property

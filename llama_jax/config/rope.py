@@ -1,4 +1,4 @@
-"""Rope scaling: the use of a Llama beyond the context that it was first trained at."""
+"""RoPE scaling: extending a Llama's context beyond the one it was trained at."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from llama_jax.errors import ConfigError, shown
 
 RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]
 
-NEEDED: Any = object()  # stands for the value of a required field
-_BY_PARTS = {"original_max_seq_len": NEEDED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+REQUIRED: Any = object()  # marks a field without a default
+_BY_PARTS = {"original_max_seq_len": REQUIRED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 # The fields that each kind of rope scaling reads besides its factor, with defaults. The formulas are in
 # `ops.rope_scaling.SCALINGS`.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ntk": {},
-    "dynamic": {"original_max_seq_len": NEEDED},
+    "dynamic": {"original_max_seq_len": REQUIRED},
     "by_parts": _BY_PARTS,
     "yarn": _BY_PARTS | {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192},
-    "longrope": {"original_max_seq_len": NEEDED, "short_factor": NEEDED, "long_factor": NEEDED, "attention_factor": None},
+    "longrope": {
+        "original_max_seq_len": REQUIRED,
+        "short_factor": REQUIRED,
+        "long_factor": REQUIRED,
+        "attention_factor": None,
+    },
 }
 
 
@@ -88,7 +93,7 @@ class RopeScaling:
                     )
             elif value is not None:
                 object.__setattr__(self, name, _checked(name, value))
-            elif read[name] is NEEDED:
+            elif read[name] is REQUIRED:
                 raise ConfigError(f"rope scaling kind={self.kind!r} needs {name}")
             else:
                 object.__setattr__(self, name, read[name])
@@ -135,7 +140,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def check_fits(scaling: RopeScaling, head_dim: int) -> None:
-    """Raise ConfigError for a scaling that heads of this size cannot have."""
+    """Raise ConfigError for a scaling that does not fit heads of this size."""
     if scaling.kind in ("ntk", "dynamic") and head_dim < 4:
         raise ConfigError(f"head_dim={head_dim} is too small for rope scaling kind={scaling.kind!r}, which needs two pairs")
     for name in ("short_factor", "long_factor"):

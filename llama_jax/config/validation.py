@@ -79,7 +79,7 @@ def check_heads(config: Any) -> None:
     """Raise ConfigError for an invalid size of heads."""
     require_positive_int("head_dim", config.head_dim)
     if config.head_dim % 2:
-        raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")
+        raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding rotates pairs of features")
     if config.rotary_dim is not None:
         require_positive_int("rotary_dim", config.rotary_dim)
         if config.rotary_dim % 2 or config.rotary_dim >= config.head_dim:

@@ -21,7 +21,7 @@ from llama_jax.data.load_corpus import open_corpus
 from llama_jax.errors import DataError
 
 # Making batches needs JAX, which the processes of `build_corpus` do not: it is imported on first use.
-_HOME = {
+_LAZY_ATTRIBUTES = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",
     "row_count": "llama_jax.data.batches",
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _LAZY_ATTRIBUTES:
         raise AttributeError(f"module 'llama_jax.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_LAZY_ATTRIBUTES[name]), name)
     globals()[name] = value
     return value

@@ -89,7 +89,7 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
     shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
     batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
     batch.segment_ids[at, : stop - start] = segments + 1
-    batch.positions[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
+    batch.position_ids[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
 
 
 def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
@@ -149,8 +149,8 @@ def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequenc
         row = *at, slice(begin, begin + size)
         batch.tokens[row] = corpus.tokens[where]
         batch.segment_ids[row] = segment
-        batch.positions[row] = np.arange(size)
-        batch.mask[row] = corpus.targets[where]
+        batch.position_ids[row] = np.arange(size)
+        batch.loss_mask[row] = corpus.targets[where]
         begin += size
 
 

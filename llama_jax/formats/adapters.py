@@ -8,10 +8,11 @@ counts alpha / R times, and there are no magnitudes. In both the rows of B of q 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -56,6 +57,7 @@ from llama_jax.parallel.padding import pad_params, unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object
 
+_log = logging.getLogger("llama_jax.formats")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings without effect on what the adapter computes.
 IGNORED_SETTINGS = frozenset(
@@ -301,10 +303,20 @@ def _read_step(
                 " adapter's base?"
             )
     verify(step, {ABOUT, name})
+    _warn_of_another_base(step, read_config(step / ABOUT), config)
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
     wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
     found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
     return Adapter(lora, jax.tree.map(jnp.asarray, found), base)
+
+
+def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) -> None:
+    """Say in which settings a base differs from that of a run, of those that change what it computes."""
+    for field in fields(LlamaConfig):
+        old, new = getattr(before, field.name), getattr(config, field.name)
+        same = math.isclose(old, new, rel_tol=1e-6) if isinstance(old, float) and isinstance(new, float) else old == new
+        if not same and field.name not in ("attend", "max_seq_len", "vocab_size", "tie_embeddings"):
+            _log.warning("%s: its base had %s=%s, this one has %s", step, field.name, shown(old, 60), shown(new, 60))
 
 
 def _base_name(value: Any) -> str | None:

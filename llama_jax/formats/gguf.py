@@ -41,7 +41,7 @@ from llama_jax.formats.tensor_names import with_layers
 from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
-from llama_jax.ops.weights.format_spec import join
+from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -297,7 +297,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         rope_scaling=None,
         **more,
     )
-    for key, size in (("rope.dimension_count", sizes.rotated_dim), ("attention.value_length", sizes.head_dim)):
+    for key, size in (("rope.dimension_count", sizes.rope_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:
             raise ConfigError(
                 f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
@@ -421,7 +421,7 @@ def write_file(
         "attention.head_count_kv": c.n_kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
-        "rope.dimension_count": c.rotated_dim,
+        "rope.dimension_count": c.rope_dim,
     }
     eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
     settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(kind)]}
@@ -447,7 +447,7 @@ def write_file(
                 runs = []
                 for rows in piece.rows(FLOATS["F32"]):
                     step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that stay in a processor's cache
-                    runs += [join(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
+                    runs += [blocks_from_planes(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
                 whole, at = np.empty(piece.tensor.shape, FLOATS[stored]), 0

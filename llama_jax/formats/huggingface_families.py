@@ -267,7 +267,7 @@ def _phi3(found: ConfigJson) -> dict[str, Any]:
 def _phi3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     original = config.max_seq_len if config.rope_scaling is None else config.rope_scaling.original_max_seq_len
     return _own_window(config, rope) | {
-        "partial_rotary_factor": config.rotated_dim / config.head_dim,
+        "partial_rotary_factor": config.rope_dim / config.head_dim,
         "original_max_position_embeddings": original,
     }
 

@@ -18,7 +18,7 @@ from llama_jax.errors import CheckpointError, reading
 from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
-from llama_jax.ops.weights.format_spec import QuantFormat, join
+from llama_jax.ops.weights.format_spec import QuantFormat, blocks_from_planes
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
@@ -391,7 +391,7 @@ class QuantizedArrayTensor:
 
     @property
     def blocks(self) -> RowBytes | None:
-        return RowBytes(self) if self.weight.form.of_gguf else None
+        return RowBytes(self) if self.weight.form.is_gguf else None
 
     @property
     def form(self) -> QuantFormat:
@@ -432,7 +432,7 @@ class RowBytes:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         form, planes = self.weight.form, self.weight.planes(start, stop)
-        found = join(planes, form) if form.of_gguf else form.to_rows(planes)
+        found = blocks_from_planes(planes, form) if form.is_gguf else form.to_rows(planes)
         return found.reshape(stop - start, *self.shape[1:])
 
 

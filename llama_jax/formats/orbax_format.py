@@ -48,7 +48,7 @@ from llama_jax.formats.tokenizer_files import About, read_about
 from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
 from llama_jax.ops.weights.device_layout import arranged
-from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, packed
+from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
@@ -210,7 +210,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
             raise CheckpointError(
                 f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
             )
-        planes = (plane.packed(shape) for plane in form.planes)
+        planes = (plane.packed_shape(shape) for plane in form.planes)
         stored = (jax.ShapeDtypeStruct(size, np.dtype(np.uint8) if dtype == FP8 else dtype) for size, dtype in planes)
         return QuantizedWeight(tuple(stored), kind, "float32")
 
@@ -255,7 +255,7 @@ def to_arrays(params: Llama) -> Llama:
     def stored(array: Any, plane: QuantField) -> Any:
         if plane.dtype == FP8:
             return lax.bitcast_convert_type(array, jnp.uint8)
-        return jax.jit(packed)(array) if array.dtype == INT4 else array
+        return jax.jit(pack_int4)(array) if array.dtype == INT4 else array
 
     return _map_planes(params, stored)
 

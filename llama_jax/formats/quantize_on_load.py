@@ -31,7 +31,7 @@ from llama_jax.formats.device_fill import (
 from llama_jax.formats.hf_quantized import Reordered
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Tensor, TensorInfo, blocks_of
 from llama_jax.model.mixtures import MIXTURES
-from llama_jax.ops.weights.format_spec import QuantFormat, in_smaller_groups, split_into
+from llama_jax.ops.weights.format_spec import QuantFormat, fill_planes, regroup
 from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
@@ -210,7 +210,7 @@ def _quantized(
     """A quantized weight; `put(array, start, stop, planes)` fills contiguous memory with the planes of some rows."""
     shape = (*[len(arrays)] * stacked, *arrays[0].shape)
     places = shardings_of_planes(form, sharding, len(shape))
-    targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]
+    targets = [ArrayToFill(*plane.packed_shape(shape), place) for plane, place in zip(form.planes, places, strict=True)]
 
     def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
         found = [
@@ -263,7 +263,7 @@ def _encoded(form: QuantFormat, array: ArrayParts, start: int, stop: int, planes
     assert form.encode is not None  # `check_quantize` refuses the others
     columns = array.shape[-1]
     matrix = array.rows(start, stop, np.dtype(np.float32)).reshape(-1, columns)
-    flat = [memory.reshape(plane.packed(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
+    flat = [memory.reshape(plane.packed_shape(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
     step = max(1, ENCODED_AT_ONCE // columns)
     for first in range(0, len(matrix), step):
         for memory, found in zip(flat, form.encode(matrix[first : first + step]), strict=True):
@@ -298,12 +298,12 @@ def _kept(
         raw = part.tensor.read(start * per_entry, stop * per_entry)
         targets = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
         raw = raw.reshape(*targets[0].shape[: len(array.shape) - 1], -1)
-        if kept.of_gguf:
-            split_into(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+        if kept.is_gguf:
+            fill_planes(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
         else:
             found = kept.from_rows(raw, array.shape[-1])
             if kept is not form:
-                found = in_smaller_groups(found, kept, form)
+                found = regroup(found, kept, form)
             for target, one in zip(targets, found, strict=True):
                 target[...] = one.reshape(target.shape)
         for target, plane in zip(targets, form.planes, strict=True):

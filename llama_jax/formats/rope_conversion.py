@@ -190,7 +190,7 @@ def _found(
     settings = {name: fields.get(key, default) for key, (name, default) in LLAMA3_KEYS.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
     step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
-    for scaling in (llama3, step) if stored.shape == (config.rotated_dim // 2,) else ():
+    for scaling in (llama3, step) if stored.shape == (config.rope_dim // 2,) else ():
         if np.allclose(factors_of(config, scaling), stored, rtol=1e-4):
             return None if scaling.factor == 1 else scaling
     raise ConfigError(f"{LLAMA3_FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
@@ -244,7 +244,7 @@ def settings_and_tensors(
 
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
     """The divisors of the frequencies by a scaling: float64[H/2]."""
-    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
+    plain = inverse_frequencies(config.rope_dim, config.rope_theta)
     return plain / _scaled(config, scaling)[0]
 
 
@@ -254,7 +254,7 @@ def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
 
 
 def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
-    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
+    plain = inverse_frequencies(config.rope_dim, config.rope_theta)
     frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
 

@@ -231,6 +231,11 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: A
                 f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into"
                 " another folder"
             )
+        if set(found.stop_ids) != set(tokenizer.stop_ids) or read_about(folder, card=False).generation != about.generation:
+            raise CheckpointError(
+                f"{folder} says when texts end, or how to sample, for another model, and {path.name} would be read with it;"
+                " write into another folder"
+            )
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))

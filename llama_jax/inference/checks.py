@@ -32,7 +32,7 @@ def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> li
 
 
 def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " {batch}"]:
-    """From one number or one per row."""
+    """`max_new_tokens` as int32[B], from one number or one per row."""
     if isinstance(max_new_tokens, np.ndarray | jax.Array):
         max_new_tokens = np.asarray(max_new_tokens).tolist()
     each: list[Any] = [max_new_tokens]
@@ -60,33 +60,33 @@ def check_context(
         raise GenerationError(
             f"a prompt of {lengths[worst]} tokens and max_new_tokens={limit[worst]} exceed the model's context of "
             f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - lengths[worst], 0)},"
-            " or let it see a window only (--window, CacheOptions(window=...))"
+            " or use a sliding window (--window, CacheOptions(window=...))"
         )
 
 
-def turning_point(config: LlamaConfig) -> int | None:
-    """Tokens after which all earlier keys and values are others, so that a row must be read anew; None for no such point.
+def longrope_switch_length(config: LlamaConfig) -> int | None:
+    """The length beyond which a LongRoPE model uses its long factors, so that the whole KV cache must be recomputed.
 
-    With a "longrope" scaling all frequencies change after the original context, and transformers drops its cache there.
+    None for other models. transformers drops its cache there.
     """
     scaling = config.rope_scaling
     return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else None
 
 
-def room_before_turning(config: LlamaConfig, length: Any) -> Any:
-    """How many tokens a prompt of this length, a number or int[B], may get without being read anew."""
-    point, length = turning_point(config) or 0, np.asarray(length)
+def tokens_before_longrope_switch(config: LlamaConfig, length: Any) -> Any:
+    """How many tokens may follow a prompt of this length, a number or int[B], before its KV cache must be recomputed."""
+    point, length = longrope_switch_length(config) or 0, np.asarray(length)
     return np.where(length <= point, point + 1 - length, np.iinfo(np.int32).max)
 
 
-def check_turns(turns: Any) -> None:
-    """Raise GenerationError for an invalid number of turns."""
-    if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
-        raise GenerationError(f"turns={turns!r} must be a positive integer")
+def check_max_chunks(max_chunks: Any) -> None:
+    """Raise GenerationError for an invalid `max_chunks`."""
+    if isinstance(max_chunks, bool) or not isinstance(max_chunks, int | np.integer) or max_chunks < 1:
+        raise GenerationError(f"max_chunks={max_chunks!r} must be a positive integer")
 
 
 def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]) -> None:
-    """Raise GenerationError where the model's logits were not numbers."""
+    """Raise GenerationError if the model's logits were NaN."""
     bad = np.isnan(logprobs) & valid
     if bad.any():
         raise GenerationError(
@@ -115,7 +115,8 @@ def checked_numbers(
     """A sampling setting, one number or one per row, in a dtype.
 
     Args:
-      need, valid: the requirement, in words and as a function of arrays.
+      need: the requirement, for the message.
+      valid: tests arrays for it.
     """
     value = np.asarray(setting)
     if value.dtype == object:
@@ -126,7 +127,7 @@ def checked_numbers(
     if wrong.size:
         raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
     if np.issubdtype(dtype, np.floating):
-        # Beyond float32, or so near to its ends that a score multiplied or divided by it would be.
+        # Outside float32, or so large or small that scaled scores would overflow or underflow.
         extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]
         if extreme.size:
             raise GenerationError(f"{name}={extreme.flat[0]} is too extreme; stay between 1e-30 and 1e30")

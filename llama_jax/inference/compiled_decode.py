@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from llama_jax import compiled
 from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_logprobs, room_before_turning, turning_point
+from llama_jax.inference.checks import check_logprobs, longrope_switch_length, tokens_before_longrope_switch
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeState,
@@ -38,13 +38,13 @@ from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import decodes_natively, decoding_context
 
-LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, so that the scores are at most [512, S]
+LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
 SMALLEST_CACHE = 256  # tokens: one program for all short texts
-LONGEST_CHUNK = 64  # turns of the decode loop between two looks at its result
-Packed: TypeAlias = Int32[Array, "B packed"]  # of `pack`
+MAX_CHUNKS_PER_CALL = 64  # chunks of STEPS_PER_CHUNK decode steps between two transfers to the host
+Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`
 
-# What a generation is given is meant to be transferred, whatever a caller's `jax.transfer_guard` says of other transfers.
-transferring = functools.partial(jax.transfer_guard_host_to_device, "allow")
+# Inputs are transferred to the device even under a caller's `jax.transfer_guard`.
+allow_transfers = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 
 @dataclass(frozen=True)
@@ -57,106 +57,135 @@ class Run:
     sharding: Sharding
 
     @functools.cached_property
-    def natively(self) -> bool:
+    def use_native_code(self) -> bool:
         """See `ops.platform.decodes_natively`."""
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
-        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, turns: int
+        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, max_chunks: int
     ) -> Iterator[TokenChunk]:
-        room = room_before_turning(self.config, lengths)
-        first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
-        again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
-        capacity, most = capacity_for(lengths, request), min(turns, LONGEST_CHUNK)
-        self.prepare(tokens, lengths, first, capacity, options, most)
-        state, packed = self.start(self.prefill_prompts(tokens, lengths, capacity, options), tokens, lengths, first)
+        allowed = tokens_before_longrope_switch(self.config, lengths)
+        capped_request = request.replace(limit=np.minimum(request.limit, allowed).astype(np.int32))
+        reprefill_length = longrope_switch_length(self.config) or 0 if (request.limit > allowed).any() else 0
+        capacity, max_chunks = capacity_for(lengths, request), min(max_chunks, MAX_CHUNKS_PER_CALL)
+        self.compile_ahead(tokens, lengths, capped_request, capacity, options, max_chunks)
+        prefilled = self.prefill_prompts(tokens, lengths, capacity, options)
+        state, packed = self.start(prefilled, tokens, lengths, capped_request)
         chunk, done, _ = unpack(packed)
-        produced = [chunk]
+        chunks_so_far = [chunk]
         yield chunk
 
-        while not done.all() or again:
-            if done.all():  # rows that go on beyond the point have waited there for the others
-                with transferring():
+        while not done.all() or reprefill_length:
+            # LongRoPE: rows paused at the switch length; all are prefilled again with the long factors.
+            if done.all():
+                with allow_transfers():
                     state = _with_request(state, request, self.sharding)
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
-                    state = state.replace(cache=self.prefill_again(tokens, lengths, produced, again, capacity, options))
-                produced, again = [], 0
+                    cache = self.reprefill(tokens, lengths, chunks_so_far, reprefill_length, capacity, options)
+                    state = state.replace(cache=cache)
+                chunks_so_far, reprefill_length = [], 0
                 continue
-            state, packed = self.decode(state, most, most)
+            state, packed = self.decode(state, max_chunks, max_chunks)
             chunk, done, _ = unpack(packed)
-            if again:
-                produced.append(chunk)
+            if reprefill_length:
+                chunks_so_far.append(chunk)
             yield chunk
 
-    def prepare(
-        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, capacity: int, options: CacheOptions, most: int
+    def compile_ahead(
+        self,
+        tokens: PromptTokens,
+        lengths: PromptLengths,
+        request: Request,
+        capacity: int,
+        options: CacheOptions,
+        max_chunks: int,
     ) -> None:
-        """Make the programs of a first generation beside one another: they are lowered in turn and compiled in threads.
+        """Compile the four programs concurrently: lowered here in turn, compiled in threads.
 
-        Over a mesh only a compiled program knows the sharding of its results, and they are made one after another.
+        Only if executables are stored and there is no mesh: over a mesh the output sharding, which the next program needs,
+        is known only after compilation.
         """
         size = prefill_chunk(options, tokens.shape[1])
-        empty = self.config, self.params, len(tokens), capacity, options, self.sharding, size
-        if self.sharding.mesh is not None or not _init_prefill.wants(*empty):
+        init_args = self.config, self.params, len(tokens), capacity, options, self.sharding, size
+        if self.sharding.mesh is not None or not _init_prefill.needs_compilation(*init_args):
             return
         model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, size), rope_lengths=lengths)
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
             def make(program: CompiledFunction, *args: Any) -> Any:
-                result, compile_or_load = program.ahead(*args)
-                threads.submit(contextvars.copy_context().run, compile_or_load)  # what it announces is observed
+                result, compile_or_load = program.lower_ahead(*args)
+                # In this context, so that the caller's `record_backends` sees the backends.
+                threads.submit(contextvars.copy_context().run, compile_or_load)
                 return result
 
-            prefilled = make(_init_prefill, *empty)
-            with decoding_context(self.natively):
+            prefilled = make(_init_prefill, *init_args)
+            with decoding_context(self.use_native_code):
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
-            with decoding_context(self.natively and self.compute.exact):
+            with decoding_context(self.use_native_code and self.compute.exact):
                 state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding, self.compute)
-            with decoding_context(self.natively):
-                make(_decode_for(device.platform), *model, state, np.int32(most), most, self.compute, self.sharding)
+            with decoding_context(self.use_native_code):
+                make(
+                    _decode_for(device.platform),
+                    *model,
+                    state,
+                    np.int32(max_chunks),
+                    max_chunks,
+                    self.compute,
+                    self.sharding,
+                )
 
     def start(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
     ) -> tuple[DecodeState, Packed]:
-        with decoding_context(self.natively and self.compute.exact), transferring():  # exact: as in a step of an engine
+        # Exact: as in a step of an engine.
+        with decoding_context(self.use_native_code and self.compute.exact), allow_transfers():
             return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding, self.compute)
 
-    def decode(self, state: DecodeState, turns: int, most: int) -> tuple[DecodeState, Packed]:
+    def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
-        decode_there = _decode_for(device.platform)
-        with decoding_context(self.natively), transferring():
-            return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.sharding)
+        decode_on_device = _decode_for(device.platform)
+        with decoding_context(self.use_native_code), allow_transfers():
+            return decode_on_device(
+                self.config, self.params, state, np.int32(chunks), max_chunks, self.compute, self.sharding
+            )
 
-    def prefill_again(
+    def reprefill(
         self,
         tokens: PromptTokens,
         lengths: PromptLengths,
-        produced: Sequence[TokenChunk],
-        count: int,
+        chunks_so_far: Sequence[TokenChunk],
+        length: int,
         capacity: int,
         options: CacheOptions,
     ) -> KVCache:
-        """The cache of the first `count` tokens of prompts and what they were given, as they are in a longer row."""
-        history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
-        new, valid = (np.concatenate([getattr(chunk, name) for chunk in produced], axis=1) for name in ("tokens", "valid"))
-        for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
-            history[row, :count] = np.resize(np.append(prompt[:length], new[row][valid[row]]), count)
-        return self.prefill_prompts(history, np.full(len(tokens), count, np.int32), capacity, options, longer=1).cache
+        """Each row's first `length` tokens (prompt and generated) in a cache with the RoPE frequencies of a longer row."""
+        history = np.zeros((len(tokens), bucket(length, SMALLEST_PREFILL)), np.int32)
+        new, valid = (
+            np.concatenate([getattr(chunk, name) for chunk in chunks_so_far], axis=1) for name in ("tokens", "valid")
+        )
+        for row, (prompt, end) in enumerate(zip(tokens, lengths, strict=True)):
+            # Rows that ended earlier are filled by repetition; they are done, and their cache is not used.
+            history[row, :length] = np.resize(np.append(prompt[:end], new[row][valid[row]]), length)
+        return self.prefill_prompts(history, np.full(len(tokens), length, np.int32), capacity, options, longer=1).cache
 
     def prefill_prompts(
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, longer: int = 0
     ) -> PrefillState:
-        """Prefill in chunks; the rows are to become `longer` than these tokens."""
+        """Prefill in chunks.
+
+        Args:
+          longer: added to the lengths that a length-dependent RoPE scaling sees.
+        """
         batch, width = tokens.shape
         size = prefill_chunk(options, width)
         prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, size)
         for begin in range(0, int(lengths.max()), size):
             positions = Positions(np.clip(lengths - begin, 0, size), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + size]
-            with decoding_context(self.natively), transferring():
+            with decoding_context(self.use_native_code), allow_transfers():
                 prefilled = _prefill(self.config, self.params, prefilled, part, positions, self.compute, self.sharding)
         return prefilled
 
@@ -169,39 +198,43 @@ def checked_chunk(
     return TokenChunk(tokens, logprobs, valid)
 
 
-def pack(produced: TokenChunk, done: Bool[Array, " B"], taken: Int32[Array, ""]) -> Packed:
-    """Everything that the host needs after a chunk of n tokens as one array [B, 3 n + 2], for a single transfer."""
+def pack(produced: TokenChunk, done: Bool[Array, " B"], chunks_run: Int32[Array, ""]) -> Packed:
+    """Tokens, logprobs (bitcast), validity, done and the chunk count as one int32 array, for a single device-to-host copy.
+
+    Of n tokens per row it is [B, 3 n + 2].
+    """
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
-    last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
+    last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, chunks_run)], axis=1)
     return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
 
 
 def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
-    """The chunk, which rows are done, and the turns taken: undo `pack`, and wait for the device.
+    """Undo `pack`, and wait for the device: the tokens, which rows are done, and the number of chunks run.
 
     Raises:
-      GenerationError: the model's logits were not numbers.
+      GenerationError: the model's logits were NaN.
     """
     array = jax.device_get(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
-    done, taken = array[:, -2].astype(bool), int(array[0, -1])
-    columns = taken * STEPS_PER_CHUNK or 1  # the first chunk has no turn
+    done, chunks_run = array[:, -2].astype(bool), int(array[0, -1])
+    columns = chunks_run * STEPS_PER_CHUNK or 1  # `begin_decode_packed` packs a count of 0 with one token
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
-    return checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
+    return checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool)), done, chunks_run
 
 
 def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
 ) -> tuple[DecodeState, Packed]:
-    """`begin_decode` with the prefill as two arguments, because only the cache can be donated; the result is packed."""
+    """`begin_decode` with cache and hidden as separate arguments, because only the cache is donated; the result is
+    packed."""
     state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
 
 def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
     """`decode`, with a packed result."""
-    state, taken, produced = decode(*args)
-    return state, pack(produced, state.done, taken)
+    state, chunks_run, produced = decode(*args)
+    return state, pack(produced, state.done, chunks_run)
 
 
 _init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
@@ -211,19 +244,23 @@ _with_request = compiled.jit(with_request, static_argnums=2)
 
 
 def capacity_for(lengths: PromptLengths, request: Request) -> int:
-    """Tokens that a row of the cache has room for: the longest prompt with the most new tokens."""
-    return whole_capacity(int(lengths.max()), int(request.limit.max()))
+    """The capacity of the cache in tokens per row: the longest prompt with the largest limit, rounded up."""
+    return round_capacity(int(lengths.max()), int(request.limit.max()))
 
 
-def whole_capacity(longest: int, new: int) -> int:
-    """Tokens of a row with room for a prompt and its continuation: few sizes, for programs; more of long ones."""
+def round_capacity(longest: int, new: int) -> int:
+    """The capacity for a prompt and its continuation, rounded up so that few programs are compiled.
+
+    To a power of two up to 2,048 tokens; above that to a multiple of an eighth of the next power of two, at least 512.
+    """
     wanted = bucket(longest + new, SMALLEST_CACHE)
     step = max(wanted // 8, LARGEST_PREFILL)
     return wanted if wanted <= 8 * SMALLEST_CACHE else -(-(longest + new) // step) * step
 
 
 def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens that are read at once. With a window they take pages of their own."""
+    """Prompt tokens per prefill call. With a window they are limited: the ring of pages must hold window and chunk
+    together."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)
     return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)

@@ -1,8 +1,8 @@
-"""The state of a generation, and the pure functions from one to the next: read prompts, start, decode.
+"""The state of a generation, and the pure functions from one to the next: prefill, first token, decode.
 
 A `DecodeState` has a row for every sequence being generated. Rows are independent: each has its own position, settings
-and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done. Everything runs under
-`jax.jit`; if the state is donated, the cache is never copied.
+and limit. `inference.compiled_decode` prefills a batch of prompts and decodes until all rows are done. Everything runs
+under `jax.jit`; if the state is donated, the cache is never copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import LogitMask, Sampling, sample
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
-from llama_jax.model.forward import forward, head_of, unembed
+from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
@@ -46,15 +46,15 @@ class Request(struct.PyTreeNode):
 
 
 class DecodeState(struct.PyTreeNode):
-    """What a generation carries from token to token: an immutable pytree.
+    """The state of a generation between tokens: an immutable pytree.
 
     Attributes:
-      cache: what the model has read.
+      cache: the KV cache.
       request: the settings of the rows.
-      token: int32[B], chosen but not yet read.
-      seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
+      token: int32[B], the last sampled token, the input of the next step.
+      seen: bool[B, V] (V with padding), tokens in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.
-      done: bool[B], the row has met a stop token or its limit, or is empty.
+      done: bool[B], the row has met a stop token or its limit, or the row is unused (serving).
     """
 
     cache: KVCache
@@ -66,14 +66,14 @@ class DecodeState(struct.PyTreeNode):
 
 
 class PrefillState(NamedTuple):
-    """Partly read prompts: the cache, and the hidden state [B, D] of the last token of each row that has been read."""
+    """Partially prefilled prompts: the cache, and the hidden state [B, D] of each row's last processed token."""
 
     cache: KVCache
     hidden: jax.Array
 
 
 class TokenChunk(NamedTuple):
-    """Some more tokens of every row: arrays of JAX, or of numpy as `stream` yields them.
+    """The next tokens of every row: arrays of JAX, or of NumPy as `stream` yields them.
 
     Attributes:
       tokens: int32[B, n].
@@ -118,13 +118,12 @@ def prefill(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> PrefillState:
-    """Read T more tokens of each prompt.
+    """Prefill T more tokens of each prompt.
 
     Args:
       tokens: padded on the right.
-      positions: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
-        `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
-        the first chunk on.
+      positions: `lengths` int32[B], valid tokens of each row here (0: its prompt has ended); `rope_lengths` int32[B],
+        lengths of the whole prompts, for length-dependent RoPE scaling.
     """
     token_hidden, cache = forward(
         config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
@@ -147,12 +146,12 @@ def begin_decode(
 ) -> tuple[DecodeState, TokenChunk]:
     """The state after whole prompts, of `lengths` tokens each, and the first token of every row."""
     batch, width = tokens.shape
-    columns, ends = jnp.arange(width), lengths[:, None]
-    real = columns[None] < ends
-    vocab = head_of(config, params).shape[0]
+    is_prompt = jnp.arange(width)[None] < lengths[:, None]
+    vocab = lm_head_of(config, params).shape[0]
     # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
-    columns = jnp.where(real, tokens, vocab)
-    seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
+    token_or_out_of_range = jnp.where(is_prompt, tokens, vocab)
+    rows = jnp.arange(batch)[:, None]
+    seen = jnp.zeros((batch, vocab), bool).at[rows, token_or_out_of_range].set(True, mode="drop")
     state = DecodeState(
         cache=shard_cache(prefilled.cache, sharding),
         request=request,
@@ -163,15 +162,15 @@ def begin_decode(
     )
     with sharding.context(), exact.exactly(compute.exact):
         state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
-    token, done, logprobs = (sharding.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
+    token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
     produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), produced
 
 
 def with_request(state: DecodeState, request: Request, sharding: Sharding = Sharding()) -> DecodeState:
-    """The state with another request for the same rows: those that no stop token has ended go on to the new limits."""
+    """Replace the request; rows not ended by a stop token continue to the new limits."""
     stopped = jnp.any(state.token[:, None] == request.stop, axis=-1)
-    return state.replace(request=request, done=sharding.constrain(stopped | (state.count >= request.limit), "everywhere"))
+    return state.replace(request=request, done=sharding.constrain(stopped | (state.count >= request.limit), "replicated"))
 
 
 def decode(
@@ -179,26 +178,26 @@ def decode(
     params: Llama,
     state: DecodeState,
     chunks: Int32[Array, ""] | np.int32,
-    most: int,
+    max_chunks: int,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, Int32[Array, ""], TokenChunk]:
     """Up to `chunks` chunks of `STEPS_PER_CHUNK` steps, leaving early when every row is done.
 
     Args:
-      chunks: at most `most`.
-      most: chunks that the result has room for.
+      chunks: at most `max_chunks`.
+      max_chunks: capacity of the result, in chunks (static).
 
     Returns:
-      The state; the chunks taken; and the tokens, [B, most * STEPS_PER_CHUNK], of which the first
-      taken * STEPS_PER_CHUNK columns are filled.
+      The state; the number of chunks run; and the tokens, [B, max_chunks * STEPS_PER_CHUNK], of which the first
+      chunks_run * STEPS_PER_CHUNK columns are filled.
     """
     batch = state.token.shape[0]
-    out = tuple(jnp.zeros((batch, most * STEPS_PER_CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    out = tuple(jnp.zeros((batch, max_chunks * STEPS_PER_CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
     step = lambda state: decode_step(config, params, state, compute, sharding)
-    state, taken, out = decode_chunks(step, state, out, chunks)
-    state = state.replace(cache=shard_cache(state.cache, sharding), done=sharding.constrain(state.done, "everywhere"))
-    return state, taken, TokenChunk(*(sharding.constrain(part, "everywhere") for part in out))
+    state, chunks_run, out = decode_chunks(step, state, out, chunks)
+    state = state.replace(cache=shard_cache(state.cache, sharding), done=sharding.constrain(state.done, "replicated"))
+    return state, chunks_run, TokenChunk(*(sharding.constrain(part, "replicated") for part in out))
 
 
 def decode_chunks(
@@ -217,15 +216,15 @@ def decode_chunks(
     """
 
     def run_chunk(carry: Any) -> Any:
-        state, taken, out = carry
+        state, chunks_run, out = carry
         state, results = lax.scan(lambda state, _: step(state), state, length=STEPS_PER_CHUNK)
-        at = (jnp.zeros_like(taken), offset + taken * STEPS_PER_CHUNK if offset else taken * STEPS_PER_CHUNK)
+        at = (jnp.zeros_like(chunks_run), offset + chunks_run * STEPS_PER_CHUNK if offset else chunks_run * STEPS_PER_CHUNK)
         out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, results, strict=True))
-        return state, taken + 1, out
+        return state, chunks_run + 1, out
 
     def unfinished(carry: Any) -> jax.Array:
-        state, taken, _ = carry
-        return (taken < chunks) & ~jnp.all(state.done)
+        state, chunks_run, _ = carry
+        return (chunks_run < chunks) & ~jnp.all(state.done)
 
     return lax.while_loop(unfinished, run_chunk, (state, jnp.int32(0), out))
 
@@ -233,7 +232,7 @@ def decode_chunks(
 def logits_of(
     config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], sharding: Sharding
 ) -> Float32[Array, "*batch V"]:
-    """Logits in float32, also for a float64 model, because samples are made from 32 random bits."""
+    """Logits in float32, also for a float64 model, because sampling uses 32-bit random numbers."""
     return sharding.constrain(unconstrained_logits(config, params, hidden), "logits")
 
 
@@ -281,6 +280,7 @@ def _choose(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None)
 def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
     """`_choose`, a block of rows at a time."""
     permitted = logits if mask is None else lax.cond(mask.needed, mask.apply, lambda logits: logits, logits)
+
     def choose(state: DecodeState, logits: jax.Array, permitted: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _choose(state, logits, None if mask is None else LogitMask(jnp.bool_(True), lambda _: permitted))
 
@@ -290,9 +290,18 @@ def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | Non
 
 
 def decode_step(
-    config: LlamaConfig, params: Llama, state: DecodeState, compute: Compute, sharding: Sharding, choose: Any = sample_next
+    config: LlamaConfig,
+    params: Llama,
+    state: DecodeState,
+    compute: Compute,
+    sharding: Sharding,
+    choose: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] = sample_next,
 ) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:
-    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity."""
+    """Process the last token of every row that is not done, and choose its next one.
+
+    Returns:
+      The next state, and (token, logprob, valid), each [B].
+    """
     valid = ~state.done
     positions = Positions(lengths=valid.astype(jnp.int32))
     hidden, cache = forward(

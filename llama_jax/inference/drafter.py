@@ -16,15 +16,15 @@ from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens,
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
-Prompts = tuple[PromptTokens, PromptLengths, Request]  # as `prepare` gives them
-MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
+PreparedPrompts = tuple[PromptTokens, PromptLengths, Request]  # the result of `prepare_inputs`
+MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
 
 
 class Drafter(ABC):
     """A way to propose tokens. The proposals do not change which tokens are generated, only the speed.
 
-    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. What it remembers from pass to pass
-    is a pytree of its own, the memory, which is passed in and returned.
+    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. Its state between passes
+    is a pytree of its own, `memory`, which is passed in and returned.
 
     Attributes:
       tokens: largest number proposed per row and pass, 1 to 15. Fewer, or none, are drafted where that is faster.
@@ -36,7 +36,7 @@ class Drafter(ABC):
     tokens: int
 
     def __post_init__(self) -> None:
-        check_number("tokens", self.tokens, MOST_DRAFTED)
+        check_number("tokens", self.tokens, MAX_DRAFT_TOKENS)
 
     def check(  # noqa: B027  # most can draft for any model
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
@@ -53,16 +53,19 @@ class Drafter(ABC):
         """
         return self, ()
 
-    def hindsight(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
-        """A function that counts the drafts of a chunk that were or would have been right, and all; None if drafts cost."""
+    def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
+        """A function that counts how many drafts of a chunk were or would have been accepted, and their total.
+
+        None if drafting itself is expensive.
+        """
         return None
 
-    def follow(self, memory: Any, history: Int32[np.ndarray, "B S"], known: Int[np.ndarray, " B"]) -> Any:
+    def catch_up(self, memory: Any, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> Any:
         """The memory after tokens that came without drafting, before `propose` is compiled.
 
         Args:
           history: all tokens of the rows.
-          known: how many there are.
+          lengths: how many tokens each row has.
         """
         return memory
 
@@ -87,10 +90,10 @@ class Drafter(ABC):
 
 
 class Counts(NamedTuple):
-    """What generating the tokens took: numbers for one row, or int[B].
+    """Statistics of speculative decoding: numbers for one row, or int[B].
 
     Attributes:
-      passes: of the model, with and without drafts, except those that read the prompt and gave the first token.
+      passes: of the model, with and without drafts, except those of the prefill and the first token.
       drafted: tokens that were proposed.
       accepted: how many of the drafts the model chose too.
     """
@@ -101,10 +104,10 @@ class Counts(NamedTuple):
 
 
 class DraftedChunk(TokenChunk):
-    """A `TokenChunk` of a generation that drafts, in which `valid` is False after the last token of each row in the chunk.
+    """A `TokenChunk` from speculative decoding; `valid` is False after each row's last token in the chunk.
 
     Attributes:
-      counts: what it took, int[B].
+      counts: its statistics, int[B].
     """
 
     counts: Counts
@@ -121,7 +124,7 @@ class DraftedChunk(TokenChunk):
 
 
 def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:
-    """The results of a generation that drafted, with what each row took."""
+    """The results of speculative decoding, with the statistics of each row."""
     totals = [np.sum(each, axis=0) for each in zip(*(counts_of(chunk) for chunk in chunks), strict=True)]
     return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
 

@@ -1,4 +1,4 @@
-"""What a caller asks for, as arrays."""
+"""Converts prompts, limits and sampling settings to padded arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llama_jax.model.checks import check_tokens
 SMALLEST_PREFILL = 16
 
 
-def prepare(
+def prepare_inputs(
     config: LlamaConfig,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],

@@ -1,4 +1,4 @@
-"""Sampling groups of answers to prompts, as one program: the rollouts of training by rewards."""
+"""Rollouts of training by rewards: groups of answers to prompts, sampled by one program."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from llama_jax.inference.decode import (
     shard_cache,
 )
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.model.cache import branch, init_cache
+from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
 
-class Prompts(NamedTuple):
+class RolloutPrompts(NamedTuple):
     """The prompts of a batch.
 
     Attributes:
       tokens: int32[P, W], padded on the right.
       lengths: int32[P], tokens of each.
-      seeds: uint32[P * group], of the random streams of the answers; those of one prompt are consecutive.
+      seeds: uint32[P * group_size], of the random streams of the answers; those of one prompt are consecutive.
     """
 
     tokens: Any
@@ -42,8 +42,8 @@ class Prompts(NamedTuple):
     seeds: Any
 
 
-class Answers(NamedTuple):
-    """B = P * group answers; those to one prompt are consecutive.
+class Completions(NamedTuple):
+    """B = P * group_size answers; those to one prompt are consecutive.
 
     Attributes:
       tokens: int32[B, A], including the stop token that ended an answer.
@@ -60,12 +60,13 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How answers are sampled: from the whole distribution, because the trainer gives probability to what top-k and top-p
-    cut off, and the ratios of a policy gradient would be wrong.
+    """How answers are sampled: from the full distribution.
+
+    The trainer's log-probabilities are untruncated, so top-k or top-p would bias the importance ratios.
 
     Attributes:
-      group: answers to each prompt.
-      most: A, tokens of an answer, its stop token included.
+      group_size: answers to each prompt.
+      max_new_tokens: A, tokens of an answer, its stop token included.
       temperature: above 0; divides the logits.
       stop: tokens that end an answer.
 
@@ -73,40 +74,40 @@ class RolloutOptions:
       ConfigError: an invalid value.
     """
 
-    group: int
-    most: int
+    group_size: int
+    max_new_tokens: int
     temperature: float = 1.0
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive_int("group", self.group)
-        require_positive_int("most", self.most)
+        require_positive_int("group_size", self.group_size)
+        require_positive_int("max_new_tokens", self.max_new_tokens)
         require_number("temperature", self.temperature, above=0)
 
 
 def roll_out(
     config: LlamaConfig,
     params: Llama,
-    prompts: Prompts,
+    prompts: RolloutPrompts,
     options: RolloutOptions,
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
-) -> Answers:
-    """Sample `group` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
+) -> Completions:
+    """Sample `group_size` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
 
-    A prompt is read once, and its answers share its pages in the cache. The loop ends when all answers have ended. For
-    `jax.jit` with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
+    Each prompt is prefilled once, and its answers share its pages in the cache. The loop ends when all answers have ended.
+    Jit it with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
 
     Args:
       params: in any form, also with adapters or quantized, on any devices.
-      sharding: see `generation_sharding`; P must be divisible by the ways in which it divides rows.
+      sharding: see `generation_sharding`; P must be divisible by the number of batch shards.
     """
     prefilled = _prefill(config, params, prompts, compute, sharding)
-    batch = prompts.tokens.shape[0] * options.group
-    state = _started(prefilled, prompts, options, sharding)
-    chunks = -(-options.most // STEPS_PER_CHUNK)
+    batch = prompts.tokens.shape[0] * options.group_size
+    state = _init_decode_state(prefilled, prompts, options, sharding)
+    chunks = -(-options.max_new_tokens // STEPS_PER_CHUNK)
 
-    def choose(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
+    def sample_at_temperature(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
         """`decode.sample_next`, with log-probabilities at the temperature."""
         token = sample(logits, state.request.sampling, state.seen, state.count)
         token = jnp.where(state.done, state.token, token)
@@ -117,19 +118,21 @@ def roll_out(
         return state.replace(token=token, count=count, done=done), logprobs
 
     with sharding.context():
-        state, logprobs = choose(
-            state, logits_of(config, params, _repeated(prefilled.hidden, options, sharding), sharding), sharding
+        state, logprobs = sample_at_temperature(
+            state, logits_of(config, params, _repeat_rows(prefilled.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
     out = tuple(jnp.zeros((batch, 1 + chunks * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
-    step = lambda state: decode_step(config, params, state, compute, sharding, choose)
+    step = lambda state: decode_step(config, params, state, compute, sharding, sample_at_temperature)
     _, _, out = decode_chunks(step, state, out, chunks, offset=1)
-    tokens, logprobs, valid = (sharding.constrain(part[:, : options.most], "everywhere") for part in out)
+    tokens, logprobs, valid = (sharding.constrain(part[:, : options.max_new_tokens], "replicated") for part in out)
     ends = jnp.any(tokens[..., None] == jnp.asarray(options.stop, jnp.int32), axis=-1)
-    return Answers(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
+    return Completions(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
 
 
-def _prefill(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, sharding: Sharding) -> PrefillState:
+def _prefill(
+    config: LlamaConfig, params: Llama, prompts: RolloutPrompts, compute: Compute, sharding: Sharding
+) -> PrefillState:
     """All prompts, in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
@@ -143,16 +146,18 @@ def _prefill(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Comp
     return prefilled
 
 
-def _started(prefilled: PrefillState, prompts: Prompts, options: RolloutOptions, sharding: Sharding) -> DecodeState:
-    """A state with `group` rows for each prompt, before the first token of any."""
-    batch = prefilled.hidden.shape[0] * options.group
+def _init_decode_state(
+    prefilled: PrefillState, prompts: RolloutPrompts, options: RolloutOptions, sharding: Sharding
+) -> DecodeState:
+    """A state with `group_size` rows for each prompt, before the first token of any."""
+    batch = prefilled.hidden.shape[0] * options.group_size
     with sharding.context():
-        cache = branch(prefilled.cache, options.group, options.most, sharding.head_sharding)
+        cache = repeat_rows(prefilled.cache, options.group_size, options.max_new_tokens, sharding.head_sharding)
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return DecodeState(
         cache=shard_cache(cache, sharding),
-        request=Request(sampling, jnp.full(batch, options.most, jnp.int32), stop),
+        request=Request(sampling, jnp.full(batch, options.max_new_tokens, jnp.int32), stop),
         token=jnp.zeros(batch, jnp.int32),
         seen=jnp.zeros((batch, 1), bool),  # for a repetition penalty, which is not used here
         count=jnp.zeros(batch, jnp.int32),
@@ -160,5 +165,5 @@ def _started(prefilled: PrefillState, prompts: Prompts, options: RolloutOptions,
     )
 
 
-def _repeated(hidden: jax.Array, options: RolloutOptions, sharding: Sharding) -> jax.Array:
-    return sharding.constrain(jnp.repeat(hidden, options.group, axis=0), "row")
+def _repeat_rows(hidden: jax.Array, options: RolloutOptions, sharding: Sharding) -> jax.Array:
+    return sharding.constrain(jnp.repeat(hidden, options.group_size, axis=0), "row")

@@ -1,4 +1,4 @@
-"""Choosing the next token: every rule is a per-row array, so that one batch serves requests with different settings.
+"""Sampling the next token. Every setting is a per-row array, so that one batch serves requests with different settings.
 
 The order and the kept sets are those of Hugging Face transformers' processors, except for ties: repetition penalty,
 temperature, top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one
@@ -24,7 +24,7 @@ PerRow = Any  # a number, or an array or sequence of one number per row
 
 
 class Sampling(struct.PyTreeNode):
-    """How to choose tokens; each field one value for all rows, or one per row.
+    """How to choose tokens. Each field is one value for all rows or one per row.
 
     Attributes:
       temperature: divides the logits; 0 takes the most probable token (greedy) whatever the other fields say, apart from
@@ -88,25 +88,25 @@ def sample(
     step: Int32[AnyArray, " B"],
     logit_mask: LogitMask | None = None,
 ) -> Int32[Array, " B"]:
-    """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
+    """Choose one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
 
     Args:
       sampling: arrays [B], from `Sampling.per_row`.
       seen: tokens that the row already holds (prompt and continuation).
       step: how many tokens the row has generated: the position in the row's random stream.
     """
-    drawn, penalty = sampling.temperature > 0, sampling.repetition_penalty
+    is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
-    def among_scores(logits: jax.Array) -> jax.Array:
+    def penalize_and_sample(logits: jax.Array) -> jax.Array:
         if logit_mask is not None:
             logits = lax.cond(logit_mask.needed, logit_mask.apply, lambda logits: logits, logits)
         scores = penalize(logits, penalty, seen)
-        return jnp.where(drawn, _draw(scores, sampling, step), _argmax(scores))
+        return jnp.where(is_sampled, _sample_gumbel(scores, sampling, step), _argmax(scores))
 
-    changed = jnp.any(drawn | (penalty != 1))
+    needs_sampling = jnp.any(is_sampled | (penalty != 1))
     if logit_mask is not None:
-        changed |= logit_mask.needed
-    return lax.cond(changed, among_scores, _argmax, logits)
+        needs_sampling |= logit_mask.needed
+    return lax.cond(needs_sampling, penalize_and_sample, _argmax, logits)
 
 
 def penalize(
@@ -119,7 +119,7 @@ def penalize(
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[Array, " B"]:
+def score_threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[Array, " B"]:
     """The score below which top-k, top-p and min-p drop a token.
 
     Args:
@@ -148,13 +148,13 @@ def threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[A
     return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), floor)
 
 
-def _draw(scores: jax.Array, sampling: Sampling, step: AnyArray) -> jax.Array:
+def _sample_gumbel(scores: jax.Array, sampling: Sampling, step: AnyArray) -> jax.Array:
     """A token from the softmax over the kept scores, by the Gumbel-max rule (Maddison et al. 2014)."""
     vocab = scores.shape[-1]
     scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
     filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     lowest = lax.cond(
-        filtered, threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
+        filtered, score_threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
     )
 
     def noise(seed: jax.Array, step: AnyArray) -> jax.Array:
@@ -171,7 +171,7 @@ def _key(seed: jax.Array, step: AnyArray, impl: Hashable = None) -> jax.Array:
 
 @for_cpu("argmax")
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first index of the largest score: int32[B]. XLA for CPU vectorizes two plain reductions, but not argmax."""
+    """The first index of the largest score: int32[B]. XLA for CPU vectorizes a max and a min reduction, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)

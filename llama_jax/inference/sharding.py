@@ -1,9 +1,9 @@
-"""How the arrays of a generation are sharded when its parameters are: the parameters themselves determine it.
+"""The sharding of a generation, derived from that of its parameters.
 
 The mesh axes that shard the heads of the parameters shard the heads of the cache, those that shard the vocabulary shard the
-logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows where prompts
-are read whole (see `parallel.ring_prefill`) and is not used in decoding token by token. So a model that `load` put on a mesh
-generates there without further arguments.
+logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows when
+prompts are prefilled whole (see `parallel.ring_prefill`) and is not used in decoding. So a model that `load` sharded over a
+mesh generates on it without further arguments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import HeadSharding
-from llama_jax.ops.platform import device_elsewhere
+from llama_jax.ops.platform import nondefault_device
 
 Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The `constrain` of a generation over a mesh.
+class GenerationConstraints:
+    """`Sharding.constrain` for generation over a mesh.
 
     Attributes:
       rows: the axes of the mesh that shard the batch.
@@ -48,7 +48,7 @@ class Placement:
                 spec = P(self._lookup)
             case "embedded":  # [B, T, D], sharded as the table is
                 spec = P(self._lookup, None, self.width)
-            case "residual" | "normed" | "added" | "row":  # [B, ...]
+            case "residual" | "sublayer_input" | "sublayer_output" | "row":  # [B, ...]
                 spec = P(self.rows)
             case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
                 spec = P(self.rows, self.vocabulary)
@@ -56,10 +56,10 @@ class Placement:
                 spec = P(None, self.rows, None, self.heads)
             case "pages":  # the same of a server, whose rows share all pages
                 spec = P(None, None, None, self.heads)
-            case "everywhere":  # what the host reads
+            case "replicated":  # what the host reads
                 spec = P()
             case _:
-                raise ValueError(f"no point of a generation is called {where!r}")
+                raise ValueError(f"no activation of a generation is called {where!r}")
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     @property
@@ -69,27 +69,27 @@ class Placement:
 
 
 def sharding_of(params: Llama) -> Sharding:
-    """The sharding of a generation with these parameters; no constraints where they are on a single device.
+    """The sharding of a generation with these parameters; without constraints if they are on a single device.
 
-    Where that is of another platform than the default device, as a CPU beside a GPU, programs are traced under its mesh.
+    If the parameters are on a device of a non-default platform, as a CPU beside a GPU, programs are traced under its mesh.
     """
     sharding = getattr(params.embedding, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        device = device_elsewhere(params.embedding)
+        device = nondefault_device(params.embedding)
         return Sharding(mesh=None if device is None else _abstract(Mesh([device], ("device",))))
     if sharding.mesh.size == 1:
         return Sharding(mesh=_abstract(sharding.mesh))
     head = params.embedding if params.lm_head is None else params.lm_head
     heads, vocabulary = _axes(params.blocks.attention.qkv, 1), _axes(head, 0)
     rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in (*heads, *vocabulary, "context"))
-    placement = Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
+    constraints = GenerationConstraints(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
     gate, experts = params.blocks.feed_forward.gate, None
     if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
         from llama_jax.ops.moe import ExpertSharding
 
         experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
     head_sharding = HeadSharding(rows, heads)
-    return Sharding(placement, head_sharding=head_sharding, experts=experts, mesh=_abstract(sharding.mesh))
+    return Sharding(constraints, head_sharding=head_sharding, experts=experts, mesh=_abstract(sharding.mesh))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -98,14 +98,14 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 def check_rows(sharding: Sharding, batch: int) -> None:
     """Raise MeshError for rows that cannot be divided over the mesh."""
-    placement = sharding.constrain
-    if not isinstance(placement, Placement):
+    constraints = sharding.constrain
+    if not isinstance(constraints, GenerationConstraints):
         return
-    ways = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
-    if batch % ways:
+    shards = math.prod(constraints.mesh.shape[axis] for axis in constraints.rows)
+    if batch % shards:
         raise MeshError(
-            f"batch={batch} cannot be split over {'*'.join(placement.rows)}={ways}; pass a multiple of {ways} prompts,"
-            " or lay the model out over tensor alone"
+            f"batch={batch} cannot be split over {'*'.join(constraints.rows)}={shards}; pass a multiple of {shards} prompts,"
+            " or use a mesh with tensor parallelism only"
         )
 
 

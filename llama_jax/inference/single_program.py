@@ -1,4 +1,4 @@
-"""A whole generation as one program."""
+"""A whole generation as one compiled program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.checks import turning_point
+from llama_jax.inference.checks import longrope_switch_length
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
 from llama_jax.model.forward_options import Positions
@@ -23,11 +23,11 @@ def complete(
     lengths: Int32[AnyArray, " B"],
     request: Request,
 ) -> TokenChunk:
-    """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
+    """A whole generation as one pure function, for uses that need a single program: `pmap`, exporting.
 
     Args:
-      capacity: tokens that a row has room for, from `generate.whole_capacity` with CHUNK more than the new ones.
-      tokens, lengths, request: as `prepare` gives them.
+      capacity: of a row in tokens: `compiled_decode.round_capacity(longest, new + STEPS_PER_CHUNK)`.
+      tokens, lengths, request: as `prepare_inputs` gives them.
 
     Returns:
       [B, 1 + capacity].
@@ -36,7 +36,7 @@ def complete(
       GenerationError: a capacity beyond the original context of a "longrope" scaling.
     """
     batch, width = tokens.shape
-    point = turning_point(config)
+    point = longrope_switch_length(config)
     if point is not None and capacity > point:
         raise GenerationError(
             f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"

@@ -1,1 +1,1 @@
-"""The model: operations applied to parameters and a cache. No other room knows the whole model."""
+"""The model: configuration and parameters applied by `ops`; the only subpackage that knows the whole architecture."""

@@ -21,23 +21,22 @@ from jaxtyping import Array, Float, Int, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 from llama_jax.ops.platform import AnyArray, mesh_in_force
 
-PAGE = 16  # tokens of a page
+PAGE_SIZE = 16  # tokens of a page
 LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How a generation remembers.
+    """Options of the KV cache.
 
     Attributes:
-      dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
-        parameters.
-      window: tokens see only so many positions back, and keys and values need no more room however long the text becomes.
-      sinks: first tokens that stay visible, without which the loss of a model that was trained to see all tokens rises
-        sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+      dtype: "int8": a quarter of float32's bytes, with one scale per head and position. None: that of the parameters.
+      window: sliding window: each token attends to this many positions, so memory does not grow with the text.
+      sinks: number of first tokens that stay visible (attention sinks); without them the loss of a model trained with full
+        attention rises sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
 
     Raises:
       GenerationError: an invalid value.
@@ -58,18 +57,18 @@ class CacheOptions:
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of the tokens that the model has read.
+    """Keys and values of the tokens processed so far.
 
-    Rows of any lengths share the pages of one pool, and rows that begin alike may have the same pages: which pages a row
-    may write to, the caller keeps in mind. `init_cache` gives every row its own.
+    Rows of any lengths share the pages of one pool. Rows with a common prefix may share pages; the caller must ensure that
+    shared pages are not written. `init_cache` gives every row its own.
 
     Attributes:
       pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side; `Quantized` for int8.
-      table: int32[R, n], the pages of each row in order. With a window those that have left it are used again, so that an
-        entry may name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and a
+      table: int32[R, n], the pages of each row in order. With a window, pages that left it are reused: a table entry may
+        name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and a
         row's pages are on its device.
-      length: int32[R], tokens that each row has read.
-      window: how many positions back a token sees, or None for all.
+      length: int32[R], tokens of each row in the cache.
+      window: positions that a token attends to, or None for all.
       sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
     """
 
@@ -81,14 +80,14 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row can have."""
+        """Maximum number of tokens of a row."""
         return self.table.shape[-1] * self.pages.shape[2]
 
     def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
-        """What the layers read, without the pages and the layer.
+        """The page view of a pass, without the pages and the layer.
 
         Args:
-          new: tokens that each row reads; with `starts` there are others for every row, see `Positions.starts`.
+          new: tokens per row; ignored with `starts`, where rows have different numbers, see `Positions.starts`.
         """
         if starts is not None:
             return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
@@ -109,10 +108,10 @@ def init_cache(
     """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own.
 
     Args:
-      dtype: that of the parameters; or int8, with a factor for each head and position.
-      window: positions that a token sees back. A row then takes pages for the window only, however large the capacity.
-      sinks: first tokens of each row that are seen from everywhere.
-      at_once: with a window, the most tokens of a row that are read at once.
+      dtype: that of the parameters; or int8, with one scale per head and position.
+      window: positions that a token attends to. A row then takes pages for the window only, however large the capacity.
+      sinks: first tokens of each row that stay visible.
+      at_once: with a window, the maximum number of tokens of a row in one pass.
 
     Raises:
       GenerationError: an invalid value.
@@ -125,16 +124,19 @@ def init_cache(
         raise GenerationError(f"capacity={capacity}: a row of a cache has at most {LARGEST_CAPACITY:,} tokens")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
-    first, ring = pages_of(capacity, window, sinks, at_once)
-    entry = np.arange(-(-capacity // PAGE))
-    entry = np.where(entry < first, entry, first + (entry - first) % max(ring, 1))
-    pages = init_pages(config, batch * (first + ring), dtype)
-    return KVCache(pages, _own_pages(batch, first + ring, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
+    sink_pages, ring_pages = pages_of(capacity, window, sinks, at_once)
+    entry = np.arange(-(-capacity // PAGE_SIZE))
+    entry = np.where(entry < sink_pages, entry, sink_pages + (entry - sink_pages) % max(ring_pages, 1))
+    count = sink_pages + ring_pages
+    pages = init_pages(config, batch * count, dtype)
+    return KVCache(pages, _own_pages(batch, count, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
 
 
-def init_pages(config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page: int = PAGE) -> Any:
-    """`count` empty pages [L, P, page, 2K, H]; of int8 `Quantized`, with a factor for each head and position."""
-    shape = (config.n_layers, count, page, 2 * config.n_kv_heads, config.head_dim)
+def init_pages(
+    config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page_size: int = PAGE_SIZE
+) -> Any:
+    """`count` empty pages [L, P, page, 2K, H]; for int8 `Quantized`, with one scale per head and position."""
+    shape = (config.n_layers, count, page_size, 2 * config.n_kv_heads, config.head_dim)
     if jnp.dtype(dtype) == jnp.int8:
         return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, dtype)
@@ -145,14 +147,14 @@ def _own_pages(batch: int, count: int, entry: Int[np.ndarray, " n"]) -> Int32[Ar
     return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
 
 
-def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page: int = PAGE) -> tuple[int, int]:
-    """Pages of a row that are kept for good, those of the sinks, and others, which with a window are a ring."""
-    whole = -(-capacity // page)
+def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page_size: int = PAGE_SIZE) -> tuple[int, int]:
+    """The pages of a row that are kept for good, those of the sinks, and the others, which with a window are a ring."""
+    whole = -(-capacity // page_size)
     if window is None:
         return 0, whole
-    first = min(-(-sinks // page), whole)
-    # The most pages that the positions which `at_once` new tokens see can touch: what is overwritten is out of all windows.
-    return first, min((window + at_once - 3) // page + 2, whole - first)
+    sink_pages = min(-(-sinks // page_size), whole)
+    # Pages that `window + at_once - 1` consecutive positions can touch; everything overwritten is outside all windows.
+    return sink_pages, min((window + at_once - 3) // page_size + 2, whole - sink_pages)
 
 
 def cache_bytes(
@@ -163,12 +165,12 @@ def cache_bytes(
     options: CacheOptions = CacheOptions(),
     at_once: int = 1,
 ) -> int:
-    """Bytes of the keys and values of `batch` rows of `length` tokens: 2 L B K S times H of `dtype`.
+    """Bytes of the keys and values of `batch` rows of `length` tokens: 2 * L * B * K * S * H * itemsize.
 
-    For int8 there are 4 more bytes for the factor of each head and position. With a window S is that of its pages.
+    int8 takes 4 more bytes per head and position. With a window S is the size of its pages.
     """
     if options.window is not None:
-        length = min(length, PAGE * sum(pages_of(length, options.window, options.sinks, at_once)))
+        length = min(length, PAGE_SIZE * sum(pages_of(length, options.window, options.sinks, at_once)))
     rows = 2 * config.n_layers * batch * config.n_kv_heads * length
     dtype = jnp.dtype(dtype)
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
@@ -180,33 +182,33 @@ def cache_from(
     """The cache of rows whose keys and values are known, with room for `capacity` tokens, T or more."""
     layers, batch, heads, new, width = keys.shape
     both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
-    entries = -(-capacity // PAGE)
-    both = jnp.pad(both, [(0, 0), (0, 0), (0, entries * PAGE - new)] + [(0, 0)] * 3)
-    pages = both.reshape(layers, batch * entries, PAGE, 2 * heads, width)
+    entries = -(-capacity // PAGE_SIZE)
+    both = jnp.pad(both, [(0, 0), (0, 0), (0, entries * PAGE_SIZE - new)] + [(0, 0)] * 3)
+    pages = both.reshape(layers, batch * entries, PAGE_SIZE, 2 * heads, width)
     return KVCache(pages, _own_pages(batch, entries, np.arange(entries)), length)
 
 
 def is_quantized(cache: KVCache) -> bool:
-    """Whether it is a cache of int8, whose keys are kept as `ops.smooth_keys` has them."""
+    """Whether it is an int8 cache, whose keys are stored as by `ops.int8.smooth_keys`."""
     return isinstance(cache.pages, Quantized)
 
 
-def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | None = None) -> KVCache:
-    """A cache with `group` rows for each row of `cache`, consecutive ones, and room in each for `room` more tokens.
+def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: HeadSharding | None = None) -> KVCache:
+    """A cache with `copies` consecutive rows for each row of `cache`, each with room for `extra_tokens` more.
 
-    They share the whole pages of the row; of its last page, which they go on writing to, each has a copy.
+    They share the full pages of the row; each has its own copy of the last page, which it goes on writing to.
 
     Args:
       cache: without a window.
-      head_sharding: over which axes of the mesh rows and heads are divided.
+      head_sharding: the mesh axes that shard rows and heads.
     """
 
-    def of_part(
+    def repeat_local(
         pages: Any, table: jax.Array, length: jax.Array, part: jax.Array | int = 0
     ) -> tuple[Any, jax.Array, jax.Array]:
         count, page = pages.shape[1:3]
-        each = -(-room // page) + 1
-        table, length = (jnp.repeat(x, group, axis=0) for x in (table - part * count, length))
+        each = -(-extra_tokens // page) + 1
+        table, length = (jnp.repeat(x, copies, axis=0) for x in (table - part * count, length))
         new_pages = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
         table = jnp.pad(table, ((0, 0), (0, each)))
         whole, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
@@ -220,34 +222,36 @@ def branch(cache: KVCache, group: int, room: int, head_sharding: HeadSharding | 
 
         return jax.tree.map(longer, pages), table + part * (count + new_pages.size), length
 
-    run: Callable[..., Any] = of_part
+    run: Callable[..., Any] = repeat_local
     if head_sharding is not None and math.prod(mesh_in_force().values()) > 1:
         rows, heads = head_sharding.mesh_axes_of_rows or None, head_sharding.mesh_axes_of_heads or None
         specs = P(None, rows, None, heads), P(rows), P(rows)
 
-        def of_own(pages: Any, table: jax.Array, length: jax.Array) -> Any:
-            return of_part(pages, table, length, lax.axis_index(rows) if rows else 0)
+        def repeat_shard(pages: Any, table: jax.Array, length: jax.Array) -> Any:
+            return repeat_local(pages, table, length, lax.axis_index(rows) if rows else 0)
 
-        run = jax.shard_map(of_own, in_specs=specs, out_specs=specs, check_vma=False)
+        run = jax.shard_map(repeat_shard, in_specs=specs, out_specs=specs, check_vma=False)
     pages, table, length = run(cache.pages, cache.table, cache.length)
     return cache.replace(pages=pages, table=table, length=length)
 
 
 def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KVView:
-    """Keys and values for an attention that knows no pages: of each row [R, K, S, H], or of each of `count` new tokens'
-    rows [T, K, S, H] where rows read different numbers of tokens. Those of int8 in `dtype`."""
-    table = view.table if view.each is not None else view.table[view.tokens(count)[0]]
+    """Gather pages into dense K/V for a non-paged attention; int8 is dequantized to `dtype`.
 
-    def of(first: int) -> Any:
+    They are [R, K, S, H], or with ragged rows [T, K, S, H], the row of each of `count` new tokens.
+    """
+    table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
+
+    def dense(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:
             layer = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
             rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        numbers = over_rows(take, view.pages)
+        numbers = map_rows(take, view.pages)
         return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
 
-    return KVView(of(0), of(1))
+    return KVView(dense(0), dense(1))
 
 
 def bucket(length: int, smallest: int) -> int:

@@ -57,7 +57,7 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
     wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
-            f"a cache with pages {list(shape)}, [layers, pages, page, 2 heads, width], is not one of this configuration;"
+            f"a cache with pages {list(shape)}, [layers, pages, page, 2 heads, width], does not match the configuration;"
             " make it with init_cache"
         )
     (batch, new), rows = tokens.shape, cache.table.shape[0]
@@ -111,7 +111,7 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 
 @cache
 def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
-    """The row and the shape of the parameter at each path; None where a model of this configuration has none."""
+    """The spec and expected shape at each path; None if the model has no such parameter."""
     absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {spec.path: (spec, None) for spec in PARAM_SPECS}
     there = {spec.path: (spec, spec.shape_of_all(config)) for spec in specs_for(config)}
     return absent | there
@@ -154,7 +154,7 @@ def check_exact(config: LlamaConfig, cache: KVCache | None, sharding: Sharding) 
 
 
 def check_attend(config: LlamaConfig, compute: Compute) -> None:
-    """Raise ConfigError for a model that was trained with an attention of its own, and is to be computed without one."""
+    """Raise ConfigError for a model trained with a custom attention, if none is passed."""
     if config.attend is not None and compute.attend is None:
         raise ConfigError(
             f"the model was trained with an attention of its own, {config.attend}, which no file of it holds: pass that"

@@ -1,4 +1,4 @@
-"""The forward pass: one body for training, prefill, chunked prefill and decoding."""
+"""The forward pass: one function for training, prefill, chunked prefill and decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.ops import exact
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
-from llama_jax.ops.weights.layers import is_held, split
+from llama_jax.ops.weights.layers import split_stacked, stays_stacked
 
 
 def forward(
@@ -39,30 +39,28 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
 
-    Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a padded token
-    comes after all that a real one may see, so it needs no mask, only a length.
+    Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a
+    padding token comes after every token that a real one attends to, so no mask is needed.
 
     Args:
-      tokens: ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
-        a position beyond `config.max_seq_len`, which `generate` refuses. Where rows read different numbers of tokens,
-        int32[T, 1], and `positions.starts` says which are whose.
-      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Leave it out to
-        differentiate: with one there is no derivative.
-      positions: the positions of the tokens, if they do not just follow those in the cache.
+      tokens: ids in [0, V). Ids outside are not checked here (`model.logits.logits` and `generate` do), nor are positions
+        beyond `config.max_seq_len`. For ragged batches int32[T, 1], all rows concatenated; `positions.starts` gives each
+        row's range.
+      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Passes with a cache are not
+        differentiable.
+      positions: the positions of the tokens, unless they are consecutive, after those in the cache.
       compute: dtype, rematerialization, attention.
       sharding: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
-        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "normed", the input of the first
-        matmuls of attention and feed-forward, and "added", the output of their last ones.
+        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "sublayer_input", the
+        input of the first matmuls of attention and feed-forward, and "sublayer_output", the output of their last ones.
 
     Returns:
-      The hidden states in the dtype of the computation, for `unembed` to make logits of; and the cache with the new tokens,
-      or None.
+      The hidden states in the dtype of the computation, the input of `unembed`; and the cache with the new tokens, or None.
 
     Raises:
-      ConfigError: the parameters are not those of the configuration.
+      ConfigError: the parameters do not match the configuration.
       GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions of another shape, or packed rows
-        together with a cache. Under `jit` the filled length is not known, and only
-        tokens that an empty cache could not take are noticed: count as `generate` does.
+        together with a cache. Under `jit` only overflow of an empty cache is detected; callers must count tokens.
     """
     options = PassOptions(positions, compute, sharding)
     with sharding.context(), exact.exactly(compute.exact), tracing_context(params):
@@ -98,30 +96,30 @@ def _in_column(x: jax.Array, missing: int) -> jax.Array:
 
 
 class PassOptions(NamedTuple):
-    """The arguments of `forward` besides model and tokens."""
+    """The arguments of `forward` besides config, params, tokens and cache."""
 
     positions: Positions
     compute: Compute
     sharding: Sharding
 
 
-Rope: TypeAlias = tuple[jax.Array, jax.Array]
+CosSin: TypeAlias = tuple[jax.Array, jax.Array]
 
 
-class _Step(NamedTuple):
-    """The values that all layers of a pass share.
+class _SharedInputs(NamedTuple):
+    """Inputs of a pass that all layers share.
 
     Attributes:
-      rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
-      masks: which keys each query sees, for each distinct one of `_chunks`.
-      sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
-      query_scale: what queries are multiplied by, float32[B, 1, T, 1, 1], or None.
-      paged: which pages are whose, without the pages and the layer; None without a cache.
+      rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each layer kind.
+      masks: which keys each query attends to, for each distinct one of `_chunks`.
+      sink_rope: as `rope`, rotations used for scores between queries and sink keys; None without sinks.
+      query_scale: the factor of queries, float32[B, 1, T, 1, 1], or None.
+      paged: the page view; `pages` and `layer` are filled in per layer; None without a cache.
     """
 
-    rope: tuple[Rope, ...]
+    rope: tuple[CosSin, ...]
     masks: tuple[AttentionMask, ...]
-    sink_rope: tuple[Rope, ...] | None = None
+    sink_rope: tuple[CosSin, ...] | None = None
     query_scale: jax.Array | None = None
     paged: PagedView | None = None
 
@@ -134,21 +132,21 @@ def run_layers(
     options: PassOptions,
     tap: Callable[..., Any] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """Hidden states, the cache, and what `tap` took from every layer, see `whole.observe`."""
+    """Hidden states, the cache, and the results of `tap` for every layer, see `model.logits.observe`."""
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunks(config, tokens, cache, positions)
-    # Rows that read different numbers of tokens are not divided, their pages are one pool, and XLA divides the heads: with a
-    # kernel on each device a step of 8B over eight v5e reads 1.24 times the least, and so less than 1.05.
+    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. 8B on eight v5e: less than 1.05
+    # times the minimal HBM traffic, 1.24 with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
     by_token: Callable[..., Any] = lambda function, *trees: function(*trees)
     if compute.exact:
         by_token = partial(_by_blocks, count=jnp.asarray(positions.starts)[-1])
-    step = _step_of(config, tokens, cache, positions, chunks, by_token)
+    shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
@@ -158,68 +156,68 @@ def run_layers(
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
         return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
 
-    def added(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """What a sublayer adds to the residual stream."""
-        return _times(norm(sharding.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
+    def sublayer_output(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        """The output of attention or feed-forward, as it is added to the residual stream."""
+        return _times(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
-        block: Block, hidden: jax.Array, pages: Any, step: _Step, index: jax.Array, layer: int | None = None
+        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, layer: int | None = None
     ) -> Any:
-        # Where layers are scanned and differ, the kind of a layer is known only when the program runs.
-        number = layer if len(kinds) > 1 else 0
-        kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
+        # In a scan over differing layers the kind is a traced index.
+        static_index = layer if len(kinds) > 1 else 0
+        kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
-        def before_attention(hidden: jax.Array, step: _Step) -> tuple[_Heads, Any]:
+        def before_attention(hidden: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
             """The heads of each token as they are cached, and the keys and values that are tapped."""
-            normed = sharding.constrain(norm(hidden, block.attention_norm), "normed")
-            heads = _project_heads(config, block, normed, step, kind)
+            normed = sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
+            heads = _project_heads(config, block, normed, shared, kind)
             tapped = None if tap is None else (heads.keys, heads.values)
-            return _smoothed(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
+            return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
 
         def after_attention(hidden: jax.Array, attended: jax.Array) -> jax.Array:
-            after = hidden + added(ops.project(attended, block.attention.out), block.attention_post_norm)
-            normed = sharding.constrain(norm(after, block.ffn_norm), "normed")
-            after = after + added(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
-            return sharding.constrain(after, "residual")
+            residual = hidden + sublayer_output(ops.project(attended, block.attention.out), block.attention_post_norm)
+            normed = sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
+            residual = residual + sublayer_output(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
+            return sharding.constrain(residual, "residual")
 
-        heads, tapped = by_token(before_attention, hidden, step._replace(masks=(), paged=None))
-        pages, view = _view_of(pages, heads, step, index, head_sharding)
-        attended = (
-            attend_layer(kind, heads, view, step.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
-        )  # [B, T, N * H]
-        after = by_token(after_attention, hidden, attended)
-        return after, pages, None if tap is None else tap(hidden, after, *tapped)
+        heads, tapped = by_token(before_attention, hidden, shared._replace(masks=(), paged=None))
+        pages, view = _write_cache(pages, heads, shared, index, head_sharding)
+        attended = attend_layer(kind, heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        residual = by_token(after_attention, hidden, attended)
+        return residual, pages, None if tap is None else tap(hidden, residual, *tapped)
 
-    def step_of(layer: int | None) -> Callable[..., Any]:
+    def layer_fn(layer: int | None) -> Callable[..., Any]:
         run = partial(run_layer, layer=layer)
         return run if compute.remat == "none" else rematerialize(compute.remat, run)
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
-    held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
-    sliced, layer_of = split(params.blocks, held)
+    reads_in_place = lambda path, leaf: (
+        unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    )
+    sliced, layer_of = split_stacked(params.blocks, reads_in_place)
     if unrolled:
-        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at known indices it reads in place.
+        # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
         each = []
         for i in range(config.n_layers):
-            *carry, tapped = step_of(i)(layer_of([], i), *carry, step, jnp.int32(i))
+            *carry, tapped = layer_fn(i)(layer_of([], i), *carry, shared, jnp.int32(i))
             each.append(tapped)
         taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
     else:
-        layer_step = step_of(None)
+        scanned_layer = layer_fn(None)
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            *carry, taken = layer_step(layer_of(*layer), *carry, step, layer[1])
+            *carry, taken = scanned_layer(layer_of(*layer), *carry, shared, layer[1])
             return tuple(carry), taken
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = by_token(partial(finish, config, params), hidden)
+    hidden = by_token(partial(apply_final_norm, config, params), hidden)
     if cache is None:
         return hidden, None, taken
-    assert step.paged is not None
-    lengths = step.paged.lengths if positions.lengths is None else cache.length + positions.lengths
+    assert shared.paged is not None
+    lengths = shared.paged.lengths if positions.lengths is None else cache.length + positions.lengths
     return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
@@ -227,11 +225,12 @@ def _by_blocks(function: Callable[..., Any], *trees: Any, count: jax.Array) -> A
     return exact.by_blocks(function, exact.block_size(), count, *trees)
 
 
-def finish(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """What `forward` returns of the residual stream that the last layer leaves."""
-    # What overflows stays in the residual stream, so the last norm finds it; norms of sublayers' outputs look themselves.
+def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """The result of `forward`, from the residual stream after the last layer."""
+    # An overflow persists in the residual stream, so checking here suffices for pre-norm inputs; norms of sublayer outputs
+    # check themselves.
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset, checked=True)
-    # Here and not on the logits, so that whatever makes these need not know of it.
+    # Scaled here, not on the logits, so that neither `unembed` nor the loss needs to know of it.
     return _times(hidden, 1 / config.logits_scaling)
 
 
@@ -247,22 +246,22 @@ def _layer_attention(
     chunks: list[int | None],
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...]], jax.Array]:
-    """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
+    """The attention function of a layer, given its kind; its result is [B, K, T, G, H]."""
     own_attention = compute.attend is not None or compute.attention != "auto"
-    if sharding.arrange is not identity and own_attention:
-        raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
+    if sharding.reorder_batch is not identity and own_attention:
+        raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
     check_attend(config, compute)
     attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
     if compute.attend is not None:
         attend = checked_attention(compute.attend)
     if own_attention and cache is not None and cache.sinks:
-        raise ConfigError("a cache with sinks is read by blocks, in one way only; leave attend and attention out")
+        raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
     options: dict[str, Any] = {"scale": config.score_scale}
     if compute.attention != "auto":
         options["backend"] = compute.attention
     cache_window = None if cache is None else cache.window
     distinct_chunks = list(dict.fromkeys(chunks))
-    # Of each kind of layer: its window, and which of the distinct chunks it has.
+    # Per layer kind: (window, index into distinct_chunks).
     limits = [
         (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunks.index(chunk))
         for layer, chunk in zip(config.layer_kinds, chunks, strict=True)
@@ -296,8 +295,8 @@ def _layer_attention(
     ) -> jax.Array:
         if isinstance(kind, int):
             return attend_within(limits[kind], heads, view, masks)
-        # Attention is all that is compiled once for each mask. The branches share the loop over layers, so a program grows
-        # neither with the depth nor with the period of the layers, and no layer needs to be left over from whole periods.
+        # Only attention is compiled once per distinct mask (`lax.switch` inside the scan): program size depends neither on
+        # depth nor on the period, and no remainder layers are unrolled.
         which = jnp.asarray([distinct_limits.index(limit) for limit in limits])[kind]
         return lax.switch(which, [partial(attend_within, limit) for limit in distinct_limits], heads, view, masks)
 
@@ -305,7 +304,7 @@ def _layer_attention(
 
 
 def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
-    """The chunk of each kind of layer, None where all that can be seen is in one."""
+    """The attention chunk of each layer kind; None if the sequence fits into one chunk."""
     end: int | None = tokens.shape[1]  # all positions are below it
     if cache is not None:
         end = cache.capacity
@@ -317,7 +316,7 @@ def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, posit
 
 
 def _in_chunks(config: LlamaConfig, mask: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
-    """What queries see in layers with chunks, which are segments of the documents."""
+    """The mask of chunked layers: each chunk of each document becomes a segment."""
     if chunk is None:
         return mask
     position_ids = mask.query_positions, mask.key_positions
@@ -325,20 +324,20 @@ def _in_chunks(config: LlamaConfig, mask: AttentionMask, chunk: int | None, posi
         position_ids = positions.position_ids, positions.position_ids
     queries, keys = (x // chunk for x in position_ids)
     if mask.query_segments is not None:
-        # More than any document has: so each chunk of each document has a number of its own.
+        # An upper bound on chunks per document makes the ids unique.
         chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
         queries, keys = mask.query_segments * chunks + queries, mask.key_segments * chunks + keys
     return mask.replace(query_segments=queries, key_segments=keys)
 
 
-def _step_of(
+def _shared_inputs(
     config: LlamaConfig,
     tokens: jax.Array,
     cache: KVCache | None,
     positions: Positions,
     chunks: list[int | None],
     by_token: Callable[..., Any],
-) -> _Step:
+) -> _SharedInputs:
     length = tokens.shape[1]
     paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     if cache is not None:
@@ -348,11 +347,11 @@ def _step_of(
             positions = positions._replace(rope_lengths=slots + 1)
     kinds = config.layer_kinds
 
-    def rope(position_ids: jax.Array) -> tuple[Rope, ...]:
+    def rope(position_ids: jax.Array) -> tuple[CosSin, ...]:
         return by_token(rope_of, position_ids, slots, positions._replace(starts=None))
 
-    def rope_of(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[Rope, ...]:
-        tables: dict[Any, Rope] = {}
+    def rope_of(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
+        tables: dict[Any, CosSin] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
             if key not in tables:
@@ -376,18 +375,24 @@ def _step_of(
         return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
     if cache is None:
-        return _Step(token_rope, by_chunk(AttentionMask.whole(length, positions.segment_ids)), query_scale=scale)
+        return _SharedInputs(token_rope, by_chunk(AttentionMask.causal(length, positions.segment_ids)), query_scale=scale)
     sink_rope = None
     if cache.sinks and cache.window is not None:
-        # A sink stays as near as the start of the window is: positions within the cache, and not within the text
-        # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
+        # StreamingLLM: sinks are placed directly before the window, by cache position, so no distance exceeds sinks + window
+        # (Xiao et al. 2023, section 3.2).
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     masks = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
-    return _Step(token_rope, masks, sink_rope, scale, paged)
+    return _SharedInputs(token_rope, masks, sink_rope, scale, paged)
 
 
 class _Heads(NamedTuple):
-    """Queries [B, K, T, G, H] of the new tokens, the same as the sinks see them, and keys and values [B, K, T, H]."""
+    """Heads of the new tokens.
+
+    Attributes:
+      queries: [B, K, T, G, H].
+      sink_queries: queries rotated for scores with the sinks, or None.
+      keys, values: [B, K, T, H].
+    """
 
     queries: jax.Array
     sink_queries: jax.Array | None
@@ -395,24 +400,26 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _Step, kind: int | jax.Array) -> _Heads:
+def _project_heads(
+    config: LlamaConfig, block: Block, normed: jax.Array, shared: _SharedInputs, kind: int | jax.Array
+) -> _Heads:
     weights = block.attention
     qkv = ops.project(normed, weights.qkv)
     if weights.qkv_bias is not None:
         qkv = qkv + weights.qkv_bias.astype(qkv.dtype)
     qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
-    # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
+    # `split`, not indexing: its gradient is one concatenation; gradients of slices would be zero-padded and added.
     groups = config.queries_per_kv_head
     pre_rope, values = jnp.split(qkv, [groups + 1], axis=-2)
     if weights.query_norm is not None and weights.key_norm is not None:
         queries, keys = jnp.split(pre_rope, [groups], axis=-2)
         queries, keys = (_norm_heads(config, x, w) for x, w in ((queries, weights.query_norm), (keys, weights.key_norm)))
         pre_rope = jnp.concatenate([queries, keys], axis=-2)
-    queries, keys = jnp.split(_rotate(config, pre_rope, step.rope, kind), [groups], axis=-2)
+    queries, keys = jnp.split(_rotate(config, pre_rope, shared.rope, kind), [groups], axis=-2)
     sink_queries = None
-    if step.sink_rope is not None:
-        sink_queries = _rotate(config, pre_rope[..., :groups, :], step.sink_rope, kind)
-    if (scale := _query_scale(config, step, kind)) is not None:
+    if shared.sink_rope is not None:
+        sink_queries = _rotate(config, pre_rope[..., :groups, :], shared.sink_rope, kind)
+    if (scale := _query_scale(config, shared, kind)) is not None:
         queries = (queries * scale).astype(queries.dtype)
         sink_queries = None if sink_queries is None else (sink_queries * scale).astype(queries.dtype)
     return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
@@ -431,8 +438,8 @@ def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arr
     )
 
 
-def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int | jax.Array) -> jax.Array:
-    """[..., H] rotated as layers of a kind do. Of a layer without a position embedding that is a rotation by zero."""
+def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
+    """Apply the RoPE of a layer kind to [..., H]; NoPE layers rotate by zero."""
     if isinstance(kind, int):
         if config.layer_kinds[kind].rope == "none":
             return x
@@ -448,36 +455,36 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int
     return normed if isinstance(kind, int) else jnp.where(_rotates(config)[kind], normed, rotated)
 
 
-def _smoothed(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
-    """Queries and keys for a cache of int8, see `ops.smooth_keys`: their products are the same."""
+def _smooth_for_int8(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
+    """Queries and keys for an int8 cache, see `ops.int8.smooth_keys`: their products are the same."""
     bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
+    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rope_dim)
     return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
 
 
-def _query_scale(config: LlamaConfig, step: _Step, kind: int | jax.Array) -> jax.Array | None:
-    """What the queries of layers of a kind are multiplied by."""
-    if config.query_scaling is None or step.query_scale is None or config.query_scaling.rotated:
-        return step.query_scale
+def _query_scale(config: LlamaConfig, shared: _SharedInputs, kind: int | jax.Array) -> jax.Array | None:
+    """The query scale of a layer kind, or None."""
+    if config.query_scaling is None or shared.query_scale is None or config.query_scaling.rotated:
+        return shared.query_scale
     if isinstance(kind, int):
-        return step.query_scale if config.layer_kinds[kind].rope == "none" else None
-    return jnp.where(_rotates(config)[kind], 1, step.query_scale)
+        return shared.query_scale if config.layer_kinds[kind].rope == "none" else None
+    return jnp.where(_rotates(config)[kind], 1, shared.query_scale)
 
 
 def _rotates(config: LlamaConfig) -> jax.Array:
-    """Whether layers of each kind have a position embedding."""
+    """Whether layers of each kind have RoPE: bool[kinds]."""
     return jnp.asarray([layer.rope != "none" for layer in config.layer_kinds])
 
 
-def _view_of(
-    pages: Any, heads: _Heads, step: _Step, layer: jax.Array, head_sharding: HeadSharding | None
+def _write_cache(
+    pages: Any, heads: _Heads, shared: _SharedInputs, layer: jax.Array, head_sharding: HeadSharding | None
 ) -> tuple[Any, KVView | PagedView]:
-    """The pages with the new tokens, and what the queries of a layer may read."""
-    if step.paged is None:
+    """The pages with the new tokens, and the view of them that a layer attends to."""
+    if shared.paged is None:
         return None, KVView(heads.keys, heads.values)
-    view = step.paged.replace(layer=layer.astype(jnp.int32))
+    view = shared.paged.replace(layer=layer.astype(jnp.int32))
     pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, head_sharding)
     return pages, view.replace(pages=pages)
 
@@ -493,15 +500,15 @@ def _by_row(x: jax.Array, batch: int) -> jax.Array:
 
 
 def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding: Sharding) -> jax.Array:
-    """The feed-forward layer that the block has."""
+    """Dense or mixture-of-experts feed-forward."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    from llama_jax.ops.moe import Routing, experts
+    from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
+    chosen = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
         return chosen
     return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
@@ -512,22 +519,22 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 
     Separate from `forward`, so that a prefill projects one position per row onto the vocabulary instead of all of them.
 
-    The output projection may have more rows than the vocabulary, to be divided over devices (`parallel.padding`). They are
-    padding: there are as many logits as rows, and those of the padding are -inf, so that nothing ever chooses or counts one.
+    Rows beyond the vocabulary are padding, to divide the output projection over devices (`parallel.padding`); their logits
+    are -inf.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    head = head_of(config, params)
+    head = lm_head_of(config, params)
     logits = ops.project(hidden, head, out_dtype=wide)
     if head.shape[0] == config.vocab_size:
         return logits
     return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
 
 
-def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
-    """The output projection [V, D]: the embedding where the two are tied.
+def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
+    """The output projection [V, D]; the embedding if the two are tied.
 
     Raises:
-      ConfigError: the parameters have one although they are tied, or none although they are not.
+      ConfigError: there is one in a tied model, or none in an untied model.
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head

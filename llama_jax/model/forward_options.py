@@ -14,27 +14,26 @@ from llama_jax.config.validation import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend, HeadSharding
 
-Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
+Attend = Callable[..., jax.Array]  # (queries, view, mask, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a pass stand; None is the usual case.
+    """Positions of the tokens of a pass. None means the default.
 
     Attributes:
-      lengths: int32[B], how many of the T tokens of each row are real, with padding on the right; all when None. Used only
-        for the cache's length, and by a rope scaling that depends on the length.
-      positions: int32[B, T], each token's position in its document, for the rotary embedding; its place in the row and the
-        cache when None. Without a cache only.
+      lengths: int32[B], how many of the T tokens of each row are real, with padding on the right. None: all. Used only for
+        the cache's length and length-dependent RoPE scaling.
+      position_ids: int32[B, T], each token's position in its document, for RoPE. None: consecutive, after the tokens in the
+        cache. Without a cache only.
       segment_ids: int32[B, T], the number of each token's document among those packed into the row: attention does not
         cross documents. Without a cache only.
-      rope_lengths: int32[B], or int32[B, T] for each token, the length of each row when it has been read whole, for a rope
-        scaling that depends on the length ("dynamic" or "longrope"; others are the same at every length). None takes the
-        length so far, for each document of a packed row by itself. Keys in the cache keep the rotation with which they were
-        written: a prompt that is read in pieces needs its whole length from the first piece, and while a row grows in
-        decoding its older keys keep the frequencies of the shorter length, as they do in transformers.
-      starts: int32[R + 1], for rows that read different numbers of tokens, with a cache only: the tokens are int32[T, 1],
-        and row r's next ones are [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
+      rope_lengths: int32[B], or int32[B, T] for each token, the final length of each row, for length-dependent RoPE scaling
+        ("dynamic", "longrope"). None: the length so far, for each document of a packed row by itself. Cached keys keep the
+        rotation they were written with, so chunked prefill must pass the full prompt length from the first chunk, and while
+        a row grows in decoding its older keys keep the frequencies of the shorter length, as in transformers.
+      starts: int32[R + 1], for ragged batches, with a cache only: the tokens are int32[T, 1], all rows concatenated, and
+        those of row r are [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
     """
 
     lengths: Any = None
@@ -55,8 +54,8 @@ class Compute:
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
         host's memory.
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
-      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or the layout's.
-      exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their number or order,
+      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or `Sharding.attend`.
+      exact: the static_indexs of a token depend on its own row alone, bit for bit: not on other rows, their static_index or order,
         padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. With a cache
         only, and on one device.
 
@@ -85,30 +84,30 @@ class Compute:
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:
-    """Leave the layout of an activation to XLA."""
+    """Leave the sharding of an activation to XLA."""
     return x
 
 
 def identity(x: Any) -> Any:
-    """Return the arguments unchanged."""
+    """Return the argument unchanged."""
     return x
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The devices of a pass and how arrays lie on them; results do not depend on it. The default is a single device.
+    """How a pass is sharded over devices; results do not depend on it. The default is a single device.
 
     Attributes:
-      constrain: given the name of an activation, lays it out over the devices; for the names see the call sites,
-        `parallel.sharding` and `inference.sharding`.
-      attend: replaces `ops.attend`, by ring attention.
-      head_sharding: the axes over which rows and heads are divided in attention.
-      experts: the axes over which rows and experts' matrices are cut, see `ops.experts`.
-      arrange: brings the rows of a training batch, and the tokens in them, into another order or shape, for which `attend`
-        is made; sums over tokens do not depend on it. See `parallel.ring_attention`.
-      fit: turns parameters into those of the configuration, if a training state keeps them in another shape.
-      shares: parts of the rows that lie on different devices, as `constrain` lays them out.
-      mesh: of the devices; programs traced under it are made for their platform.
+      constrain: constrains the sharding of an activation, given its name; for the names see `parallel.sharding` and
+        `inference.sharding`.
+      attend: replaces `ops.attend`: ring attention.
+      head_sharding: the mesh axes that shard rows and heads in attention.
+      experts: the mesh axes that shard rows and experts' matrices, see `ops.moe.mixture_of_experts`.
+      reorder_batch: brings the rows of a training batch, and the tokens in them, into the order or shape that `attend`
+        needs; sums over tokens do not depend on it. See `parallel.ring_attention`.
+      prepare_params: maps the parameters of the training state to those the model runs with (unpadding, LoRA).
+      batch_shards: the number of shards of the rows, under `constrain`.
+      mesh: of the devices; programs traced under it are compiled for their platform.
       axis_name: of the mapped axis if this runs per device, under `jax.pmap` or `jax.shard_map`: sums are then over all of
         its devices, which have the same state but different rows.
     """
@@ -117,9 +116,9 @@ class Sharding:
     attend: Attend | None = None
     head_sharding: HeadSharding | None = None
     experts: Any = None  # an `ops.moe.ExpertSharding`
-    arrange: Callable[[Any], Any] = identity
-    fit: Callable[[Any], Any] = identity
-    shares: int = 1
+    reorder_batch: Callable[[Any], Any] = identity
+    prepare_params: Callable[[Any], Any] = identity
+    batch_shards: int = 1
     mesh: AbstractMesh | None = None
     axis_name: str | None = None
 

@@ -1,4 +1,4 @@
-"""Whole sequences, without a cache: their logits, and what can be seen of every layer."""
+"""Logits and per-layer activations of whole sequences, without a cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llama_jax.ops.platform import AnyArray
 
 
 class LayerActivations(NamedTuple):
-    """What can be seen of a layer as it runs.
+    """The activations of one layer.
 
     Attributes:
-      before, after: [B, T, D], the residual stream.
+      before, after: [B, T, D], the residual stream before and after the layer.
       keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
     """
 
@@ -44,13 +44,13 @@ def observe(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """`forward` without a cache, with what `tap` takes from every layer as a second result.
+    """`forward` without a cache, with the results of `tap` for every layer.
 
     Args:
-      tap: from a `LayerActivations` to a tree of arrays; under `jit` XLA computes nothing else for it.
+      tap: maps a `LayerActivations` to a pytree of arrays; under `jit` unused activations are not computed.
 
     Returns:
-      The hidden states, and the trees of all layers as one, with an axis L before those of every array.
+      The hidden states, and the results of `tap`, stacked over the layers: each array has a leading axis L.
     """
     with sharding.context():
         options = PassOptions(positions, compute, sharding)
@@ -61,7 +61,7 @@ def observe(
 def logits(
     config: LlamaConfig, params: Llama, tokens: Integer[AnyArray, "B T"], compute: Compute = Compute()
 ) -> Float[Array, "B T V"]:
-    """Logits, in float32 at least, of whole sequences, without a cache: the plain case of `forward` and `unembed`.
+    """Logits, in float32 at least, of whole sequences: `forward` and `unembed` without a cache.
 
     Args:
       tokens: ids in [0, V).

@@ -1,7 +1,7 @@
 """LoRA: a frozen model with learned low-rank changes of its matrices (Hu et al. 2021).
 
-Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a separate tree, which
-is trained, kept and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
+Adapters are a `Llama` with a `LowRank` for each adapted matrix and None elsewhere: a separate tree, which is trained, kept
+and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
 weight has its own matmul, so that every function of a model accepts an adapted one.
 """
 
@@ -281,7 +281,7 @@ def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
       sharding: of the model.
       base: parameters as in a state of full training, in any dtype or quantized.
     """
-    return replace(sharding, fit=lambda adapters: sharding.fit(adapted(base, adapters, lora)))
+    return replace(sharding, prepare_params=lambda adapters: sharding.prepare_params(adapted(base, adapters, lora)))
 
 
 def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:

@@ -3,7 +3,7 @@
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
 checks, the sizes of `estimate`, and every format's loading and saving (`formats.tensor_names` has their names there). A
 parameter that only some models have is a row with a condition; the tree of a model without it holds None there. Axes are
-spelled in the alphabet of the configuration, see `sizes`.
+named with the letters of `sizes`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Llama(struct.PyTreeNode):
     lm_head: Leaf | None
 
 
-BLOCKS = "blocks."  # begins the path of what every layer has
+BLOCKS = "blocks."  # path prefix of per-layer parameters
 
 
 @dataclass(frozen=True)
@@ -97,23 +97,21 @@ class ParamSpec:
     Attributes:
       path: in the tree: "blocks.attention.qkv".
       axes: of one layer: "K G+2 H D".
-      mesh: the mesh axes that cut each of them.
-      start: how it is initialized: drawn with standard deviation 0.02 ("normal"); that over sqrt(2 L), for what ends in the
-        residual stream ("residual"); "ones", or "zeros".
-      draw: which of a seed's random keys it is drawn with, and its index among parameters drawn together. While these stay,
-        a seed gives the same model.
-      outputs: the axes, from the last, that are the outputs of a matrix whose inputs are the last axis: what Muon
-        orthogonalizes. None for what it leaves to AdamW.
-      when: whether a model of a configuration has it.
+      partition: the mesh axes that shard each of them.
+      init: how it is initialized: normal with standard deviation 0.02 ("normal"); that over sqrt(2 L), for projections into
+        the residual stream ("residual"); "ones", or "zeros".
+      rng: (key number, index within one draw): fixed, so that a seed always gives the same model.
+      output_axes: axes (from the last) that are matrix outputs, for Muon; the last axis is the input. None: AdamW.
+      exists: whether a model of a configuration has it.
     """
 
     path: str
     axes: str
-    mesh: P
-    start: Literal["normal", "residual", "ones", "zeros"]
-    draw: tuple[int, ...] = (0,)
-    outputs: tuple[int, ...] | None = None
-    when: Callable[[LlamaConfig], bool] = lambda config: True
+    partition: P
+    init: Literal["normal", "residual", "ones", "zeros"]
+    rng: tuple[int, ...] = (0,)
+    output_axes: tuple[int, ...] | None = None
+    exists: Callable[[LlamaConfig], bool] = lambda config: True
 
     @property
     def in_blocks(self) -> bool:
@@ -122,17 +120,17 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay is for it: for what is drawn. A norm's weight that shrinks would be made up for elsewhere."""
-        return self.start in ("normal", "residual")
+        """Whether weight decay applies: to randomly initialized matrices, not to norms or biases."""
+        return self.init in ("normal", "residual")
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be quantized: what is multiplied or looked up, but for the router of experts, which is small."""
+        """Whether it may be quantized: every matrix but the (small) router."""
         return self.decays and not self.path.endswith(".router")
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether it has a row for each token, and so may have rows of padding."""
+        """Whether it has a row for each token, and so possibly rows of padding."""
         return self.axes.startswith("V")
 
     def shape(self, config: LlamaConfig) -> tuple[int, ...]:
@@ -158,50 +156,78 @@ def _shared(config: LlamaConfig) -> bool:
 
 PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec("embedding", "V D", P("tensor", "fsdp"), "normal"),
-    ParamSpec("blocks.attention_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
+    ParamSpec("blocks.attention_norm", "D", P(), "ones", exists=lambda config: config.norm != "post"),
     ParamSpec(
-        "blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", draw=(1,), outputs=(-4, -3, -2)
+        "blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", rng=(1,), output_axes=(-4, -3, -2)
     ),
-    ParamSpec("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", when=lambda config: config.qkv_bias),
-    ParamSpec("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
-    ParamSpec("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
-    ParamSpec("blocks.attention.query_norm", "K G H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
-    ParamSpec("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
-    ParamSpec("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", draw=(2,), outputs=(-2,)),
-    ParamSpec("blocks.attention_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
-    ParamSpec("blocks.ffn_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
-    ParamSpec("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_dense),
-    ParamSpec("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_dense),
-    ParamSpec("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_dense),
-    ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", draw=(6,), outputs=(-2,), when=_sparse),
+    ParamSpec("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", exists=lambda config: config.qkv_bias),
+    ParamSpec("blocks.attention.query_norm", "H", P(), "ones", exists=lambda config: config.qk_norm == "head"),
+    ParamSpec("blocks.attention.key_norm", "H", P(), "ones", exists=lambda config: config.qk_norm == "head"),
+    ParamSpec("blocks.attention.query_norm", "K G H", P("tensor"), "ones", exists=lambda config: config.qk_norm == "all"),
+    ParamSpec("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", exists=lambda config: config.qk_norm == "all"),
+    ParamSpec("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", rng=(2,), output_axes=(-2,)),
+    ParamSpec("blocks.attention_post_norm", "D", P(), "ones", exists=lambda config: config.norm != "pre"),
+    ParamSpec("blocks.ffn_norm", "D", P(), "ones", exists=lambda config: config.norm != "post"),
     ParamSpec(
-        "blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse
+        "blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", rng=(3, 0), output_axes=(-2,), exists=_dense
     ),
+    ParamSpec("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", rng=(3, 1), output_axes=(-2,), exists=_dense),
     ParamSpec(
-        "blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse
+        "blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_dense
     ),
+    ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", rng=(6,), output_axes=(-2,), exists=_sparse),
     ParamSpec(
-        "blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse
-    ),
-    ParamSpec(
-        "blocks.feed_forward.shared_gate", "F D", P("tensor", "fsdp"), "normal", draw=(7, 0), outputs=(-2,), when=_shared
-    ),
-    ParamSpec(
-        "blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", draw=(7, 1), outputs=(-2,), when=_shared
+        "blocks.feed_forward.gate",
+        "E F D",
+        P(None, "tensor", "fsdp"),
+        "normal",
+        rng=(3, 0),
+        output_axes=(-2,),
+        exists=_sparse,
     ),
     ParamSpec(
-        "blocks.feed_forward.shared_down", "D F", P("fsdp", "tensor"), "residual", draw=(8,), outputs=(-2,), when=_shared
+        "blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", rng=(3, 1), output_axes=(-2,), exists=_sparse
     ),
-    ParamSpec("blocks.ffn_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
+    ParamSpec(
+        "blocks.feed_forward.down",
+        "E D F",
+        P(None, "fsdp", "tensor"),
+        "residual",
+        rng=(4,),
+        output_axes=(-2,),
+        exists=_sparse,
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_gate",
+        "F D",
+        P("tensor", "fsdp"),
+        "normal",
+        rng=(7, 0),
+        output_axes=(-2,),
+        exists=_shared,
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", rng=(7, 1), output_axes=(-2,), exists=_shared
+    ),
+    ParamSpec(
+        "blocks.feed_forward.shared_down",
+        "D F",
+        P("fsdp", "tensor"),
+        "residual",
+        rng=(8,),
+        output_axes=(-2,),
+        exists=_shared,
+    ),
+    ParamSpec("blocks.ffn_post_norm", "D", P(), "ones", exists=lambda config: config.norm != "pre"),
     ParamSpec("final_norm", "D", P(), "ones"),
-    ParamSpec("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
+    ParamSpec("lm_head", "V D", P("tensor", "fsdp"), "normal", rng=(5,), exists=lambda config: not config.tie_embeddings),
 )
 _BY_PATH = {spec.path: spec for spec in reversed(PARAM_SPECS)}
 
 
 @cache
 def sizes(config: LlamaConfig) -> dict[str, int]:
-    """What the letters of the axes, and the products of them that occur, stand for."""
+    """The sizes of the axes, by letter, and the products of them that occur."""
     c = config
     return {
         "V": c.vocab_size,
@@ -219,18 +245,18 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
 
 
 def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
-    """The lengths of axes: "V D" of the stories of 260K are (512, 64)."""
+    """The lengths of axes: "V D" of the preset "stories-260k" is (512, 64)."""
     return tuple(sizes(config)[axis] for axis in axes.split())
 
 
 @cache
 def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
     """The parameters that a model of this configuration has."""
-    return tuple(spec for spec in PARAM_SPECS if spec.when(config))
+    return tuple(spec for spec in PARAM_SPECS if spec.exists(config))
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
-    """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
+    """Whether a leaf inside the blocks is a whole matrix, not a component of a quantized or adapted one."""
     spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
     inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
     return spec.is_matrix and all(name in ("base", "parts") for name in inside)

@@ -20,8 +20,8 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
     """The function of one layer, whose first two arguments are its parameters and the residual stream."""
     policies = jax.checkpoint_policies
     policy = {
-        # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.
-        # By names: a policy of JAX's own does not see into a matmul with a derivative of its own.
+        # Block attention is expensive for long rows and its output is cheap to save. By name: JAX's policies do not look
+        # inside custom_vjp matmuls.
         "dots": policies.save_only_these_names(PRODUCT, ATTENTION_OUTPUT),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
@@ -36,5 +36,5 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
         with recomputing(True):
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
-    # Nothing of a scan over layers can be merged with the forward pass: the barrier that prevents it would only cost.
+    # Inside a scan no CSE with the forward pass is possible, so its barrier is not needed.
     return jax.checkpoint(named, prevent_cse=False, policy=policy)

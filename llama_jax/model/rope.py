@@ -14,7 +14,7 @@ from llama_jax.ops.rotary import Frequencies, Length
 def rotary_frequencies(
     config: LlamaConfig, length: Length = None, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """The rotation of each pair of features per position, and the factor of cosine and sine.
+    """Inverse frequencies, and the attention factor that multiplies cos and sin.
 
     They follow from the configuration alone, so that training and inference cannot disagree; computed in float64 unless the
     length is a JAX array.
@@ -22,7 +22,7 @@ def rotary_frequencies(
     Args:
       length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same
         at every length): a number, or int[...] with one for each row; None for the original context.
-      layer: whose frequencies, in a model whose layers differ. Those of a layer without a position embedding are zero.
+      layer: the layer kind, in a model whose layers differ; NoPE layers get zeros.
 
     Returns:
       Radians per position, [H/2], and the attention factor. For an array of lengths and a scaling that depends on them
@@ -31,7 +31,7 @@ def rotary_frequencies(
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":
         theta, scaling = layer.rope_theta or theta, None
-    plain = ops.inverse_frequencies(config.rotated_dim, theta) * (layer.rope != "none")
+    plain = ops.inverse_frequencies(config.rope_dim, theta) * (layer.rope != "none")
     if scaling is None:
         return plain.astype(np.float32), 1.0
     from llama_jax.ops.rope_scaling import SCALINGS
@@ -51,6 +51,6 @@ def scaled_frequencies(
         if config.rope_scaling.kind in BY_LENGTH:
             lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, lengths, layer)
-    if frequencies.ndim == 2:  # of each row, for all its positions
+    if frequencies.ndim == 2:  # one per row, for all its positions
         frequencies = frequencies[:, None]
     return frequencies, attention_factor

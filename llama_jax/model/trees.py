@@ -31,13 +31,13 @@ from llama_jax.model.params import (
 )
 from llama_jax.ops.weights.format_spec import QuantFormat, bits_of
 from llama_jax.ops.weights.formats import QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
-from llama_jax.ops.weights.layers import MixedStack, apart, layer_of
+from llama_jax.ops.weights.layers import MixedStack, get_layer, unstack
 from llama_jax.ops.weights.lora import LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import (
     JoinedWeight,
     QuantizedWeight,
     columns_on_each,
-    quantized,
+    quantize_matrix,
     shardings_of_planes,
 )
 
@@ -55,17 +55,17 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
         its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
-    def start(spec: ParamSpec) -> jax.Array:
+    def init_leaf(spec: ParamSpec) -> jax.Array:
         shape = spec.shape_of_all(config)
         if not spec.decays:
-            return jnp.full(shape, 1 - config.norm_offset if spec.start == "ones" else 0, dtype)
-        std = 0.02 if spec.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
-        number, *half = spec.draw
+            return jnp.full(shape, 1 - config.norm_offset if spec.init == "ones" else 0, dtype)
+        std = 0.02 if spec.init == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
+        number, *half = spec.rng
         if not half:
             return drawn(number, shape, std)
         return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half[0], :]
 
-    return build(config, start)
+    return build(config, init_leaf)
 
 
 def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
@@ -126,7 +126,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
                 f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if is_weight(leaf) else leaf, kind)
+            return quantize_matrix(leaf.decoded() if is_weight(leaf) else leaf, kind)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
@@ -233,20 +233,20 @@ def parameter_count(config: LlamaConfig) -> int:
 def layers_of(params: Llama) -> tuple[Block, ...]:
     """Each layer's block, of arrays of its own."""
     layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # of adapters most places hold None
-    return tuple(layer_of(params.blocks, layer) for layer in range(layers))
+    return tuple(get_layer(params.blocks, layer) for layer in range(layers))
 
 
 def layers_apart(params: Llama) -> Llama:
-    """The model with each layer's matrices in arrays of their own, see `ops.weights.apart`."""
+    """The model with each layer's matrices in arrays of their own, see `ops.weights.layers.unstack`."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
-    of_leaf = lambda path, leaf: apart(leaf) if is_matrix_in_block(path) else leaf
+    of_leaf = lambda path, leaf: unstack(leaf) if is_matrix_in_block(path) else leaf
     return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
 
 
 def layers_together(params: Llama) -> Llama:
-    """The model with as few stacks of layers as there are kinds: what `layers_apart` undoes."""
+    """Undo `layers_apart`: one stack per format."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
-    join = lambda leaf: _join([layer_of(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
+    join = lambda leaf: _join([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))
 
 

@@ -1,4 +1,7 @@
-"""Cross-entropy over the vocabulary and log-probabilities of tokens, without ever holding all logits."""
+"""Cross-entropy over the vocabulary, and log-probabilities of tokens.
+
+They are computed in chunks of positions, so that the full logits are never in memory.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the ar
 
 
 class LossSums(NamedTuple):
-    """Sums over the weighted tokens, float32[] or float64[].
+    """Weighted sums over tokens, float32[] or float64[].
 
     Attributes:
       loss: the quantity to minimize: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
-      nll: negative log-likelihood in nats; without a gradient, see `loss`.
+      nll: negative log-likelihood in nats. It has no gradient; differentiate `loss`.
     """
 
     loss: jax.Array
@@ -32,22 +35,22 @@ class LossSums(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """How logits are computed, and the loss from them.
+    """How logits and the loss are computed.
 
     Attributes:
-      chunk: positions of each row whose logits exist at a time.
+      chunk: positions per chunk, of each row.
       z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
       vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
-      shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
-        of them once in the end: else XLA sums it over the devices for every chunk.
-      constrain: given its name, shards an array over devices: "head_shares" and "head" [V, D], which are gathered between
-        the two, "logits" [B, chunk, V], "head_gradient" [shares, D, V].
+      batch_shards: number of devices over which B is sharded. The lm_head gradient is accumulated per shard and reduced
+        once, not per chunk.
+      constrain: shards an array over devices, given its name: "lm_head_sharded" [V, D], as stored, and "head" [V, D],
+        gathered; "logits" [B, chunk, V]; "head_gradient" [batch_shards, D, V].
     """
 
     chunk: int
     z_loss: float = 0.0
     vocab_size: int | None = None
-    shares: int = 1
+    batch_shards: int = 1
     constrain: Constrain = lambda x, where: x
 
 
@@ -58,17 +61,16 @@ def cross_entropy(
     weights: Bool[Array, "B T"] | Float[Array, "B T"],
     options: LogitOptions,
 ) -> LossSums:
-    """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, made chunk by chunk.
+    """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, computed chunk by chunk.
 
-    The result is a sum whose derivative follows directly from the logits, so the gradient is computed together with the
-    value and the backward pass only scales it. Recomputing the logits in the backward pass would cost a third more.
+    The gradient is computed together with the value, because it follows directly from the logits, and the backward pass only
+    scales it. Recomputing the logits in the backward pass would cost a third more.
 
     Args:
-      hidden: in the dtype of the products. Logarithm and sums are float32 at least.
-      head: [V, D], an array; its gradient is summed over the chunks in its dtype, and only if it is differentiated. Or what
-        else `project` takes, such as a quantized or an adapted one, which has a derivative of its own: the logits are then
-        computed a second time.
-      weights: how much each token counts; 0 leaves it out. It gets no gradient.
+      hidden: [B, T, D], in the dtype of the matmuls. Logarithm and sums are float32 at least.
+      head: [V, D]. The gradient of an array is summed over the chunks in its dtype, and only if it is differentiated. A
+        quantized or adapted head is differentiated by JAX, and its logits are computed twice.
+      weights: the weight of each token; 0 ignores it. They have no gradient.
     """
     sums = _sums_by_project if hasattr(head, "project") else _sums
     total = sums(options, hidden, head, targets, weights)
@@ -84,17 +86,17 @@ def token_logprobs(
 ) -> Float[Array, "B T"]:
     """The logarithm of the probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
 
-    The logits are made chunk by chunk, and a second time in the backward pass, so that those of one chunk exist at a time.
+    The logits are computed chunk by chunk, and recomputed in the backward pass, so that only one chunk is in memory.
 
     Args:
-      hidden: in the dtype of the products.
-      head: [V, D], or what else `project` takes.
-      targets: one below 0 gives 0, without a gradient.
-      options: `z_loss` has no meaning here.
+      hidden: in the dtype of the matmuls.
+      head: [V, D], an array or a `Weight`.
+      targets: the result for a target below 0 is 0, without a gradient.
+      options: `z_loss` is ignored.
       temperature: above 0; of the distribution that the tokens were sampled from.
 
     Returns:
-      float32, float64 for `hidden` in float64.
+      float32, or float64 if `hidden` is.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     weight: Any = gathered_head(head, hidden.dtype, options.constrain)
@@ -127,7 +129,7 @@ def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: ja
 def _sums_by_project(
     options: LogitOptions, hidden: jax.Array, head: Any, targets: jax.Array, weights: jax.Array
 ) -> LossSums:
-    """`_sums` of a head that is not an array, by JAX's own derivative: of a chunk only its hidden states are saved."""
+    """`_sums` for a head that is not an array, differentiated by JAX: only the hidden states of a chunk are saved."""
 
     @jax.checkpoint
     def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
@@ -142,9 +144,9 @@ def _sums_by_project(
 def _sums_and_tangents(
     options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[LossSums, LossSums]:
-    """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose.
+    """JVP: the inner product of gradients and tangents; reverse mode is its transpose.
 
-    A head that is not differentiated has a tangent that is known to be zero: its gradient, [V, D], is then not made.
+    The head's gradient, [V, D], is skipped if its tangent is symbolically zero.
     """
     wants_hidden, wants_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     hidden, head, *rest = primals
@@ -161,8 +163,8 @@ def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
 def _sums_and_gradients(
     options: LogitOptions, with_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, list[Any]]:
-    """The sums, and their gradients for `hidden` and, `with_head`, for `head`."""
-    shares, constrain = options.shares, options.constrain
+    """The sums, and the gradients of the loss for `hidden` and, if `with_head`, for `head`."""
+    batch_shards, constrain = options.batch_shards, options.constrain
     cast = gathered_head(head, hidden.dtype, constrain)
 
     def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
@@ -170,13 +172,13 @@ def _sums_and_gradients(
         sums, d_logits = _chunk_sums(options, cast, *part)
         d_logits = d_logits.astype(cast.dtype)
         if d_head is not None:
-            rows, d_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], d_logits))
+            rows, d_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (part[0], d_logits))
             d_head = constrain(d_head + weight_gradient(rows, d_rows, d_head.dtype), "head_gradient")
         d_hidden = project(d_logits, cast.T)
         return (LossSums(*map(jnp.add, total, sums)), d_head), d_hidden
 
-    # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
-    empty = constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient") if with_head else None
+    # [D, V], the layout of the CPU matmul; transposed once at the end.
+    empty = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "head_gradient") if with_head else None
     (total, d_head), d_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
@@ -184,10 +186,10 @@ def _sums_and_gradients(
 
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
-    """The head [V, D] cast where it lies and then gathered for all chunks; a quantized or adapted one as it is."""
+    """The head [V, D], cast on its shards and then gathered for all chunks; a quantized or adapted one is unchanged."""
     if hasattr(head, "project"):
         return head
-    return constrain(constrain(head.astype(dtype), "head_shares"), "head")
+    return constrain(constrain(head.astype(dtype), "lm_head_sharded"), "head")
 
 
 def _chunk_sums(
@@ -198,35 +200,35 @@ def _chunk_sums(
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
-    targets = jnp.where(weights != 0, targets, 0)  # what does not count may be anything, -100 say
-    targets = jnp.where(targets < 0, head.shape[0], targets)  # else taken from the end; one outside gives NaN
+    targets = jnp.where(weights != 0, targets, 0)  # ignored targets may be any value, such as -100
+    targets = jnp.where(targets < 0, head.shape[0], targets)  # a negative index would wrap; out of range gives NaN
     if vocab_size is not None and vocab_size < head.shape[0]:
         logits = jnp.where(lax.broadcast_to_rank(columns < vocab_size, logits.ndim), logits, -jnp.inf)
-    chosen = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]
+    is_target = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    # Of logits whose vocabulary lies on several devices XLA gathers where they are. A masked sum would read them all again.
+    # With a sharded vocabulary XLA gathers locally; a masked sum would read all logits again.
     nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
     sums = LossSums(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
     probabilities = jnp.exp(logits - normalizer[..., None])
-    slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen.astype(probabilities.dtype)
-    return sums, weights[..., None] * slope
+    d_logits = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - is_target.astype(probabilities.dtype)
+    return sums, weights[..., None] * d_logits
 
 
 def _zeros(hidden: jax.Array) -> LossSums:
-    # Like `hidden`, so that under a `shard_map` that checks it they vary over the devices as the sums will.
+    # `zeros_like`, so that `shard_map`'s varying-axes check passes.
     zeros = jnp.zeros_like(hidden, jnp.promote_types(hidden.dtype, jnp.float32), shape=hidden.shape[:1])
     return LossSums(zeros, zeros)
 
 
 def split_chunks(x: Shaped[Array, "B T *rest"], chunk: int, fill: int = 0) -> Shaped[Array, "chunks B chunk *rest"]:
-    """Rows in chunks of tokens, padded with `fill`; devices may share B, so it stays an axis."""
+    """Rows in chunks of tokens, padded with `fill`. B may be sharded, so it stays an axis."""
     chunk = min(chunk, x.shape[1])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
 
 def join_chunks(chunks: Shaped[Array, "chunks B chunk"], length: int) -> Shaped[Array, "B {length}"]:
-    """Undo `split_chunks` of rows of numbers."""
+    """Undo `split_chunks` of an array [B, T]."""
     return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)[:, :length]
 
 

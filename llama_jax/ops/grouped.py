@@ -1,9 +1,9 @@
-"""Matmuls of rows that are sorted by group with a matrix for each group: only the products that are needed.
+"""Matmuls of rows sorted by group with one matrix per group: each row is multiplied by the matrix of its group only.
 
-JAX's own `lax.ragged_dot` is not used: XLA multiplies every row with every group's matrix on a CPU and on a GPU (H100), and
-on a TPU (v5e) for the gradient of the matrices; for matrices [E, N, K] it copies all of them on a TPU at every call (896 MiB
-of the eight of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. Where
-there is no such kernel, a loop over the groups that have rows multiplies blocks of them.
+JAX's `lax.ragged_dot` is not used: XLA multiplies every row by every group's matrix on a CPU and on a GPU (H100), and on a
+TPU (v5e) for the gradient of the matrices; it also copies all matrices [E, N, K] on a TPU at every call (896 MiB for the
+eight of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. On other
+platforms a loop over the groups that have rows multiplies blocks of rows.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from jaxtyping import Array, Float, Int32
 
 from llama_jax.ops.layers import PRODUCT, project, weight_gradient
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
-from llama_jax.ops.weights.layers import expert_of, multiply_group
+from llama_jax.ops.weights.layers import index_stack, multiply_group
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
-ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
+LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows per matmul
+ROWS_OF_A_GROUP = 8  # for each row of the smallest block, half of which may be padding
 QUANTIZED_BLOCKS = (512, 256, 128, 64, 16, 4, 1)
-GPU_ROWS = 2  # for each group, up to which they are multiplied one by one
-KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # a tile of the TPU's kernel: rows at least and at most, columns
+GPU_ROWS = 2  # with at most so many rows per group, rows are multiplied one by one
+KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # tile of the TPU kernel: minimum and maximum rows, columns
 
 
 class Gather(NamedTuple):
-    """Mesh axes over which devices hold parts of the matrices, under `jax.shard_map`, and the axis that is divided."""
+    """Mesh axes over which the matrices are sharded, under `jax.shard_map`, and the array axis that is sharded."""
 
     mesh_axes: tuple[str, ...]
     axis: int
 
 
-def grouped(
+def grouped_matmul(
     x: Float[Array, "R K"], weight: Any, sizes: Int32[Array, " E"], *, gather: Gather | None = None
 ) -> Float[Array, "R N"]:
-    """Each row by the matrix of its group, contracted on the last axis of both.
+    """Multiply each row by the matrix of its group, contracting the last axis of both.
 
     Args:
       x: sorted by group.
       weight: [E, N, K], an array, which is cast to the dtype of `x` as in `layers.project`, or a quantized weight.
-      sizes: rows of each group; R in all.
-      gather: of an array of which each device holds a part; the parts are gathered, their gradients summed and scattered.
+      sizes: rows of each group; their sum is R.
+      gather: if `weight` is one device's shard: the shards are gathered, and their gradients summed and scattered.
 
     Returns:
       In the dtype of `x`; sums are float32 at least.
@@ -63,7 +63,7 @@ def grouped(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped` of an array in another dtype or in parts: the gradient of the weight is summed in the weight's dtype.
+    """`grouped_matmul` with an array in another dtype or in shards: the weight's gradient is summed in the weight's dtype.
 
     Args:
       settings: `gather`; whether the cast and gathered weight is saved, see `platform.recomputing`; the weight's dtype.
@@ -96,13 +96,13 @@ _cast_and_gathered.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped` of a weight, which has a derivative for `x`, and for the weight where that is of floats in a stack."""
+    """`grouped_matmul` for non-array weights; differentiable in `x`, and in the weight if it is a stack of floats."""
     multiply_block = partial(multiply_group, out_dtype=x.dtype)
     return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
 
 
 def _of_floats(weight: Any) -> bool:
-    """Whether a weight is read where it lies in a stack of floats."""
+    """Whether a weight is a reference into a stack of floats."""
     is_quantized = lambda leaf: hasattr(leaf, "planes")
     return hasattr(weight, "stack") and not any(map(is_quantized, jax.tree.leaves(weight, is_leaf=is_quantized)))
 
@@ -114,13 +114,13 @@ def _project_forward(x: jax.Array, weight: Any, sizes: jax.Array) -> tuple[jax.A
 def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     x, weight, sizes = residuals
     if x is not None:
-        plain = lambda x, weight: grouped(x, weight.decoded(), sizes)
+        plain = lambda x, weight: grouped_matmul(x, weight.decoded(), sizes)
         return (*jax.vjp(plain, x, weight)[1](gradient), None)
     dtype, (_, _, columns) = gradient.dtype, weight.shape
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
         zeros = jnp.zeros((len(rows), columns), dtype)
-        return jax.vjp(lambda x: project(x, expert_of(weight, group)), zeros)[1](rows)[0]
+        return jax.vjp(lambda x: project(x, index_stack(weight, group)), zeros)[1](rows)[0]
 
     like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
     return _by_blocks(transposed, gradient, weight, sizes, like), None, None
@@ -129,16 +129,16 @@ def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
 _grouped_project.defvjp(_project_forward, _project_backward)
 
 
-# --- the operation: linear in both arrays, so its derivatives are the same operation in another mode -----------------------
+# --- the primitive: linear in both arrays, so its derivatives are the same primitive in another mode -----------------------
 
 
 class _Settings(NamedTuple):
-    """What the operation computes, of E groups of R rows; see `platform` for the last two.
+    """What the primitive computes, for R rows in E groups; see `platform` for the last two fields.
 
     Attributes:
-      mode: "rows": [R, K] by [E, N, K], to [R, N]; "columns": [R, N] by [E, N, K], to [R, K]; "outer": of [R, N] and [R, K]
-        the sums of the outer products of each group's rows, to [E, N, K].
-      dtype: to which both arrays are cast.
+      mode: "rows": [R, K] by [E, N, K], to [R, N]; "columns": [R, N] by [E, N, K], to [R, K]; "outer": [R, N] and [R, K], to
+        the sums of the outer products of each group's rows, [E, N, K].
+      dtype: both arrays are cast to it.
     """
 
     mode: Literal["rows", "columns", "outer"]
@@ -152,28 +152,28 @@ def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype
     """Computed in the dtype of `a`."""
     a, b, sizes = _varying_alike(a, b, sizes)
     settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), bool(native_code.value))
-    return grouped_matmul.bind(a, b, sizes, settings=settings)
+    return grouped_matmul_p.bind(a, b, sizes, settings=settings)
 
 
 def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The same, each varying over the axes over which any of them does: for a `jax.shard_map` that checks it."""
+    """The same arrays, each varying over the union of their varying axes, for `shard_map`'s check."""
     axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
     missing = [tuple(axes - jax.typeof(array).manual_axis_type.varying) for array in arrays]
     return [lax.pcast(a, more, to="varying") if more else a for a, more in zip(arrays, missing, strict=True)]
 
 
-grouped_matmul = Primitive("grouped_matmul")
+grouped_matmul_p = Primitive("grouped_matmul")
 
 
-@grouped_matmul.def_impl
+@grouped_matmul_p.def_impl
 def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Settings) -> jax.Array:
-    """It is lowered outside of the contexts in which it was traced, which are therefore entered again."""
+    """Lowering happens outside the contexts of tracing, so they are entered again."""
     with planned_for(settings.platform), native_code(settings.native):
         compute = _by_kernel if settings.platform == "tpu" else _by_loop
         return compute(settings.mode, a.astype(settings.dtype), b.astype(settings.dtype), sizes, settings.out_dtype)
 
 
-@grouped_matmul.def_abstract_eval
+@grouped_matmul_p.def_abstract_eval
 def _shape(a: Any, b: Any, sizes: Any, *, settings: _Settings) -> Any:
     shapes = {"rows": (a.shape[0], *b.shape[1:2]), "columns": (a.shape[0], *b.shape[2:])}
     shape = shapes.get(settings.mode, (sizes.shape[0], a.shape[1], b.shape[1]))
@@ -195,31 +195,31 @@ def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _S
     }
     mode, *operands = gradients[settings.mode, of_first]
     settings = settings._replace(mode=mode, out_dtype=(a if of_first else b).aval.dtype)
-    cotangent = grouped_matmul.bind(*operands, sizes, settings=settings)
+    cotangent = grouped_matmul_p.bind(*operands, sizes, settings=settings)
     return [cotangent, None, None] if of_first else [None, cotangent, None]
 
 
 def _batched(arrays: Any, axes: Any, *, settings: _Settings) -> tuple[jax.Array, int]:
-    """One of a batch after the other."""
+    """One batch entry after the other."""
     moved = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
     count = next(len(a) for a, axis in zip(moved, axes, strict=True) if axis is not None)
 
     def one(index: jax.Array) -> jax.Array:
         entries = (a if axis is None else a[index] for a, axis in zip(moved, axes, strict=True))
-        return grouped_matmul.bind(*entries, settings=settings)
+        return grouped_matmul_p.bind(*entries, settings=settings)
 
     return lax.map(one, jnp.arange(count)), 0
 
 
 ad.defjvp(
-    grouped_matmul,
-    lambda tangent, a, b, sizes, *, settings: grouped_matmul.bind(tangent, b, sizes, settings=settings),
-    lambda tangent, a, b, sizes, *, settings: grouped_matmul.bind(a, tangent, sizes, settings=settings),
+    grouped_matmul_p,
+    lambda tangent, a, b, sizes, *, settings: grouped_matmul_p.bind(tangent, b, sizes, settings=settings),
+    lambda tangent, a, b, sizes, *, settings: grouped_matmul_p.bind(a, tangent, sizes, settings=settings),
     None,
 )
-ad.primitive_transposes[grouped_matmul] = _transposed
-batching.primitive_batchers[grouped_matmul] = _batched
-mlir.register_lowering(grouped_matmul, mlir.lower_fun(_compute, multiple_results=False))
+ad.primitive_transposes[grouped_matmul_p] = _transposed
+batching.primitive_batchers[grouped_matmul_p] = _batched
+mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_compute, multiple_results=False))
 
 
 # --- by a loop -------------------------------------------------------------------------------------------------------------
@@ -236,19 +236,19 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
 
     def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
         wide = jnp.promote_types(rows.dtype, jnp.float32)
-        return jnp.tensordot(rows, expert_of(weight, group), 1, preferred_element_type=wide)
+        return jnp.tensordot(rows, index_stack(weight, group), 1, preferred_element_type=wide)
 
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
 
 class RowBlocks(NamedTuple):
-    """Into which the rows of each group are divided.
+    """The block lengths that a group's rows are divided into.
 
     Attributes:
       lengths: powers of two, the longest first.
-      at_once: the rows that are left after blocks of the longest are one block, the shortest that holds them, where reading
-        the matrix takes longer than its products. Otherwise several, each as long as it can be, and only the last may reach
-        beyond the group.
+      at_once: the rows left after blocks of the longest length are one block, the shortest that holds them: for weights
+        whose reading takes longer than the multiplication. Otherwise they are several blocks, each as long as possible, of
+        which only the last may extend beyond the group.
     """
 
     lengths: tuple[int, ...]
@@ -256,18 +256,18 @@ class RowBlocks(NamedTuple):
 
     @property
     def beyond(self) -> int:
-        """Rows that a block reaches beyond its group at most."""
+        """The most rows by which a block extends beyond its group."""
         if not self.at_once:
             return self.lengths[-1] - 1
         return max(length - shorter - 1 for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True))
 
     def within(self, rows: int) -> RowBlocks:
-        """Without lengths that no group of so many rows needs."""
+        """The same without lengths that no group of at most `rows` rows needs."""
         pairs = zip(self.lengths, (*self.lengths[1:], 0), strict=True)
         return self._replace(lengths=tuple(length for length, shorter in pairs if shorter < rows))
 
     def of_group(self, start: jax.Array, size: jax.Array, body: Callable[[int, Any, Any], Any], carry: Any) -> Any:
-        """`body(length, start, carry)` of each block of a group, in order."""
+        """Run `body(length, start, carry)` for each block of a group, in order, and return the last carry."""
         longest, left = self.lengths[0], size % self.lengths[0]
         for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True):
             if self.at_once:
@@ -282,7 +282,7 @@ class RowBlocks(NamedTuple):
 
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
-    """Blocks for groups of about the same size: a sixteenth of the rows is then computed in vain."""
+    """Blocks for groups of about the same size: a sixteenth of the computed rows is then padding."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
@@ -290,19 +290,19 @@ def _blocks(rows: int, groups: int) -> RowBlocks:
 
 @for_cpu("blocks_for")
 def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
-    """To multiply with a weight [E, N, K]."""
+    """Blocks for rows that are multiplied by a weight [E, N, K]."""
     if not hasattr(weight, "project"):
         return _blocks(rows, groups)
     return RowBlocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that is at most n."""
+    """The largest power of two that is at most n."""
     return 1 << (n.bit_length() - 1)
 
 
 def _for_each_group(sizes: jax.Array, body: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
-    """`body(group, start, size, carry)` of each group that has rows, in order."""
+    """Run `body(group, start, size, carry)` for each group that has rows, in order, and return the last carry."""
     starts = jnp.cumsum(sizes) - sizes
     with_rows = jnp.argsort(sizes == 0, stable=True)
 
@@ -318,12 +318,12 @@ def _by_blocks(
 ) -> jax.Array:
     """`multiply_block(rows, weight, group)` of blocks of each group's rows, as an array like `out`.
 
-    A block that reaches beyond its group writes rows of later ones, which then write them themselves.
+    A block that extends beyond its group also writes rows of later groups, which overwrite them.
     """
     rows, groups = len(x), len(sizes)
     blocks = _blocks_for(weight, rows, groups)
     padded = pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
-    results = pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
+    results = pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # with the varying axes of `x`
 
     def of_block(group: jax.Array, length: int, start: jax.Array, results: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
@@ -334,7 +334,7 @@ def _by_blocks(
         return blocks.of_group(start, size, partial(of_block, group), results)
 
     if rows <= groups and lowering_platform() != "cpu":
-        # A loop of known length: a GPU otherwise waits for the host before each turn.
+        # A loop of static length: otherwise a GPU waits for the host before each iteration.
         group_of = _groups_of_rows(sizes, rows)
         results = lax.fori_loop(0, rows, lambda i, results: of_block(group_of[i], 1, i, results), results)
     else:
@@ -347,12 +347,12 @@ def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
 
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Few rows on a GPU: as sums of products, which XLA fuses with the slice of the weights; for a matmul it copies that."""
+    """Few rows on a GPU, as sums of products: XLA fuses them with the slice of the weights, which it copies for a matmul."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         numbers, group = row
-        return jnp.sum(expert_of(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
+        return jnp.sum(index_stack(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
 
     return lax.map(multiply_row, (x, _groups_of_rows(sizes, len(x))))
 
@@ -390,7 +390,7 @@ def _by_kernel(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     rows, (least, most) = len(a), KERNEL_ROWS
-    # A tile with rows of two groups is computed for each: so they are short where groups are.
+    # A tile with rows of two groups is computed for each of them, so tiles are short if groups are.
     tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
     tile = min(tile, -(-rows // 16) * 16)
     padding = [(0, -rows % tile), (0, 0)]

@@ -1,4 +1,4 @@
-"""Arrays of 8-bit integers with a factor for each row."""
+"""int8 arrays with one scale per row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from llama_jax.ops.layers import project
 
-LARGEST_INTEGER = 127  # -128 is left out, so that a row and its negative have the same factor
+LARGEST_INTEGER = 127  # -128 is left out, so that a row and its negative have the same scale
 
 
 class Quantized(struct.PyTreeNode):
-    """Rows of H numbers, each row integers times one factor.
+    """Rows of H values: int8 values times one scale per row.
 
     Attributes:
       values: int8[..., H].
@@ -25,36 +25,37 @@ class Quantized(struct.PyTreeNode):
     """
 
     values: Any
-    scales: Any  # each an array, or what stands for one in a tree of the same form
+    scales: Any  # arrays, or what replaces them in a tree of the same structure
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers."""
+        """The shape of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """The dtype in which the numbers are kept: int8."""
+        """The dtype of the stored values: int8."""
         return self.values.dtype
 
 
 def quantize(x: Float[Array, "*batch H"]) -> Quantized:
-    """The nearest integers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
+    """Symmetric per-row quantization to [-127, 127]. Rounding errors are at most 1/254 of the row's largest value."""
     scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INTEGER
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*batch H"]:
-    """The numbers themselves."""
+    """The values times their scales, in `dtype`."""
     return (x.values * x.scales[..., None]).astype(dtype)
 
 
-def over_rows(change: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
-    """`change` of an array that moves whole rows; of a `Quantized` one the factors, as [..., 1], move alike."""
+def map_rows(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
+    """Apply a `function` that only moves rows to an array, or to the values and the scales, as [..., 1], of a
+    `Quantized`."""
     if not isinstance(x, Quantized):
-        return change(x)
-    return Quantized(change(x.values), change(x.scales[..., None])[..., 0])
+        return function(x)
+    return Quantized(function(x.values), function(x.scales[..., None])[..., 0])
 
 
 def smooth_keys(
@@ -63,19 +64,20 @@ def smooth_keys(
     bias: Float[Array, "K H"] | None = None,
     rotated: int | None = None,
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
-    """Keys and queries whose products are the same, and whose keys `quantize` rounds better.
+    """Transform queries and keys so that scores are unchanged and keys quantize better.
 
-    A row of 8 bits is as coarse as its largest number. In models with a bias of keys (Qwen2.5) a few channels have keys that
-    are 30 times as large as the others'. They are divided by the square root of how far their bias stands out, which is
-    known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias for the largest activation); a pair of
-    rotated channels alike, so that it does not matter that RoPE mixes them. A Hadamard matrix then spreads over all channels
-    what is left, and outliers that come from the weights (QuaRot: Ashkboos et al. 2024, section 4.2). Nothing is kept beside
-    the cache, and keys are read as before.
+    The resolution of an int8 row depends on its largest value. In models with a bias of keys (Qwen2.5) the keys of a few
+    channels are 30 times as large as those of others. They are divided, and the queries multiplied, by the square root of
+    how far their bias exceeds the mean, which is known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the
+    bias in place of the largest activation). Both channels of a RoPE pair have the same factor, because RoPE mixes them. A
+    Hadamard matrix then spreads the remaining outliers, and those that come from the weights, over all channels (QuaRot:
+    Ashkboos et al. 2024, section 4.2). Nothing is stored beside the cache, and keys are read as before.
 
     Args:
       keys: after RoPE.
-      bias: that of the keys before RoPE.
-      rotated: features that RoPE turns, of which i and i + rotated / 2 are a pair; H by default.
+      queries: after RoPE.
+      bias: of the keys, before RoPE.
+      rotated: number of features that RoPE rotates, where i and i + rotated / 2 are a pair; H by default.
 
     Returns:
       The keys, and the queries.
@@ -95,7 +97,7 @@ def smooth_keys(
 
 
 def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
-    """The square root of how many times the mean of its head a channel's bias is, at least 1: [K, H]."""
+    """sqrt(|bias| / mean |bias| of the head), at least 1, equal for both channels of a RoPE pair: [K, H]."""
     first, second, rest = jnp.split(bias, [rotated // 2, rotated], axis=-1)
     pair = jnp.hypot(first, second)
     sizes = jnp.concatenate([pair, pair, jnp.abs(rest)], axis=-1)
@@ -104,8 +106,7 @@ def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
 
 
 def hadamard(size: int) -> Float32[np.ndarray, "{size} {size}"]:
-    """A symmetric orthogonal matrix, whose entries are as even as can be: Sylvester's matrix, for a size
-    that is no power of two along the diagonal."""
+    """Sylvester's Hadamard matrix, symmetric and orthogonal; block-diagonal if the size is not a power of two."""
     block = np.ones((1, 1), np.float32)
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]])

@@ -1,4 +1,7 @@
-"""How far a distribution over the vocabulary is from another one, without ever holding all logits of either."""
+"""KL divergence between two distributions over the vocabulary.
+
+It is computed in chunks of positions, so that the full logits of neither are in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from llama_jax.ops.layers import Weight, project
 
 
 class Logits(NamedTuple):
-    """What logits are made of: hidden states [B, T, D], and a head [V, D] or what else `project` takes."""
+    """Logits before the last matmul: hidden states [B, T, D], and a head [V, D], an array or a `Weight`."""
 
     hidden: jax.Array
     head: jax.Array | Weight
@@ -55,14 +58,14 @@ def token_divergence(
     logit_options: tuple[LogitOptions, LogitOptions],
     options: DivergenceOptions = DivergenceOptions(),
 ) -> TokenDivergence:
-    """The divergence of the student's distribution from the teacher's at every position, made chunk by chunk.
+    """The divergence of the student's distribution from the teacher's at every position, computed chunk by chunk.
 
-    The logits of both, [B, chunk, V], are made again in the backward pass. The teacher gets no gradient.
+    The logits of both, [B, chunk, V], are recomputed in the backward pass. The teacher has no gradient.
 
     Args:
-      targets: of one below 0 both numbers are 0, without a gradient.
-      logit_options: how the logits of student and teacher are computed; `z_loss` and `shares` have no meaning here. The
-        chunk is the student's.
+      targets: for a target below 0 both results are 0, without a gradient.
+      logit_options: how the logits of student and teacher are computed; `z_loss` and `batch_shards` are ignored. The chunk
+        is the student's.
     """
     wide = jnp.promote_types(student.hidden.dtype, jnp.float32)
     student_options, teacher_options = logit_options

@@ -1,4 +1,4 @@
-"""What a layer computes of each token by itself: projections, normalization and the gated feed-forward."""
+"""Per-token operations of a layer: projections, normalization, gated feed-forward."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
-PRODUCT = "product"  # the name of every result of `project`, so that training can save them
+PRODUCT = "product"  # checkpoint name of the results of `project`
 
 
 class Weight(Protocol):
-    """What may stand in the place of a weight's array: a quantized one, or one with an adapter.
+    """Interface of weights that are not arrays (quantized, adapted). They are recognized by their `project` method.
 
-    It must also be a pytree, have the `shape` and `dtype` of the weight, and be told apart from an array by its type alone.
-    In the place of the embedding it must have an `embed` too.
+    They must be pytrees with the `shape` and `dtype` of the weight. An embedding needs an `embed` too.
     """
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        """[..., D] onto the rows of this weight: [..., *out]."""
+        """Project [..., D] onto the rows of this weight [*out, D]: [..., *out]."""
 
 
 def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
-    """Project the last axis of `x` onto the rows of `weight`; every product with a parameter is made here.
+    """Project the last axis of `x` onto the rows of `weight`.
+
+    Every matmul with a parameter, except experts' (`ops.grouped`), goes through it.
 
     Args:
-      weight: [*out, D], one row per output feature, as checkpoints store it: with one token at a time both operands are then
-        read along their contiguous axis. An array in another dtype than `x` is cast to it: training keeps weights in float32
-        and computes in bfloat16. Anything else has a `project` of its own, see `Weight`.
-      out_dtype: dtype of the result, by default that of `x`. Sums are float32 at least whatever it is.
+      weight: [*out, D], one row per output feature, as checkpoints store it: with one token both operands are then read
+        along their contiguous axis. An array in another dtype is cast to that of `x`: training keeps weights in float32 and
+        computes in bfloat16. Anything else has its own `project`, see `Weight`.
+      out_dtype: dtype of the result, by default that of `x`. Sums are float32 at least in any case.
 
     Returns:
       [*batch, *out].
@@ -45,12 +46,12 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
     out_dtype = out_dtype or x.dtype
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
-    return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
+    return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), PRODUCT)
 
 
 @for_cpu("embed")
 def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """Some rows of a table [V, D], an array or what has an `embed` of its own."""
+    """Look up rows of [V, D]; a non-array table has its own `embed`."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
@@ -59,12 +60,12 @@ def rms_norm(
 ) -> Float[Array, "*batch D"]:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
-    Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
+    Computed in float32 at least: in bfloat16 a sum over D loses the small terms.
 
     Args:
       eps: added to the mean square.
       offset: added to the weight.
-      checked: give NaN where a square of `x` overflows, in place of zeros; one kernel more on a GPU.
+      checked: return NaN, not zeros, if a square overflows (one more GPU kernel).
 
     Returns:
       In the dtype of `x`.
@@ -77,7 +78,7 @@ def rms_norm(
         scale = lax.rsqrt(mean_square + eps)
         if checked:
             scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
-        # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
+        # Rounded before scaling, as in transformers; scaled in float32, so that the weight's gradient is summed in float32.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
         factor = weight.astype(wide.dtype)
         return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
@@ -91,14 +92,14 @@ def feed_forward(
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
     Args:
-      gate, up: [F, D], arrays or what else `project` takes.
+      gate, up: [F, D], arrays or `Weight`s.
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
     """
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
-        """The product is as large as either: its projection is computed with it, so that it need not be saved."""
+        """The gated product is recomputed in the backward pass instead of saved."""
         return project(gated_activation(gates, values, activation), down)
 
     return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
@@ -112,40 +113,42 @@ def gated_activation(
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
 
 
-@for_cpu("multiply", to_plan=True)
-def multiply(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
-    """The product, contracted on the last axis of both: [*batch, *out]."""
+@for_cpu("matmul", to_plan=True)
+def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
+    """Contract the last axis of both: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
-        return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
-    return _multiply(x, weight.astype(x.dtype), out_dtype)
+        return matmul_cast_weight((bool(recomputing.value), weight.dtype), x, weight)
+    return _matmul(x, weight.astype(x.dtype), out_dtype)
 
 
-def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+def _matmul(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_cast(
+def matmul_cast_weight(
     settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
 ) -> Float[Array, " ..."]:
-    """`multiply` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
+    """`matmul` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
 
-    It has a derivative of its own so that the weight's gradient, a sum over all tokens and devices, is computed in the
-    weight's dtype. JAX's own would be rounded to that of `x` before it is summed.
+    Custom VJP, so that the weight's gradient, a sum over all tokens and devices, is computed in the weight's dtype. Autodiff
+    would round it to the dtype of `x` before the sum over devices.
 
     Args:
       settings: whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype.
     """
-    return _multiply_cast_forward(settings, x, weight)[0]
+    return _matmul_cast_weight_forward(settings, x, weight)[0]
 
 
-def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+def _matmul_cast_weight_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
     matrix = weight.astype(x.dtype)
     product = jnp.tensordot(x, matrix, axes=((-1,), (-1,)), preferred_element_type=x.dtype)
     return product, (x, matrix if settings[0] else weight)
 
 
-def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _matmul_cast_weight_backward(
+    settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
     outputs = tuple(range(matrix.ndim - 1))
     dx = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
@@ -154,17 +157,17 @@ def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient
     return dx, d_weight
 
 
-multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
+matmul_cast_weight.defvjp(_matmul_cast_weight_forward, _matmul_cast_weight_backward)
 
 
 @for_cpu("weight_gradient")
 def weight_gradient(
     a: Float[Array, "*batch rows M"], b: Float[Array, "*batch rows N"], out_dtype: Any = None
 ) -> Float[Array, "*batch M N"]:
-    """The sum of the outer products of the rows of `a` and `b`: what a weight's gradient is.
+    """The sum of the outer products of the rows of `a` and `b`, the gradient of a weight.
 
     Args:
-      out_dtype: of the sum and the result, by default float32 at least.
+      out_dtype: of the sum and the result, by default that of `a`, but float32 at least.
     """
     wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
     batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)
@@ -172,12 +175,12 @@ def weight_gradient(
 
 
 def remat(function: F) -> F:
-    """The same function of arrays, which saves only its arguments for the backward pass and computes the rest again.
+    """`jax.checkpoint` that saves only the arguments.
 
-    For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
-    can be differentiated in every way that JAX knows, but for 16-bit numbers on a CPU: those in reverse mode only.
+    For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
+    3). Differentiable in every mode, except 16-bit inputs on CPUs (reverse mode only).
     """
-    # No common subexpressions to be kept apart: layers are scanned where they are trained.
+    # No CSE barrier is needed inside a scan over layers.
     return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))
 
 

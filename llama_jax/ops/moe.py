@@ -1,4 +1,4 @@
-"""Mixture of experts: feed-forward layers among which a router chooses some for each token."""
+"""Mixture of experts: a router selects some feed-forward layers for each token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Int32
 
-from llama_jax.ops.grouped import Gather, grouped
+from llama_jax.ops.grouped import Gather, grouped_matmul
 from llama_jax.ops.layers import feed_forward, gated_activation, project, remat
 from llama_jax.ops.platform import mesh_in_force
 
 
 class ExpertSharding(NamedTuple):
-    """The mesh axes over which the rows of a batch, and the axes F and D of the experts' matrices, are divided."""
+    """The mesh axes over which the rows of a batch, and the axes F and D of the experts' matrices, are sharded."""
 
     batch: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -28,19 +28,19 @@ class Routing(NamedTuple):
     """How experts are chosen for a token.
 
     Attributes:
-      per_token: how many of the E are chosen.
-      normalized: the weights of the chosen experts are a softmax over their scores, and sum to one; else they are their
-        shares of the softmax over the scores of all E.
-      of_inputs: instead they are the sigmoids of their scores, and what an expert is given is multiplied by its weight, not
-        what it gives.
+      per_token: the number of experts chosen, of E.
+      normalized: the weights of the chosen experts are the softmax over their scores, and sum to one; otherwise they are
+        their values of the softmax over the scores of all E.
+      scale_inputs: the weights are instead the sigmoids of the scores, and they multiply the inputs of the experts, not
+        their outputs.
     """
 
     per_token: int
     normalized: bool = True
-    of_inputs: bool = False
+    scale_inputs: bool = False
 
 
-def experts(
+def mixture_of_experts(
     x: Float[Array, "*batch D"],
     router: Float[Array, "E D"],
     gate: Any,
@@ -52,20 +52,20 @@ def experts(
 ) -> Float[Array, "*batch D"]:
     """The weighted sum of the chosen experts, each a gated feed-forward (Jiang et al. 2024, section 2.1).
 
-    Only the chosen experts are computed: the tokens are sorted by expert and multiplied in groups, see `grouped`.
+    Only the chosen experts are computed: the tokens are sorted by expert and multiplied in groups, see `ops.grouped`.
 
     Args:
-      x: [B, T, D] where something is divided over devices.
+      x: [B, T, D] if `sharding` is used.
       gate, up: [E, F, D], arrays or quantized weights.
       down: [E, D, F].
-      sharding: of the operands over the mesh in force: each device then sorts its own tokens. Without it, and for quantized
-        weights, all experts are computed on a mesh.
+      sharding: of the operands over the current mesh; each device then sorts its own tokens. On a mesh without it, or with
+        quantized weights, all experts are computed.
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
     if mesh and (sharding is None or hasattr(gate, "project")):
-        return all_experts(x, weights, chosen, gate, up, down, of_inputs=routing.of_inputs)
-    if routing.of_inputs:
+        return all_experts(x, weights, chosen, gate, up, down, scale_inputs=routing.scale_inputs)
+    if routing.scale_inputs:
         x, weights = x[..., None, :] * weights.astype(x.dtype)[..., None], jnp.ones_like(weights)
     if sharding is None or not mesh:
         return _chosen_experts((), x, weights, chosen, gate, up, down)
@@ -77,7 +77,8 @@ def experts(
     def share(*arrays: Any) -> jax.Array:
         return _chosen_experts(dim, *arrays)[None]
 
-    # Not checked: which results differ is not said by `grouped`. Devices with parts of F have terms of the sum over it.
+    # check_vma=False: `grouped_matmul` does not declare its varying axes. Devices with shards of F return partial sums over
+    # F.
     of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
     terms = jax.shard_map(share, in_specs=of_devices[0], out_specs=of_devices[1], check_vma=False)
     return jnp.sum(terms(x, weights, chosen, gate, up, down), axis=0)
@@ -86,10 +87,10 @@ def experts(
 def route(
     x: Float[Array, "*batch D"], router: Float[Array, "E D"], routing: Routing
 ) -> tuple[Float[Array, "*batch per_token"], Int32[Array, "*batch per_token"]]:
-    """The weights of the experts with the highest scores, in float32 at least, and their numbers."""
+    """The weights of the experts with the highest scores, in float32 at least, and the indices of these experts."""
     scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
     highest, chosen = lax.top_k(scores, routing.per_token)
-    if routing.of_inputs:
+    if routing.scale_inputs:
         return jax.nn.sigmoid(highest), chosen
     if routing.normalized:
         return jax.nn.softmax(highest, axis=-1), chosen
@@ -99,10 +100,10 @@ def route(
 def _chosen_experts(
     gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
 ) -> jax.Array:
-    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices.
+    """The weighted sum of the experts that `route` has chosen; `gather` are the mesh axes that shard D of the matrices.
 
     Args:
-      x: [..., D], or [..., per_token, D] where the experts of a token are given different vectors.
+      x: [..., D], or [..., per_token, D] if the inputs of a token's experts differ.
     """
     per_token, dim = chosen.shape[-1], x.shape[-1]
     by_expert = jnp.argsort(chosen.reshape(-1), stable=True)  # [R], R = tokens * per_token
@@ -112,11 +113,11 @@ def _chosen_experts(
     rows = jnp.repeat(rows, per_token, axis=0) if x.ndim == chosen.ndim else rows
     rows = rows.at[by_expert].get(unique_indices=True)
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
-    gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
+    gates, values = (grouped_matmul(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
-        return grouped(gated_activation(gates, values, "silu"), down, sizes, gather=on_first)
+        return grouped_matmul(gated_activation(gates, values, "silu"), down, sizes, gather=on_first)
 
     results = project_gated(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
@@ -131,15 +132,15 @@ def all_experts(
     up: Any,
     down: Any,
     *,
-    of_inputs: bool = False,
+    scale_inputs: bool = False,
 ) -> Float[Array, "*batch D"]:
-    """The same sum with all experts computed for all tokens, one after the other; those not chosen have weight zero."""
+    """The same sum with all experts computed for all tokens, one after the other; unchosen experts have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
         weight, gate, up, down = expert
-        if of_inputs:  # an expert that is given zeros gives zeros
+        if scale_inputs:  # the output for an input of zeros is zero
             return total + feed_forward(weight[..., None] * x, gate, up, down), None
         return total + weight[..., None] * feed_forward(x, gate, up, down), None
 

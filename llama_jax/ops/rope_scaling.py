@@ -17,44 +17,44 @@ from jaxtyping import Array, Float64, Int
 
 from llama_jax.ops.rotary import Frequencies, Length
 
-Plain: TypeAlias = Float64[np.ndarray, " half"]  # radians per position, those that theta gives or another scaling of all
-Scaling: TypeAlias = Any  # a `config.RopeScaling`, of which each kind reads `factor` and its own `config.ROPE_FIELDS`
+Plain: TypeAlias = Float64[np.ndarray, " half"]  # unscaled frequencies, radians per position
+Scaling: TypeAlias = Any  # a `config.RopeScaling`; each kind reads `factor` and its own `config.ROPE_FIELDS`
 
 
 def scale_linear(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
-    """Every pair slower by `factor`: position interpolation (Chen et al. 2023, section 3.2)."""
+    """Divide every frequency by `factor`: position interpolation (Chen et al. 2023, section 3.2)."""
     return plain / scaling.factor, 1.0
 
 
 def scale_ntk(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
-    """The slowest pair slower by `factor`, the fastest as it was (Peng et al. 2023, section 3.1).
+    """Divide the lowest frequency by `factor` and keep the highest (Peng et al. 2023, section 3.1).
 
-    It is what theta * factor ** (H / (H - 2)) gives in the place of theta.
+    Equal to theta * factor ** (H / (H - 2)) in place of theta.
     """
-    return plain * scaling.factor ** -_share(len(plain)), 1.0
+    return plain * scaling.factor ** -_ntk_exponents(len(plain)), 1.0
 
 
 def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
-    """`scale_ntk` by what a sequence of this length needs, and not at all within the original context.
+    """`scale_ntk` by a factor that depends on the length of the sequence; no scaling within the original context.
 
-    Peng et al. 2023, section 3.3, have length / original there; this is transformers' factor * length / original -
-    (factor - 1), which is the same where `factor` is 1, written so that a large one leaves digits. Without a length it is
-    that of the original context.
+    The factor of Peng et al. 2023, section 3.3, is length / original. This is transformers' factor * length / original -
+    (factor - 1), the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there
+    is no scaling.
     """
     if isinstance(length, jax.Array):
         longer_by = jnp.maximum(length.astype(jnp.float32) / scaling.original_max_seq_len, 1.0)[..., None]
-        share = _share(len(plain)).astype(np.float32)
+        share = _ntk_exponents(len(plain)).astype(np.float32)
         return plain.astype(np.float32) * (1 + scaling.factor * (longer_by - 1)) ** -share, 1.0
     longer = np.maximum(np.asarray(0 if length is None else length) / scaling.original_max_seq_len, 1.0)[..., None]
-    return plain * (1 + scaling.factor * (longer - 1)) ** -_share(len(plain)), 1.0
+    return plain * (1 + scaling.factor * (longer - 1)) ** -_ntk_exponents(len(plain)), 1.0
 
 
 def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
-    """Pairs that turn often stay, those that turn seldom are slowed by `factor` (Peng et al. 2023, section 3.2).
+    """Keep high frequencies and divide low ones by `factor` (NTK-by-parts: Peng et al. 2023, section 3.2).
 
-    Pairs of `beta_fast` turns within the original context and more stay, those of `beta_slow` and less are slowed. Between
-    them the ramp is linear in the number of the pair, as in the authors' code and in transformers; in the paper's text it is
-    linear in the turns, as it is in `scale_llama3`.
+    Pairs with at least `beta_fast` rotations within the original context are kept, those with at most `beta_slow` are
+    divided. The ramp between them is linear in the index of the pair, as in the authors' code and in transformers; in the
+    text of the paper it is linear in the rotations, as in `scale_llama3`.
     """
     pairs = len(plain)
 
@@ -64,7 +64,7 @@ def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling)
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)  # the authors' bound is the features, not the pairs
+    low, high = max(low, 0), min(high, 2 * pairs - 1)  # as in the authors' code, which bounds by the features, not the pairs
     if low == high:
         high += 0.001
     slowed = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
@@ -72,7 +72,7 @@ def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling)
 
 
 def scale_yarn(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
-    """`scale_by_parts`, with sharper attention over more positions (Peng et al. 2023, section 3.4)."""
+    """`scale_by_parts`, with a lower softmax temperature for longer contexts (Peng et al. 2023, section 3.4)."""
     frequencies, _ = scale_by_parts(plain, theta, length, scaling)
     factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
     if scaling.attention_factor is not None:
@@ -83,16 +83,16 @@ def scale_yarn(plain: Plain, theta: float, length: Length, scaling: Scaling) -> 
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """0.1 weight ln(factor) + 1, the square root of the inverse temperature that YaRN found best (section 3.4)."""
+    """0.1 weight ln(factor) + 1, the square root of the inverse softmax temperature (Peng et al. 2023, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 
 def scale_llama3(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
-    """Stretch the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
+    """Scale the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
 
-    Pairs that turn more than `high_freq_factor` times within the original context stay, those that turn less than
-    `low_freq_factor` times are slowed by `factor`, and the ones between blend linearly in the number of turns. Where the two
-    factors are equal there are none between.
+    Pairs with more than `high_freq_factor` rotations within the original context are kept, those with fewer than
+    `low_freq_factor` are divided by `factor`, and those between are interpolated linearly in the number of rotations. If the
+    two factors are equal there are none between.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_seq_len * plain / (2 * np.pi)
@@ -101,9 +101,9 @@ def scale_llama3(plain: Plain, theta: float, length: Length, scaling: Scaling) -
 
 
 def scale_longrope(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
-    """Each pair by a number of its own, found by search: one list within the original context, another beyond it.
+    """Divide each frequency by a factor of its own, found by search: one list within the original context, one beyond it.
 
-    Ding et al. 2024, section 3, as in transformers. Without a length it is that of the original context.
+    Ding et al. 2024, section 3, as in transformers. Without a length the list for the original context is used.
     """
     original, attention_factor = scaling.original_max_seq_len, scaling.attention_factor
     if attention_factor is None:
@@ -116,14 +116,14 @@ def scale_longrope(plain: Plain, theta: float, length: Length, scaling: Scaling)
     return np.where(beyond, long, short), attention_factor
 
 
-def _share(pairs: int) -> Plain:
-    """How much of the whole slowing each pair gets, in the exponent: from 0 for the fastest to 1 for the slowest."""
+def _ntk_exponents(pairs: int) -> Plain:
+    """The exponent of the NTK factor for each pair: from 0 for the highest frequency to 1 for the lowest."""
     return np.arange(pairs) / (pairs - 1)
 
 
-# The function of each kind of `config.RopeScaling`. It takes the frequencies that theta gives, theta, the length, and the
-# scaling; it gives the scaled ones and what cosine and sine are multiplied by. Those that depend on the length give float32
-# with the axes of the lengths for an array of JAX.
+# The function of each kind of `config.RopeScaling`: of the unscaled frequencies, theta, the length and the scaling. It
+# returns the scaled frequencies and a factor for cosine and sine. If the length is a JAX array, functions that depend on it
+# return float32 frequencies with the axes of the lengths in front.
 SCALINGS: dict[str, Callable[[Plain, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
     "ntk": scale_ntk,
@@ -142,11 +142,11 @@ def lengths_of(
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Int[Array, " B"] | Int[Array, "B T"]:
-    """How long each row is so far; or the document that each token of a packed row is of.
+    """Current length of each row; for packed rows, the length of each token's document.
 
     Args:
-      slots: of the tokens, from the row's first one on.
-      lengths: how many of the T are real, if not all.
+      slots: of the tokens, counted from the first token of the row.
+      lengths: number of real tokens of the T, if not all.
       positions, segment_ids: of packed rows.
     """
     batch, new = slots.shape
@@ -157,7 +157,7 @@ def lengths_of(
         return jnp.max(positions, axis=1) + 1
 
     def of_row(positions: jax.Array, segments: jax.Array) -> jax.Array:
-        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # below T, and different where the segments are
+        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # a number below T for each segment
         return jax.ops.segment_max(positions, numbers, num_segments=new)[numbers] + 1
 
     return jax.vmap(of_row)(positions, segment_ids)

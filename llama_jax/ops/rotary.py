@@ -26,10 +26,10 @@ def rotary_table(
 ) -> tuple[Float32[Array, "*batch half"], Float32[Array, "*batch half"]]:
     """Cosine and sine of every position's angles, multiplied by `attention_factor`.
 
-    Always float32: an angle at position 100,000 has no digits left in bfloat16.
+    Always float32: bfloat16 cannot represent an angle at position 100,000.
 
     Args:
-      frequencies: broadcast against the positions.
+      frequencies: in radians per position, broadcast against the positions.
     """
     wide, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
     angles = wide * lax.broadcast_to_rank(frequencies, wide.ndim)
@@ -41,12 +41,12 @@ def rotary_table(
 def apply_rotary(
     x: Float[Array, "*batch H"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "*batch H"]:
-    """Turn each pair of features by its position's angle.
+    """Rotate each pair of features by its position's angle (half-split layout).
 
     Args:
-      x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
-        2i + 1 are: the scores are the same when rows of projections are reordered by `rope_layout.half_from_interleaved`.
-      cos, sin: of `rotary_table`, broadcast against `x`.
+      x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and 2i + 1 are a
+        pair; `rope_layout.half_from_interleaved` reorders the rows of projections, which leaves the scores unchanged.
+      cos, sin: from `rotary_table`, broadcast against `x`.
 
     Returns:
       In the dtype of `x`.

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.sharding import Placement
+from llama_jax.inference.sharding import GenerationConstraints
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.ops.attention import HeadSharding
@@ -56,8 +56,10 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
 
 def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """How a model that trains over a mesh generates there, with the parameters as they lie: its configuration, and a layout
-    whose `Sharding.fit` is that of training. Rows are cut over `data` and `fsdp`, heads and the vocabulary over `tensor`.
+    """The configuration and sharding with which a model that trains over a mesh generates on it.
+
+    The parameters stay sharded as in training, and `Sharding.prepare_params` is that of training. Rows are sharded over
+    `data` and `fsdp`, heads and the vocabulary over `tensor`.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
@@ -65,11 +67,11 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     held, training = training_sharding(config, mesh)
     if mesh.size == 1:
         return held, Sharding(mesh=mesh.abstract_mesh)
-    placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
+    constraints = GenerationConstraints(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
     return held, Sharding(
-        placement,
+        constraints,
         head_sharding=HeadSharding(BATCH, ("tensor",)),
         experts=EXPERTS._replace(batch=BATCH),
-        fit=training.fit,
+        prepare_params=training.prepare_params,
         mesh=mesh.abstract_mesh,
     )

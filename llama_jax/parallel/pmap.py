@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.compiled_decode import checked_chunk, whole_capacity
+from llama_jax.inference.compiled_decode import checked_chunk, round_capacity
 from llama_jax.inference.decode import STEPS_PER_CHUNK
-from llama_jax.inference.generate import Generation, continuations
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.generate import Generation, to_generations
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete
 from llama_jax.model.forward_options import Sharding
@@ -125,12 +125,12 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         stop_tokens: Sequence[int] = (),
     ) -> list[Generation]:
         _check_replicated("parameters", params, everywhere)
-        tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
-        capacity = whole_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
+        tokens, lengths, request = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens)
+        capacity = round_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
         rows = _split((tokens, lengths, request), len(tokens), len(devices))
         parts = mapped(config, capacity, params, *jax.device_put(rows, shares))
         chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in parts))
-        return continuations([chunk], stop_tokens)
+        return to_generations([chunk], stop_tokens)
 
     return run
 

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Attend
 from llama_jax.ops.attention import AttentionMask, KVView, log_backend
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, combine, forward_part
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.platform import pack_bits, unpack_bits
 from llama_jax.ops.rope_scaling import lengths_of
@@ -108,7 +108,7 @@ def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> 
 
 
 def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
-    """The `arrange` of `total_loss` for a mesh whose devices divide the sequence.
+    """The `Sharding.reorder_batch` for a mesh whose devices divide the sequence.
 
     It is done inside of the compiled step, so that neither data nor checkpoints know of it.
 
@@ -117,7 +117,7 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
     """
     sizes = MeshSizes(**mesh.shape)
 
-    def arrange(rows: NextTokenBatch) -> NextTokenBatch:
+    def reorder(rows: NextTokenBatch) -> NextTokenBatch:
         batch, length = rows.tokens.shape
         check_length(sizes, length)
         if batch % sizes.rows:
@@ -125,12 +125,12 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         lengths = rows.rope_lengths
         if lengths is None:  # a part does not know how long its row is
-            lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
+            lengths = lengths_of(places, positions=rows.position_ids, segment_ids=rows.segment_ids)
             lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], (batch, length))
-        positions = places if rows.positions is None else rows.positions
-        return jax.tree.map(partial(split_sequence, mesh), rows._replace(positions=positions, rope_lengths=lengths))
+        position_ids = places if rows.position_ids is None else rows.position_ids
+        return jax.tree.map(partial(split_sequence, mesh), rows._replace(position_ids=position_ids, rope_lengths=lengths))
 
-    return arrange
+    return reorder
 
 
 def ring_attention(mesh: Mesh) -> Attend:
@@ -192,7 +192,7 @@ def _device_forward(
 ) -> tuple[jax.Array, jax.Array]:
     def attend_to(hop: jax.Array | int, travelling: Travelling, out_lse: Any) -> Any:
         keys, values, mask = _arrived(ring.devices, hop, travelling, segments, queries.shape[-3])
-        return merge(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
+        return combine(out_lse, forward_part(queries, keys, values, mask, scale=ring.scale, window=ring.window))
 
     def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, out_lse = carry

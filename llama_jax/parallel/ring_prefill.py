@@ -50,15 +50,15 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     Raises:
       MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
     """
-    sizes, arrange = MeshSizes(**mesh.shape), sequence_splitter(mesh)
+    sizes, reorder = MeshSizes(**mesh.shape), sequence_splitter(mesh)
     gather = partial(join_sequence, mesh, axis=2, spec=P("tensor"))
     sharding = Sharding(constrain_over(mesh), ring_attention(mesh), experts=EXPERTS, mesh=mesh.abstract_mesh)
 
     def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)
         whole_row = jnp.broadcast_to(lengths[:, None], tokens.shape)
-        rows = arrange(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
-        positions = Positions(position_ids=rows.positions, rope_lengths=rows.rope_lengths)
+        rows = reorder(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
+        positions = Positions(position_ids=rows.position_ids, rope_lengths=rows.rope_lengths)
 
         def keep(layer: LayerActivations) -> tuple[jax.Array, jax.Array]:
             return gather(layer.keys), gather(layer.values)

@@ -61,7 +61,7 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
     padded_paths = () if padded else _padded_paths(config, sizes)
 
     def partition(spec: ParamSpec) -> P:
-        axes = spec.mesh
+        axes = spec.partition
         if spec.path in padded_paths:
             axes = P(*(None,) * (len(axes) - 1), ("fsdp", "tensor")) if spec.axes.endswith("D") else P()
         axes = _with_context(axes, sizes)
@@ -210,11 +210,12 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
                 # Of a single row on each device XLA would keep T split in the products, and gather their weights for that.
                 split = x.shape[1] % tensor == 0 and x.shape[0] > shares
                 spec = P(BATCH, "tensor" if split else None)
-            case "hidden" | "normed" | "added":  # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+            # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+            case "hidden" | "sublayer_input" | "sublayer_output":
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")
-            case "head_shares":  # [V, D] as it lies: cast first and then gathered
+            case "lm_head_sharded":  # [V, D] as it lies: cast first and then gathered
                 spec = P("tensor", "fsdp")
             case "head":  # [V, D]: gathered once, for all chunks of logits
                 spec = P("tensor")
@@ -244,8 +245,8 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
             return leaf
 
         def gather(array: jax.Array) -> jax.Array:
-            has_columns = len(spec.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
-            columns = P(*[None] * (array.ndim - 1), spec.mesh[-1] if has_columns else None)
+            has_columns = len(spec.partition) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            columns = P(*[None] * (array.ndim - 1), spec.partition[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
         return padding.over_rows_of(leaf, gather)
@@ -264,9 +265,9 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
         attend=ring_attention(mesh) if ring else None,
         head_sharding=HeadSharding(BATCH, ("tensor",)),
         experts=EXPERTS,
-        arrange=sequence_splitter(mesh) if ring else identity,
-        fit=fit_params,
-        shares=sizes.rows * sizes.context,
+        reorder_batch=sequence_splitter(mesh) if ring else identity,
+        prepare_params=fit_params,
+        batch_shards=sizes.rows * sizes.context,
         mesh=mesh.abstract_mesh,
     )
     return padding.padded_config(config, sizes), sharding
@@ -276,16 +277,16 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     """As `training_sharding`, of rows that are only evaluated: each is whole on a device, over `context` too.
 
     Without a backward pass a row takes little memory, and no keys need go around a ring. The number of rows must be a
-    multiple of `shares`.
+    multiple of `batch_shards`.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
     """
     config, sharding = training_sharding(config, mesh)
-    if sharding.arrange is identity:
+    if sharding.reorder_batch is identity:
         return config, sharding
     return config, replace(
-        sharding, attend=None, head_sharding=HeadSharding((*BATCH, "context"), ("tensor",)), arrange=identity
+        sharding, attend=None, head_sharding=HeadSharding((*BATCH, "context"), ("tensor",)), reorder_batch=identity
     )
 
 

@@ -66,7 +66,6 @@ def _step(
         options=StepOptions(
             loss_options(recipe),
             accumulate=recipe.accumulate,
-            clip_norm=recipe.optimizer.clip_norm,
             ema_decay=recipe.ema_decay,
             count=objective.count,
         ),
@@ -131,11 +130,11 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         base, other = models
         over, frozen = sharding, FrozenModels(None, other)
         if base is not None and lora is not None:
-            over, frozen = with_base(sharding, base, lora), FrozenModels(sharding.fit(base), other)
+            over, frozen = with_base(sharding, base, lora), FrozenModels(sharding.prepare_params(base), other)
         if objective.prepare is not None:
             with sharding.context():
                 prepare = objective.prepare(frozen)
-                batch = prepare(config, over.fit(state.params), batch, loss_options(recipe), over)
+                batch = prepare(config, over.prepare_params(state.params), batch, loss_options(recipe), over)
         return _step(recipe, objective, frozen, partial(train_step, config, sharding=over))(state, batch)
 
     def model(params: Llama) -> Llama:
@@ -171,7 +170,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         model=model,
         # All processes read the same rows, and each the whole answer.
         jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
-        fit=identity if as_it_is else jax.jit(sharding.fit),
+        fit=identity if as_it_is else jax.jit(sharding.prepare_params),
         config=config,
         sharding=reading,
         devices=sizes.devices,

@@ -477,7 +477,7 @@ def sample_prompts(
     if not prompts:
         return []
     # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
-    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.sharding.shares)]
+    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.sharding.batch_shards)]
     new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
     results = generate(

@@ -20,7 +20,7 @@ from llama_jax.formats import load, open_checkpoint
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
 from llama_jax.model.params import Llama
-from llama_jax.ops.weights.format_spec import INT4, unpacked
+from llama_jax.ops.weights.format_spec import INT4, unpack_int4
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.parallel.generation_sharding import param_shardings
@@ -105,7 +105,7 @@ def digest(params: Any) -> str:
     """A digest of a tree of arrays, in which every bit and its place count.
 
     Sums of integers do not depend on their order, so the digest is the same however the arrays are sharded, and for 4-bit
-    integers whether they are `planes.packed` or not. It detects a wrong file, not a forged one.
+    integers whether they are packed or not. It detects a wrong file, not a forged one.
     """
     sums = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
@@ -127,7 +127,7 @@ def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
     mixed would miss changes that cancel: an even number of flipped signs, swapped rows of numbers whose low bits are zero.
     """
     if is_packed:
-        array = unpacked(array)
+        array = unpack_int4(array)
     if array.dtype == INT4:
         array = array.astype(jnp.int8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]

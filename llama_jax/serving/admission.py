@@ -8,7 +8,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import checked_prompts, room_before_turning, token_ids, turning_point
+from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
 from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.checks import check_tokens
@@ -77,7 +77,7 @@ def room_of(config: LlamaConfig, context: int, length: int) -> int:
 
     An engine reads no row again where the frequencies of a "longrope" scaling change, see `inference.checks`.
     """
-    return min(context - length, int(room_before_turning(config, length)))
+    return min(context - length, int(tokens_before_longrope_switch(config, length)))
 
 
 def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
@@ -106,8 +106,8 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
     if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
-            f" {turning_point(model.config)} tokens, after which the frequencies of the model's longrope change and an"
-            f" engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
+            f" {longrope_switch_length(model.config)} tokens, after which the frequencies of the model's longrope change and"
+            f" an engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -37,6 +38,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._ends = tuple(ends)
         self._lock = Lock()
+        self._vocabulary: Any = None  # a `GrammarVocabulary`
         self._tables: Any = None
         self._child: ChildProcess | None = None
 
@@ -44,6 +46,17 @@ class Grammars:
         """Kill the process, if there is one; another grammar starts another."""
         if self._child is not None:
             self._child.close()
+
+    def prepare(self) -> None:
+        """Build the tables of the vocabulary ahead, during which Python's lock is held; nothing without llguidance."""
+        with suppress(UserError), self._lock:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        if self._tables is None and self._ends:
+            _library()
+            self._vocabulary = _vocabulary(self._tokenizer, self._ends)
+            self._tables = self._vocabulary.tables()
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
         """A constraint to JSON that conforms to a schema.
@@ -77,10 +90,10 @@ class Grammars:
 
         with self._lock:
             if self._child is None:
-                vocabulary = _vocabulary(self._tokenizer, self._ends)
+                self._prepare()
+                vocabulary = self._vocabulary
                 first = pickle.dumps((vocabulary.tokens, vocabulary.special_token_ids, vocabulary.ends))
                 command, environment = isolated(Path(check.__file__), NEEDED, str(check.SECONDS), str(check.WALL_SECONDS))
-                self._tables = vocabulary.tables()
                 self._child = ChildProcess(command, environment, 2 * check.WALL_SECONDS, first)
         answer = self._child.ask(grammar.encode())
         if answer is None:

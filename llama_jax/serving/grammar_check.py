@@ -101,7 +101,7 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
 def main(seconds: int, wall_seconds: float) -> None:
     """Read a pickled (tokens, special, ends), say that it is ready, and answer grammars with "t", or "e" and a reason."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    os.nice(NICENESS)
+    os.nice(max(NICENESS - os.nice(0), 0))  # the thread that starts it may have a low priority already
     tables = GrammarVocabulary(*pickle.load(source)).tables()
     if sys.platform == "linux":
         import resource

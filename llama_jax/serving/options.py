@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
-from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
+from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
 
 CPU_CHUNK, CHUNK = 32, 256  # tokens of a prompt that are read in one step
@@ -56,15 +56,17 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         least: dict[str, int] = {"rows": 1, "prefix_bytes": 0, "most_waiting": 0, "most_waiting_tokens": 0}
-        for name, lowest in (("context", 2), ("cache_tokens", 1), ("prefill_chunk", PAGE)):
+        for name, lowest in (("context", 2), ("cache_tokens", 1), ("prefill_chunk", PAGE_SIZE)):
             if getattr(self, name) is not None:
                 least[name] = lowest
         for name, lowest in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
-        if self.prefill_chunk is not None and self.prefill_chunk % PAGE:
-            raise GenerationError(f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE}, the tokens of a page")
+        if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
+            raise GenerationError(
+                f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
+            )
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
             raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup or a DraftModel")
         if self.cache.window is not None:
@@ -88,7 +90,7 @@ class EngineOptions:
 
     def pool_bytes(self, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> int:
         """Bytes of the cache of a model whose computation is in `dtype`."""
-        return self.pages(config) * cache_bytes(config, 1, PAGE, jnp.dtype(self.cache.dtype or dtype))
+        return self.pages(config) * cache_bytes(config, 1, PAGE_SIZE, jnp.dtype(self.cache.dtype or dtype))
 
     def programs(self, config: LlamaConfig) -> int:
         """About how many programs are compiled: one for each step, a burst, a scoring, and what empties and enters rows."""
@@ -117,7 +119,7 @@ class EngineOptions:
             raise GenerationError(
                 f"cache_tokens={tokens} are less than the context of {context}; set as many, or a shorter context"
             )
-        return -(-tokens // PAGE)
+        return -(-tokens // PAGE_SIZE)
 
     def for_platform(self, platform: str) -> EngineOptions:
         """The same with the default of `prefill_chunk` for a model on devices of this platform."""
@@ -134,4 +136,5 @@ class EngineOptions:
         sizes = [1]
         while sizes[-1] < self.rows:
             sizes.append(min(4 * sizes[-1], self.rows))
-        return (*((size, size) for size in sizes), *((self.rows, self.rows + count) for count in sorted({PAGE, self.chunk})))
+        with_prefill = ((self.rows, self.rows + count) for count in sorted({PAGE_SIZE, self.chunk}))
+        return (*((size, size) for size in sizes), *with_prefill)

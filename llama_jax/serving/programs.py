@@ -22,7 +22,7 @@ from llama_jax.inference.decode import DecodeState, logits_of, unconstrained_log
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
-from llama_jax.model.forward import forward, head_of, unembed
+from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
@@ -92,7 +92,7 @@ class StepBatch(NamedTuple):
 def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: int, count: int, dtype: str) -> ServingState:
     """The state before the first step, with `count` pages."""
     drafts = None if draft is None else init_pages(draft.config, count, dtype)
-    seen = jnp.zeros((seats, head_of(model.config, params).shape[0]), bool)
+    seen = jnp.zeros((seats, lm_head_of(model.config, params).shape[0]), bool)
     state = ServingState(init_pages(model.config, count, dtype), drafts, jnp.zeros(seats, jnp.int32), seen)
     return _laid_out(state, model.sharding)
 
@@ -127,8 +127,8 @@ def burst(
         )
         return state, following, lax.dynamic_update_slice_in_dim(chosen, packed, i, 1)
 
-    shape = len(batch.seats), BURST, packed_width(head_of(model.config, params).shape[0])
-    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "everywhere")
+    shape = len(batch.seats), BURST, packed_width(lm_head_of(model.config, params).shape[0])
+    nothing = model.sharding.constrain(jnp.zeros(shape, jnp.int32), "replicated")
     state, _, chosen = lax.fori_loop(0, count, once, (state, StepBatch(*map(jnp.asarray, batch)), nothing))
     return state, chosen
 
@@ -152,7 +152,7 @@ def verify_drafts(
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
-    packed = sharding.constrain(chosen.logprobs, "everywhere")
+    packed = sharding.constrain(chosen.logprobs, "replicated")
     return _with_chosen(state, batch, rows, sharding).replace(seen=seen), packed
 
 
@@ -175,7 +175,7 @@ def verify_own_drafts(
     Args:
       last_two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row without a draft.
     """
-    vocab = min(state.seen.shape[-1], head_of(draft.config, draft_params).shape[0])
+    vocab = min(state.seen.shape[-1], lm_head_of(draft.config, draft_params).shape[0])
     sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
 
     def draw(pages: Any, seen: jax.Array, i: jax.Array, tokens: jax.Array) -> Any:
@@ -222,7 +222,7 @@ def score(
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
-        return state, model.sharding.constrain(pack(choice), "everywhere")
+        return state, model.sharding.constrain(pack(choice), "replicated")
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
@@ -263,7 +263,7 @@ def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, shard
 def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:
     """The state after the last chosen token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
-    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "everywhere")
+    token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "replicated")
     seen = sharding.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
     return state.replace(token=token, seen=seen)
 
@@ -272,7 +272,7 @@ def _laid_out(state: ServingState, sharding: Sharding) -> ServingState:
     return ServingState(
         _constrained(state.pages, sharding),
         _constrained(state.draft_pages, sharding),
-        sharding.constrain(state.token, "everywhere"),
+        sharding.constrain(state.token, "replicated"),
         sharding.constrain(state.seen, "logits"),
     )
 

@@ -76,7 +76,7 @@ def _choose_without_cache(
     chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
     ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0), rows_in_use(state.done))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
-    return chosen, sharding.constrain(pack(choice), "everywhere")
+    return chosen, sharding.constrain(pack(choice), "replicated")
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_jax.inference.decode import Request
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.cache import PAGE
+from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import StepKind
 from llama_jax.serving.programs import StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
@@ -86,7 +86,7 @@ class ServedRow:
 
 def pages_of(tokens: int) -> int:
     """The number of pages that so many tokens take."""
-    return -(-tokens // PAGE)
+    return -(-tokens // PAGE_SIZE)
 
 
 class LaunchedStep(NamedTuple):

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from llama_jax.model.cache import PAGE
+from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pages import PagePool
@@ -119,7 +119,7 @@ class Scheduler:
             pages = self.pages.find(digests[row.read // size])
             if pages is None:
                 break
-            own = slice(row.read // PAGE, (row.read + size) // PAGE)
+            own = slice(row.read // PAGE_SIZE, (row.read + size) // PAGE_SIZE)
             self.pages.release(row.pages[own])
             row.pages[own] = pages
             row.read += size
@@ -196,7 +196,7 @@ class Scheduler:
                 self.pages.used(digests)
             row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
             if own == chunk and not begin % own and begin // own < len(digests):
-                self.pages.keep(digests[begin // own], row.pages[begin // PAGE : (begin + own) // PAGE])
+                self.pages.keep(digests[begin // own], row.pages[begin // PAGE_SIZE : (begin + own) // PAGE_SIZE])
         return LaunchedStep(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
     def _score(self, part: RowPart) -> None:
@@ -228,7 +228,7 @@ class Scheduler:
         if self.drafting is None or not self.rows:
             return 0
         number = self.drafting.choose(self._shape(len(self.rows)), [row.followed for row in self.rows])
-        capacity = self.width * PAGE
+        capacity = self.width * PAGE_SIZE
         return 0 if any(not row.chosen or row.read + number >= capacity for row in self.rows) else number
 
     def _shape(self, rows: int) -> tuple[int, int]:

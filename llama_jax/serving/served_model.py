@@ -11,8 +11,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.inference.speculation import DraftModel
-from llama_jax.model.cache import PAGE, CacheOptions, cache_bytes
-from llama_jax.model.forward import head_of
+from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
+from llama_jax.model.forward import lm_head_of
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
@@ -79,7 +79,7 @@ class ServedModel:
     @property
     def vocab(self) -> int:
         """Rows of the output projection: V, or more where it is divided over devices."""
-        return int(head_of(self.config, self.params).shape[0])
+        return int(lm_head_of(self.config, self.params).shape[0])
 
     @property
     def cache_dtype(self) -> str:
@@ -89,7 +89,7 @@ class ServedModel:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, with the draft model's."""
-        return sum(cache_bytes(model.config, 1, PAGE, model.cache_dtype) for model in self.models)
+        return sum(cache_bytes(model.config, 1, PAGE_SIZE, model.cache_dtype) for model in self.models)
 
     def rope_root(self, length: int) -> int:
         """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""

@@ -75,4 +75,4 @@ class CompileCount:
         self._counting = False
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event in ("/jax/core/compile/backend_compile_duration", compiled.LOADED)
+        self.count += event in ("/jax/core/compile/backend_compile_duration", compiled.LOAD_DURATION_EVENT)

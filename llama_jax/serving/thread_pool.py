@@ -13,21 +13,24 @@ from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
 
-NICENESS = 10  # rather than the engine, a pool's threads wait for a processor
+LOW = 10  # of `niceness`: as the processes that parse and compile
 IDLE_SECONDS = 1.0  # for which a thread waits for more work before it ends
 T = TypeVar("T")
 
 
 class DaemonThreadPool:
-    """Runs functions in a few threads of low priority, in the order in which they came.
+    """Runs functions in a few threads, in the order in which they came.
 
     Args:
       name: of the threads, and of the work in the error.
       most_waiting: functions that may wait for a thread; None for any number.
+      niceness: by which the threads wait for a processor rather than others do, where each thread has its own. Those that
+        they start have the same: it is not for a thread that may start XLA's.
     """
 
-    def __init__(self, name: str, threads: int, most_waiting: int | None = None) -> None:
+    def __init__(self, name: str, threads: int, most_waiting: int | None = None, niceness: int = 0) -> None:
         self._name = name
+        self._niceness = niceness
         self._threads = threads
         self._most_waiting = most_waiting
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -61,8 +64,9 @@ class DaemonThreadPool:
         return future
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if self._niceness and sys.platform == "linux":
+            this = os.PRIO_PROCESS, threading.get_native_id()
+            os.setpriority(*this, os.getpriority(*this) + self._niceness)
         while True:
             with self._changed:
                 self._idle += 1

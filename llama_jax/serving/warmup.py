@@ -5,6 +5,7 @@ On one device all are compiled ahead, lowered one after the other while several 
 
 from __future__ import annotations
 
+import contextvars
 import os
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,8 +112,9 @@ class _Lowering:
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
         key = program, structure, tuple(map(_signature, leaves))
         if key not in self._results:
-            self._results[key], compile_or_load = program.ahead(*args)
-            self.compiling.append(self._threads.submit(compile_or_load))
+            self._results[key], compile_or_load = program.lower_ahead(*args)
+            # In this context, so that the caller's `record_backends` sees the backends of what is loaded.
+            self.compiling.append(self._threads.submit(contextvars.copy_context().run, compile_or_load))
         return self._results[key]
 
 

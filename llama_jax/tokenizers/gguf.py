@@ -39,6 +39,7 @@ BY_TEXT = {
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
 }
+ENDS_BY_TEXT = ("fim_pad", "fim_rep", "fim_sep")
 OLDER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PART_OF_REPLIES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss's
 # Models whose special tokens swallow the white space after them, and tokens that do not.
@@ -164,7 +165,7 @@ class _Reader:
             found = self.token(name, count, self.token(OLDER_NAMES.get(name, name), count))
             if found is None and (found := next((ids[text] for text in texts.split() if text in ids), None)) is not None:
                 kinds[found] = EntryKind.CONTROL
-            if found is not None and name in ("fim_pad", "fim_rep", "fim_sep"):
+            if found is not None and name in ENDS_BY_TEXT:
                 ends.add(found)
         named = [ids[text] for text in END_NAMES if text in ids]
         ends.update(named)
@@ -407,11 +408,14 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
         ids[name] = special.get(str(text.get("content") if isinstance(text, dict) else text), -1)
     if EntryKind.UNKNOWN in fields["token_type"]:
         ids["unknown"] = fields["token_type"].index(EntryKind.UNKNOWN)
-    elif ids["unknown"] >= 0:
+    elif ids["unknown"] >= 0 and fields["model"] == "llama":  # among merged ones it is a control token
         fields["token_type"][ids["unknown"]] = int(EntryKind.UNKNOWN)
     ids["padding"] = pad_id_of(tokenizer, settings)
     ids |= {name: special.get(text, -1) for name, text in (("eot", "<|eot_id|>"), ("eom", "<|eom_id|>"))}
     known = {ids[name] for name in ("eos", "eot", "eom")} | {special[name] for name in ending_names(special)}
+    by_text = {text: token for token, text in enumerate(fields["tokens"])}
+    for name in ENDS_BY_TEXT:  # which a reader finds by itself
+        known |= {next((by_text[text] for text in BY_TEXT[name].split() if text in by_text), -1)}
     more = sorted(set(tokenizer.stop_ids) - known, key=lambda token: (token == tokenizer.bos_id, token))
     for name in ("eot", "eom"):  # the fields for more ends
         if ids[name] < 0 and more:

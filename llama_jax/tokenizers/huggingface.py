@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
     SPACE,
     Part,
@@ -67,6 +67,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
     """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`."""
     import tokenizers
 
+    _refuse_prefix(content, where)
     with library_errors(f"{where} is not a whole tokenizer.json"):
         library = tokenizers.Tokenizer.from_buffer(content)
         _add_tokens(library, settings)
@@ -77,6 +78,18 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
     if size - 1 > 2 * len(ids) + MAX_UNUSED_IDS:
         raise TokenizerError(f"{where} gives a token the id {size - 1}, but has {len(ids)} tokens; copy it again")
     return HuggingFaceTokenizer(library, where, size, settings)
+
+
+def _refuse_prefix(content: bytes, where: str) -> None:
+    """Raise TokenizerError for a prefix of pieces that continue a word, as BERT's: with some of them the library aborts."""
+    if b"\\u" in content or re.search(rb'"continuing_subword_prefix"\s*:\s*"', content):
+        try:
+            model = json.loads(content)["model"]
+            prefix = model["continuing_subword_prefix"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return  # which the library reports, or there is none
+        if prefix:
+            raise TokenizerError(f"{where}: continuing_subword_prefix={shown(prefix)} is not of a Llama's vocabulary")
 
 
 class HuggingFaceTokenizer(PartsTokenizer):

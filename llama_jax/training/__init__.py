@@ -1,1 +1,1 @@
-"""Learning from tokens: the loss, the optimizer, and the step that joins them."""
+"""Training: loss, optimizer, and the training step."""

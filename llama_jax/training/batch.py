@@ -12,46 +12,46 @@ from llama_jax.errors import GenerationError
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, numpy or JAX arrays: the first T tokens of each row are read, the last T are predicted.
+    """Rows of tokens, NumPy or JAX arrays: the first T tokens are inputs, the last T targets.
 
     Attributes:
       tokens: int32[B, T + 1].
       segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
         padding. A token attends to, and is predicted from, tokens of its own segment only. None: every row is one document.
-      positions: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
-      mask: bool[B, T + 1], which tokens are to be predicted, such as a chat's replies. None: all.
+      position_ids: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
+      loss_mask: bool[B, T + 1], tokens that count as targets, such as a chat's replies. None: all.
       noise: uint32[B, T + 1], random numbers from which the noise of each embedding is made, see `LossOptions.neftune`.
     """
 
     tokens: Any
     segment_ids: Any = None
-    positions: Any = None
-    mask: Any = None
+    position_ids: Any = None
+    loss_mask: Any = None
     noise: Any = None
 
 
 class NextTokenBatch(NamedTuple):
-    """A batch as the model reads it: each token with the target that is predicted from it.
+    """Inputs and targets of a `Batch`: each token with the one after it.
 
     Attributes:
       tokens: int32[B, T].
       targets: int32[B, T], the tokens after them.
-      weights: bool[B, T], which targets count in the loss.
-      segment_ids, positions: int32[B, T] of the tokens read, or None as in a `Batch`.
-      rope_lengths: int32[B, T], see `forward`; None where it follows from the other three.
-      noise: uint32[B, T] of the tokens read, or None as in a `Batch`.
+      target_mask: bool[B, T], which targets count in the loss.
+      segment_ids, position_ids: int32[B, T] of the inputs, or None as in a `Batch`.
+      rope_lengths: int32[B, T], see `Positions.rope_lengths`; None: computed from `position_ids` and `segment_ids`.
+      noise: uint32[B, T] of the inputs, or None as in a `Batch`.
     """
 
     tokens: jax.Array
     targets: jax.Array
-    weights: jax.Array
+    target_mask: jax.Array
     segment_ids: jax.Array | None = None
-    positions: jax.Array | None = None
+    position_ids: jax.Array | None = None
     rope_lengths: jax.Array | None = None
     noise: jax.Array | None = None
 
 
-def checked(batch: Batch) -> Batch:
+def checked_batch(batch: Batch) -> Batch:
     """The same as arrays.
 
     Raises:
@@ -67,12 +67,13 @@ def checked(batch: Batch) -> Batch:
     return arrays
 
 
-def shift(batch: Batch) -> NextTokenBatch:
-    """The first T tokens of each row to read and the last T to predict; for the errors see `checked`."""
-    batch = checked(batch)
-    read = (batch.segment_ids, batch.positions, batch.noise)
-    segment_ids, positions, noise = (None if part is None else part[:, :-1] for part in read)
-    return NextTokenBatch(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions, noise=noise)
+def to_next_token_batch(batch: Batch) -> NextTokenBatch:
+    """The first T tokens of each row as inputs and the last T as targets; for the errors see `checked_batch`."""
+    batch = checked_batch(batch)
+    inputs = (batch.segment_ids, batch.position_ids, batch.noise)
+    segment_ids, position_ids, noise = (None if part is None else part[:, :-1] for part in inputs)
+    tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    return NextTokenBatch(tokens, targets, predicted(batch), segment_ids, position_ids, noise=noise)
 
 
 def predicted(batch: Batch) -> Bool[Array, "B T"]:
@@ -81,8 +82,8 @@ def predicted(batch: Batch) -> Bool[Array, "B T"]:
     if batch.segment_ids is not None:
         before, after = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]
         counts &= (before == after) & (after > 0)
-    if batch.mask is not None:
-        counts &= jnp.asarray(batch.mask[:, 1:], bool)
+    if batch.loss_mask is not None:
+        counts &= jnp.asarray(batch.loss_mask[:, 1:], bool)
     return counts
 
 

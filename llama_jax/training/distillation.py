@@ -13,13 +13,13 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import forward, head_of
+from llama_jax.model.forward import forward, lm_head_of
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
-from llama_jax.training.batch import Batch, shift
+from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import LossOptions, TaskSums
 
 
@@ -68,7 +68,7 @@ class Teacher(NamedTuple):
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
     """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
 
-    Both models read the rows; the hidden states [B, T, D] of both are held, and one chunk of their logits. `more` has the
+    Both models read the rows; the hidden states [B, T, D] of both are held, and one chunk of their logits. `metrics` has the
     sums "kl", of the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
     """
 
@@ -79,27 +79,27 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         options: LossOptions = LossOptions(),
         sharding: Sharding = Sharding(),
     ) -> TaskSums:
-        rows = sharding.arrange(shift(batch))
-        positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+        rows = sharding.reorder_batch(to_next_token_batch(batch))
+        positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
 
         def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
-            logit_options = LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.shares, sharding.constrain)
-            return Logits(sharding.constrain(hidden, "hidden"), head_of(*model)), logit_options
+            logit_options = LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.batch_shards, sharding.constrain)
+            return Logits(sharding.constrain(hidden, "hidden"), lm_head_of(*model)), logit_options
 
         with sharding.context():
             student, logit_options = read((config, params), sharding)
             teacher_logits, teacher_options = read(
-                (teacher.config, lax.stop_gradient(teacher.sharding.fit(teacher.params))), teacher.sharding
+                (teacher.config, lax.stop_gradient(teacher.sharding.prepare_params(teacher.params))), teacher.sharding
             )
-            targets = jnp.where(rows.weights, rows.targets, -1)
+            targets = jnp.where(rows.target_mask, rows.targets, -1)
             divergence_options = DivergenceOptions(distill.temperature, distill.top_k)
             per_token = token_divergence(
                 student, teacher_logits, targets, (logit_options, teacher_options), divergence_options
             )
         kl, nll = jnp.sum(per_token.divergence), jnp.sum(per_token.nll)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
-        more = {"kl": kl, "cross_entropy": nll}
-        return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, more))
+        metrics = {"kl": kl, "cross_entropy": nll}
+        return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))
 
     return loss

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.forward import forward, head_of
+from llama_jax.model.forward import forward, lm_head_of
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.cross_entropy import token_logprobs as chunked_logprobs
-from llama_jax.training.batch import Batch, shift
+from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import LossOptions
 
 
@@ -30,7 +30,7 @@ def token_logprobs(
     answer that the mask marks. Differentiable in the parameters; `ops.cross_entropy` makes the logits in chunks.
 
     Args:
-      params: sharded as `sharding.fit` gives them, as for `total_loss`.
+      params: sharded as `sharding.prepare_params` gives them, as for `total_loss`.
       options: `z_loss` must be 0, because it is part of a loss, and this is not a loss.
       sharding: see `total_loss`; not one that divides the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
@@ -42,14 +42,14 @@ def token_logprobs(
     """
     if options.z_loss:
         raise ConfigError(f"z_loss={options.z_loss} has no meaning for log-probabilities; leave it at 0")
-    whole = shift(batch)
-    rows = sharding.arrange(whole)
+    whole = to_next_token_batch(batch)
+    rows = sharding.reorder_batch(whole)
     if rows.tokens.shape != whole.tokens.shape:
         raise MeshError("log-probabilities are of whole rows, which context divides; use data, fsdp and tensor")
-    positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
     hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.shares, sharding.constrain)
-        targets = jnp.where(rows.weights, rows.targets, -1)
-        return chunked_logprobs(hidden, head_of(config, params), targets, logit_options, temperature)
+        logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.batch_shards, sharding.constrain)
+        targets = jnp.where(rows.target_mask, rows.targets, -1)
+        return chunked_logprobs(hidden, lm_head_of(config, params), targets, logit_options, temperature)

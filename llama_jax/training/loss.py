@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import forward, head_of
+from llama_jax.model.forward import forward, lm_head_of
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
-from llama_jax.training.batch import Batch, predicted, shift
+from llama_jax.training.batch import Batch, predicted, to_next_token_batch
 from llama_jax.training.neftune import noisy
 
-LOSS_CHUNK = 64
+LOSS_CHUNK = 64  # positions per row whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class LossOptions:
 
     Attributes:
       compute: of the forward pass: dtype, rematerialization, attention.
-      chunk: positions of each row whose logits are held at a time.
-      z_loss: see `ops.LogitOptions`; 1e-4 is usual.
-      neftune: alpha of the noise that is added to what the embedding gives of a document of L tokens: uniform within
-        alpha / sqrt(L D) (NEFTune: Jain et al. 2023, algorithm 1); 5 to 15 are usual where few conversations are learned. It
-        is made of `Batch.noise`. 0 adds none.
+      chunk: positions per row whose logits are in memory at a time.
+      z_loss: see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
+      neftune: NEFTune's alpha: embeddings of a document of L tokens get uniform noise within alpha / sqrt(L D) (Jain et al.
+        2023, algorithm 1), made from `Batch.noise`; 5 to 15 are usual for fine-tuning on few conversations. 0 adds none.
 
     Raises:
       ConfigError: an invalid value.
@@ -57,13 +56,13 @@ class TaskSums(NamedTuple):
     Attributes:
       loss: float[], to be minimized.
       nll: float[], reported as the loss; it gets no gradient.
-      more: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", if given, is the
+      metrics: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", if given, is the
         number of tokens that is reported, instead of the loss's divisor.
     """
 
     loss: jax.Array
     nll: jax.Array
-    more: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]
 
 
 def next_token_loss(
@@ -88,10 +87,10 @@ def total_loss(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> LossSums:
-    """The sums over all predicted tokens: to be divided by their number over all devices.
+    """Sums over predicted tokens, not yet divided by their global count.
 
-    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them in chunks. Gradients
-    have the dtype of `params`, the logarithm and the sums are float32 at least.
+    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` computes them in chunks.
+    Gradients have the dtype of `params`, the logarithm and the sums are float32 at least.
 
     Args:
       sharding: its `constrain` is called here with "hidden" [B, T, D], from `forward`, and by `ops.cross_entropy`.
@@ -100,12 +99,14 @@ def total_loss(
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
       ConfigError: `neftune` without random numbers for its noise in the batch.
     """
-    rows = sharding.arrange(shift(batch))
-    positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    read = noisy(params, rows, options.neftune) if options.neftune else params
-    hidden, _ = forward(config, read, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
+    rows = sharding.reorder_batch(to_next_token_batch(batch))
+    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+    noisy_params = noisy(params, rows, options.neftune) if options.neftune else params
+    hidden, _ = forward(config, noisy_params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        logit_options = LogitOptions(options.chunk, options.z_loss, config.vocab_size, sharding.shares, sharding.constrain)
-        return cross_entropy(hidden, head_of(config, params), rows.targets, weights, logit_options)
+        weights = rows.target_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        logit_options = LogitOptions(
+            options.chunk, options.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain
+        )
+        return cross_entropy(hidden, lm_head_of(config, params), rows.targets, weights, logit_options)

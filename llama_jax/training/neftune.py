@@ -63,6 +63,6 @@ def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:
     lengths = rows.rope_lengths
     if lengths is None:
         places = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1], dtype=jnp.int32), rows.tokens.shape)
-        lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
+        lengths = lengths_of(places, positions=rows.position_ids, segment_ids=rows.segment_ids)
         lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], rows.tokens.shape)
     return params.replace(embedding=NoisyTable(params.embedding, rows.noise, lengths, alpha))

@@ -1,4 +1,4 @@
-"""The optimizers that Llamas are trained with, and their learning rates."""
+"""AdamW and Muon, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from llama_jax.errors import ConfigError
@@ -17,7 +18,7 @@ ScheduleName = Literal["cosine", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What decides an update, beside the gradients.
+    """Settings of the optimizer.
 
     Attributes:
       name: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
@@ -31,9 +32,10 @@ class OptimizerSettings:
       lora_plus: factor of the learning rate for B and the magnitudes of adapters; 16 is usual, with a lower rate for A
         (Hayou et al. 2024), and 1 is the same rate for all.
       momentum: momentum of Muon.
-      weight_decay: decoupled weight decay, times the learning rate, for matrices, the embedding among them, and not for
-        normalizations.
-      clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
+      weight_decay: decoupled weight decay, times the learning rate, for matrices including the embedding, but not for norm
+        weights or biases.
+      clip_norm: larger gradients are scaled down to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3); 0
+        clips nothing.
 
     Raises:
       ConfigError: an invalid value.
@@ -100,13 +102,34 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     return optax.join_schedules(pieces, ends)
 
 
-def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run with this many steps: AdamW, or Muon."""
-    s, rates = settings, learning_rates(settings, steps)
-    rule = adamw(rates, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
+def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run with this many steps: AdamW, or Muon, with clipped gradients."""
+    s, schedule = settings, learning_rates(settings, steps)
+    adam = adamw(schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
     if s.lora_plus != 1:  # scales AdamW's update with its weight decay, like a separate learning rate
-        rule = optax.chain(rule, optax.masked(optax.scale(s.lora_plus), _is_after_a))
-    return rule if s.name == "adamw" else optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
+        adam = optax.chain(adam, optax.masked(optax.scale(s.lora_plus), _is_lora_b_or_magnitude))
+    optimizer = adam if s.name == "adamw" else optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_of)
+    return clipped(optimizer, s.clip_norm)
+
+
+def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """The optimizer on gradients that are scaled down to this Euclidean norm, with the same state; 0 clips nothing.
+
+    Its `update` takes the norm as `grad_norm` from `train_step`, which has computed it; without it, it computes the norm.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    if not clip_norm:
+        return inner
+
+    def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **more: Any) -> tuple[Any, Any]:
+        norm = grad_norm
+        if norm is None:
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
+        # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
+        return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **more)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def adamw(
@@ -119,16 +142,16 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
-    Weight decay applies to matrices, including the embedding, and not to the weights of normalizations: other weights would
-    only compensate for a norm's weight that shrinks.
+    Decays matrices including the embedding, but not norm weights or biases: other weights would only compensate for a norm
+    weight that shrinks. Gradients are not clipped, see `clipped`.
     """
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_is_matrix)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decay_mask)
 
 
-def _muon(settings: OptimizerSettings, rates: optax.Schedule) -> optax.GradientTransformation:
+def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) with updates of the size of AdamW's (Liu et al. 2025, section 2.2)."""
     return optax.contrib.muon(
-        rates,
+        schedule,
         beta=settings.momentum,
         weight_decay=settings.weight_decay,
         muon_weight_dimension_numbers=_matrix_axes,
@@ -140,19 +163,19 @@ def _matrix_axes(params: Llama) -> Llama:
     """Which axes of each array are a matrix's input and output; the others, such as the layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=spec_at(path).outputs)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=spec_at(path).output_axes)
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _rule_of(params: Llama) -> Llama:
-    def rule(path: tuple[Any, ...], _: Any) -> OptimizerName:
-        return "adamw" if spec_at(path).outputs is None else "muon"
+def _optimizer_of(params: Llama) -> Llama:
+    def name(path: tuple[Any, ...], _: Any) -> OptimizerName:
+        return "adamw" if spec_at(path).output_axes is None else "muon"
 
-    return jax.tree_util.tree_map_with_path(rule, params)
+    return jax.tree_util.tree_map_with_path(name, params)
 
 
-def _is_after_a(params: Llama) -> Llama:
+def _is_lora_b_or_magnitude(params: Llama) -> Llama:
     """Mark B and the magnitude of adapters.
 
     Raises:
@@ -168,5 +191,5 @@ def _is_after_a(params: Llama) -> Llama:
     return marked
 
 
-def _is_matrix(params: Llama) -> Llama:
+def _decay_mask(params: Llama) -> Llama:
     return jax.tree_util.tree_map_with_path(lambda path, _: spec_at(path).decays, params)

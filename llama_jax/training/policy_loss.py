@@ -57,7 +57,8 @@ class AnswerLoss:
     ) -> TaskSums:
         """Sums over rows, for a `train_step` that divides them by `count`.
 
-        In `more`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over them.
+        In `metrics`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over
+        them.
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
@@ -65,8 +66,8 @@ class AnswerLoss:
         sampled = detached if judged.sampled is None else judged.sampled
         sums = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
         gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - detached, 0)))
-        more = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
-        return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, more))
+        metrics = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
+        return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
     def count(self, judged: ScoredAnswers) -> Float32[Array, ""]:
         """The divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""

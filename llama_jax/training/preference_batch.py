@@ -25,7 +25,7 @@ class PairBatch(NamedTuple):
     with answers to other prompts. Each answer with its prompt is a segment; a pair has the same segment on both sides.
 
     Attributes:
-      tokens, segment_ids, positions, mask: [B, 2, T + 1], as in a `Batch`; the mask is the answers.
+      tokens, segment_ids, position_ids, loss_mask: [B, 2, T + 1], as in a `Batch`; the mask is the answers.
       there: bool[B, P], which segments are pairs; the others are empty.
       desirable: bool[B, P], for KTO, which answers are good; otherwise None.
       reference: float32[B, 2, P], log-probabilities of the answers by the reference; None where there is none, or none yet.
@@ -35,8 +35,8 @@ class PairBatch(NamedTuple):
 
     tokens: Any
     segment_ids: Any
-    positions: Any
-    mask: Any
+    position_ids: Any
+    loss_mask: Any
     there: Any
     desirable: Any = None
     reference: Any = None
@@ -63,7 +63,7 @@ def answer_logprobs(
     sharding: Sharding = Sharding(),
 ) -> AnswerSums:
     """Log-probabilities of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
-    parts = batch.tokens, batch.segment_ids, batch.positions, batch.mask
+    parts = batch.tokens, batch.segment_ids, batch.position_ids, batch.loss_mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
     logprobs = token_logprobs(config, params, rows, options, sharding)
     numbers = 1 + jnp.arange(batch.there.shape[1])
@@ -88,7 +88,7 @@ def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> 
 def side(batch: PairBatch, number: int) -> PairBatch:
     """One of the two sides alone: [B, 1, ...]."""
     cut = lambda part: None if part is None else part[:, number : number + 1]
-    rows = (cut(part) for part in (batch.tokens, batch.segment_ids, batch.positions, batch.mask))
+    rows = (cut(part) for part in (batch.tokens, batch.segment_ids, batch.position_ids, batch.loss_mask))
     return batch._replace(**dict(zip(PairBatch._fields, rows, strict=False)), reference=cut(batch.reference))
 
 
@@ -151,31 +151,31 @@ def pair_loss(
 ) -> TaskSums:
     """The sum of the losses of a batch, to be divided by `pair_count`; see `preference_loss` and `kto_loss`.
 
-    `more` has sums: "tokens" of the answers; over pairs "chosen_reward", "rejected_reward", "chosen_logprob",
+    `metrics` has sums: "tokens" of the answers; over pairs "chosen_reward", "rejected_reward", "chosen_logprob",
     "rejected_logprob", and "right", pairs whose chosen answer has the larger reward; "chosen" and "rejected", how many
     answers these are sums over. Chosen answers of KTO are the good ones, and there is no "right".
     """
     answers = answer_logprobs(config, params, batch, options, sharding)
     result = preferred(answers, batch, preference)
     loss = jnp.sum(result.losses)
-    more = jax.tree.map(lax.stop_gradient, sums_of(answers, result, batch))
-    return TaskSums(loss, lax.stop_gradient(loss), more)
+    metrics = jax.tree.map(lax.stop_gradient, sums_of(answers, result, batch))
+    return TaskSums(loss, lax.stop_gradient(loss), metrics)
 
 
 def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, Float[Array, ""]]:
-    """The `more` of `pair_loss`."""
+    """The `metrics` of `pair_loss`."""
     if batch.desirable is None:
         good, bad = answers.logprobs[:, 0], answers.logprobs[:, 1]
         chosen = rejected = batch.there
         of_bad = result.rewards.rejected
-        more = {"right": jnp.sum(batch.there & (result.rewards.chosen > of_bad), dtype=jnp.float32)}
+        metrics = {"right": jnp.sum(batch.there & (result.rewards.chosen > of_bad), dtype=jnp.float32)}
     else:
         good = bad = answers.logprobs[:, 0]
         chosen, rejected = batch.there & batch.desirable, batch.there & ~batch.desirable
-        of_bad, more = result.rewards.chosen, {}
+        of_bad, metrics = result.rewards.chosen, {}
     over = lambda where, values: jnp.sum(jnp.where(where, values, 0))
     return {
-        **more,
+        **metrics,
         "tokens": jnp.sum(answers.lengths),
         "chosen": jnp.sum(chosen, dtype=jnp.float32),
         "rejected": jnp.sum(rejected, dtype=jnp.float32),

@@ -26,11 +26,11 @@ from llama_jax.training.batch import Batch, predicted_count
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
-Kept = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the average
+Updated = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the moving average
 
 
 class TrainState(struct.PyTreeNode):
-    """What training carries from step to step: an immutable pytree.
+    """The state of training between steps: an immutable pytree.
 
     Attributes:
       step: int32[], steps taken, including skipped ones.
@@ -78,17 +78,15 @@ def init_state(
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What decides a step, beside the optimizer.
+    """Options of a training step.
 
     Attributes:
-      loss: how the loss is computed. With float32 parameters and `Compute("bfloat16")` updates smaller than bfloat16 can
-        tell are not lost (Micikevicius et al. 2018, section 3.1).
-      accumulate: parts into which the rows are divided, one after the other, so that the activations of only one part are
-        alive; the gradients are summed in the parameters' dtype.
-      clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
-        0 leaves them.
-      ema_decay: of the moving average that the state keeps; it is smaller in the first steps, (1 + n) / (10 + n).
-      count: of a batch what the sum of its losses is divided by, float32[], as of text the tokens that are predicted.
+      loss: how the loss is computed. With `Compute("bfloat16")`, float32 parameters keep updates below bfloat16's resolution
+        (Micikevicius et al. 2018, section 3.1).
+      accumulate: number of microbatches of a batch, run one after the other, so that the activations of only one are alive;
+        the gradients are summed in the parameters' dtype.
+      ema_decay: of the moving average that the state keeps; with a warm-up, at most (1 + n) / (10 + n) after n updates.
+      count: maps a batch to the divisor of its summed loss, float32[]; by default the number of predicted tokens.
 
     Raises:
       ConfigError: an invalid value.
@@ -96,14 +94,11 @@ class StepOptions:
 
     loss: LossOptions = LossOptions()
     accumulate: int = 1
-    clip_norm: float = 0.0
     ema_decay: float = 0.0
     count: Callable[[Any], jax.Array] = predicted_count
 
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
-        if not 0 <= self.clip_norm < float("inf"):
-            raise ConfigError(f"clip_norm={self.clip_norm} must be at least 0")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
@@ -117,21 +112,23 @@ def train_step(
     sharding: Sharding = Sharding(),
     loss: Loss = total_loss,
 ) -> tuple[TrainState, dict[str, Shaped[Array, ""]]]:
-    """Update the parameters once, to make `batch` more probable. Intended for `jax.jit` with the state donated.
+    """One optimizer update on `batch`. Intended for `jax.jit` with the state donated.
 
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
+      optimizer: from `make_optimizer`, which clips gradients; or any of optax.
       batch: B rows; every predicted token has the same weight, however the tokens are spread over rows and devices. With
         your own loss, any pytree of arrays [B, ...] for which `options.count` gives the divisor of its losses.
       loss: your own loss, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
         `TaskSums`.
 
     Returns:
-      The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
-      Euclidean norm of all gradients; "tokens", how many were predicted, on all devices; float32[] each. If the first two
+      The next state, and the metrics of this step before the update: "loss", the mean nll in nats per predicted token
+      (without z-loss); "grad_norm", the Euclidean norm of all gradients; "tokens", how many were predicted, on all devices;
+      float32[] each. If the first two
       are not finite, only the counters of the state have changed. "skipped" and "skipped_in_a_row" are the counters after
-      the step. With `TaskSums` the metrics also have the sums of `more`, over all rows and undivided.
+      the step. With `TaskSums` the metrics also have its `metrics`, summed over all rows and undivided.
 
     Raises:
       ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
@@ -142,30 +139,30 @@ def train_step(
         )
     with sharding.context():
         batch = jax.tree.map(jnp.asarray, batch)
-        (nll, more), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
+        (nll, task_metrics), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
         norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-    return state, {"loss": nll, "grad_norm": norm, "tokens": count, **counters, **more}
+    return state, {"loss": nll, "grad_norm": norm, "tokens": count, **counters, **task_metrics}
 
 
 def _gradients(
     config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, sharding: Sharding, loss: Loss
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array]:
-    """Mean negative log-likelihood and further sums, its gradients, and the divisor of the mean, over all devices."""
-    over = identity if sharding.axis_name is None else partial(lax.psum, axis_name=sharding.axis_name)
-    if sharding.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
+    """Mean nll and further sums, the gradients of the mean loss, and the divisor, over all devices."""
+    psum = identity if sharding.axis_name is None else partial(lax.psum, axis_name=sharding.axis_name)
+    if sharding.axis_name is not None:  # each device differentiates its part of the mean; they are summed at the end
         params = _as_varying(params, sharding.axis_name)
-    count = over(options.count(batch))
+    count = psum(options.count(batch))
 
-    def share_of(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
-        sums = loss(config, sharding.fit(params), batch, options.loss, sharding)
-        more = sums.more if isinstance(sums, TaskSums) else {}
-        return sums.loss / jnp.maximum(count, 1), (sums.nll / jnp.maximum(count, 1), more)
+    def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
+        sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
+        metrics = sums.metrics if isinstance(sums, TaskSums) else {}
+        return sums.loss / jnp.maximum(count, 1), (sums.nll / jnp.maximum(count, 1), metrics)
 
-    differentiate = jax.value_and_grad(share_of, has_aux=True)
+    differentiate = jax.value_and_grad(mean_loss, has_aux=True)
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
         (_, reported), gradients = differentiate(params, part)
@@ -180,13 +177,13 @@ def _gradients(
         if sharding.axis_name is not None:
             start = _as_varying(start, sharding.axis_name)
         (reported, gradients), _ = lax.scan(add, start, parts)
-    return *over((reported, gradients)), count
+    return *psum((reported, gradients)), count
 
 
 def _as_varying(tree: Any, axis_name: str) -> Any:
     """The same values, marked as varying between the devices along the axis.
 
-    Where `jax.shard_map` tracks varying values, gradients of replicated values would otherwise be summed at once.
+    Under `jax.shard_map`, gradients of replicated values would otherwise be psummed in every microbatch.
     """
     return lax.pcast(tree, axis_name, to="varying")
 
@@ -200,16 +197,12 @@ def _updated(
     options: StepOptions,
 ) -> TrainState:
     """The next state; if the gradients are not finite, the same except for the counters."""
+    apply = optax.with_extra_args_support(optimizer)
 
-    def update(kept: Kept) -> Kept:
-        params, opt_state, ema = kept
-        clipped = gradients
-        if options.clip_norm:
-            # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
-            scale = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-30))
-            clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
+    def update(before: Updated) -> Updated:
+        params, opt_state, ema = before
         with jax.numpy_dtype_promotion("standard"):  # which optax relies on, as in decay**count
-            updates, opt_state = optimizer.update(clipped, opt_state, params)
+            updates, opt_state = apply.update(gradients, opt_state, params, grad_norm=norm)
         params = optax.apply_updates(params, updates)
         if ema is not None:
             ema = _average(ema, params, state.step - state.skipped, options.ema_decay)
@@ -240,6 +233,6 @@ def microbatches(batch: Any, parts: int) -> Any:
 
 
 def _average(ema: Llama, params: Llama, updates: jax.Array, decay: float) -> Llama:
-    """Polyak & Juditsky 1992; the first steps, from random parameters, are forgotten sooner."""
+    """Update the EMA (Polyak & Juditsky 1992), with a decay warm-up of (1 + n) / (10 + n)."""
     keep = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
     return jax.tree.map(lambda old, new: (old + (1 - keep) * (new - old)).astype(old.dtype), ema, params)

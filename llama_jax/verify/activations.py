@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import finish, unembed
+from llama_jax.model.forward import apply_final_norm, unembed
 from llama_jax.model.logits import observe
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import stack
@@ -107,7 +107,7 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
     """Logits [T, V] of the stream [T, D] that the last layer leaves."""
-    return unembed(config, params, finish(config, params, stream))
+    return unembed(config, params, apply_final_norm(config, params, stream))
 
 
 # Simple enough for a model that only knows children's stories, and not from any book.

@@ -19,7 +19,7 @@ from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import is_weight
 from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import with_fallback
-from llama_jax.ops.weights.layers import layer_of
+from llama_jax.ops.weights.layers import get_layer
 from llama_jax.ops.weights.lora import LoraWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.verify.activations import Origin
@@ -182,7 +182,7 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
     for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
         weights, row = leaf.base if isinstance(leaf, LoraWeight) else leaf, spec_at(path)
         for layer in range(weights.shape[0]) if row.in_blocks else [None]:
-            weight = weights if layer is None else layer_of(weights, layer)
+            weight = weights if layer is None else get_layer(weights, layer)
             if isinstance(weight, QuantizedWeight | JoinedWeight):
                 exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackParts) else dense[layer]
                 name = row.path.removeprefix("blocks.")

@@ -259,7 +259,7 @@ def test_quantized_layers_of_8b_are_never_dense(hardware, kinds):
         assert decode["bytes_per_device"]["temporaries"] < layer, kind
         assert prefill["bytes_per_device"]["temporaries"] < layer, kind
         # What is read for a token is what there is: a weight that is decoded first would be read twice.
-        assert decode["token"]["read_ratio"] < (1.05 if QUANT_FORMATS[kind].of_gguf else 1.2), kind
+        assert decode["token"]["read_ratio"] < (1.05 if QUANT_FORMATS[kind].is_gguf else 1.2), kind
 
 
 DECODED = """

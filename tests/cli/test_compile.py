@@ -9,7 +9,7 @@ from llama_jax import compiled
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_generate_runs(tmp_path, monkeypatch):
     folder = tmp_path / "executables"
-    monkeypatch.setenv(compiled.VARIABLE, str(folder))
+    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(folder))
     done = run("compile", "--max-tokens", "16")
     assert done.returncode == 0
     files = sorted(folder.iterdir())
@@ -37,7 +37,7 @@ def test_what_cannot_be_kept_is_refused(options, said):
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
-    monkeypatch.setenv(compiled.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path))
     done = run("compile")
     assert done.returncode == 2
     assert "executables are not kept: others may write to it (mode 777); set LLAMA_JAX_EXECUTABLES" in done.stderr

@@ -16,7 +16,7 @@ from commands import error_of, run_here
 from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.cli.estimate import kinds_in_files, read_config
 from llama_jax.formats.huggingface import config_to_dict
-from llama_jax.model.cache import PAGE
+from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
@@ -180,7 +180,7 @@ def test_decoding_as_json(run):
     for parts in programs.values():
         assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
     # A cache of 512 tokens, the next power of two; and of the two rows that a device has, the tables and lengths.
-    assert programs["decode"]["cache"] == cache_bytes(CONFIG, 4, 512, "bfloat16") // 4 + 2 * 4 * (512 // PAGE + 1)
+    assert programs["decode"]["cache"] == cache_bytes(CONFIG, 4, 512, "bfloat16") // 4 + 2 * 4 * (512 // PAGE_SIZE + 1)
     assert found["peak_per_device"] == max(parts["total"] for parts in programs.values())
     assert found["peak_of_mesh"] == 4 * found["peak_per_device"]
 

@@ -23,7 +23,7 @@ from llama_jax.cli.jax_setup import use_compilation_cache
 from llama_jax.compiled import cached_jit as module
 from llama_jax.compiled import keys, store
 from llama_jax.inference.decode import shard_cache
-from llama_jax.model.cache import branch, init_cache
+from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops.platform import native_code
 from llama_jax.serving.engine import Engine
@@ -34,7 +34,7 @@ from llama_jax.serving.programs import programs_for
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder that executables are stored in, also those that were compiled in no time."""
-    monkeypatch.setenv(compiled.VARIABLE, str(tmp_path / "cache" / "executables"))
+    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path / "cache" / "executables"))
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield tmp_path / "cache" / "executables"
@@ -47,7 +47,7 @@ def loads():
     seconds = []
 
     def listen(event, duration, **_):
-        if event == compiled.LOADED:
+        if event == compiled.LOAD_DURATION_EVENT:
             seconds.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -93,7 +93,7 @@ def test_a_second_process_traces_nothing(stories_folder, stories, folder, monkey
     first, second = run(), run()
     assert first[0] > 0
     assert second[0] == 0
-    monkeypatch.setenv(compiled.VARIABLE, "off")
+    monkeypatch.setenv(compiled.EXECUTABLES_ENV, "off")
     (plain,) = llama_jax.generate(*stories[:2], [[1, 100, 200]], max_new_tokens=6)
     assert first[1:] == second[1:] == [["native"], plain.tokens, [x.hex() for x in plain.logprobs]]
 
@@ -113,7 +113,7 @@ def test_an_executable_is_found_by_the_next_process(folder, loads):
 
 def test_nothing_is_stored_without_a_folder(folder, loads, monkeypatch):
     for name in ("off", ""):
-        monkeypatch.setenv(compiled.VARIABLE, name)
+        monkeypatch.setenv(compiled.EXECUTABLES_ENV, name)
         np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert not folder.exists()
     assert not loads
@@ -160,7 +160,7 @@ def test_what_others_may_write_is_not_used(folder, loads, monkeypatch):
     np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert path.stat().st_mode & 0o777 == 0o600  # it was replaced by one's own
     folder.chmod(0o770)
-    assert compiled.refusal(folder) == "others may write to it (mode 770)"
+    assert compiled.reason_unsafe(folder) == "others may write to it (mode 770)"
     path.unlink()
     np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert not list(folder.iterdir())
@@ -169,7 +169,7 @@ def test_what_others_may_write_is_not_used(folder, loads, monkeypatch):
     owner = folder.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     monkeypatch.setattr(store, "ROOT", owner + 2)
-    assert compiled.refusal(folder) == f"it belongs to another user (uid {owner})"
+    assert compiled.reason_unsafe(folder) == f"it belongs to another user (uid {owner})"
     np.testing.assert_array_equal(norm()(X, WEIGHT, 1e-5), expected())
     assert not loads
 
@@ -288,7 +288,7 @@ def test_the_digest_is_of_the_sources(tmp_path, monkeypatch):
 
 def test_programs_in_one_process_are_told_apart(folder):
     """By dtypes and shardings too, of which the quick look at the arguments sees nothing where they are in a tree."""
-    program = compiled.jit(branch, static_argnums=(1, 2))
+    program = compiled.jit(repeat_rows, static_argnums=(1, 2))
     devices = jax.devices()
     sharding = NamedSharding(Mesh(devices[:2], ("rows",)), PartitionSpec())
     for _ in range(2):
@@ -366,7 +366,7 @@ def test_a_platform_that_serializes_nothing_says_so(folder, monkeypatch, caplog)
 def test_programs_made_ahead_from_shapes_are_those_that_are_called(folder, loads):
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
     program = norm()
-    results, make = program.ahead(shape, jnp.asarray(WEIGHT), 1e-5)
+    results, make = program.lower_ahead(shape, jnp.asarray(WEIGHT), 1e-5)
     assert (results.shape, results.dtype) == (X.shape, X.dtype)
     assert not folder.exists()
     with ThreadPoolExecutor(1) as threads:
@@ -376,7 +376,7 @@ def test_programs_made_ahead_from_shapes_are_those_that_are_called(folder, loads
     assert list(folder.iterdir()) == [path]
     assert not loads
     program = norm()
-    results, load = program.ahead(shape, jnp.asarray(WEIGHT), 1e-5)
+    results, load = program.lower_ahead(shape, jnp.asarray(WEIGHT), 1e-5)
     assert (results.shape, results.dtype) == (X.shape, X.dtype)
     load()
     assert len(loads) == 1
@@ -396,12 +396,12 @@ def test_threads_may_call_one_program(folder):
 @pytest.mark.parametrize("off", [False, True])
 def test_commands_store_executables_beside_jaxs_programs(off, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(compiled.VARIABLE)
+    monkeypatch.delenv(compiled.EXECUTABLES_ENV)
     settings = {}
     monkeypatch.setattr(jax.config, "update", settings.__setitem__)
     use_compilation_cache(off)
     wanted = "off" if off else str(tmp_path / "cache" / "executables")
-    assert os.environ[compiled.VARIABLE] == wanted
+    assert os.environ[compiled.EXECUTABLES_ENV] == wanted
     assert settings.get("jax_enable_compilation_cache", True) is not off
     assert capsys.readouterr().err == ""
 
@@ -410,7 +410,7 @@ def test_commands_say_that_a_folder_is_not_their_users_own(tmp_path, monkeypatch
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     (tmp_path / "executables").mkdir()
     (tmp_path / "executables").chmod(0o777)
-    monkeypatch.delenv(compiled.VARIABLE)
+    monkeypatch.delenv(compiled.EXECUTABLES_ENV)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     use_compilation_cache()
     said = f"llama-jax: executables in {tmp_path}/executables are not used: others may write to it (mode 777)\n"

@@ -15,7 +15,7 @@ BOS, EOS = 256, 257
 
 @dataclass
 class ByteTokenizer:
-    """As much of a `Tokenizer` as the data room asks for; `encoded` counts the texts."""
+    """As much of a `Tokenizer` as `llama_jax.data` asks for; `encoded` counts the texts."""
 
     vocab_size: int = 258
     bos_id: int = BOS

@@ -75,7 +75,7 @@ def test_batches_have_the_types_that_a_step_takes():
     batch = next(training_batches(CORPUS, 4, LENGTH, seed=0))
     assert {part.dtype for part in batch[:3]} == {np.dtype(np.int32)}
     assert {part.shape for part in batch[:3]} == {(4, LENGTH + 1)}
-    assert batch.mask is None
+    assert batch.loss_mask is None
 
 
 @pytest.mark.parametrize(("batch", "hosts"), [(1, 1), (4, 2), (6, 3), (100, 4)])

@@ -53,8 +53,8 @@ def test_both_answers_of_a_pair_are_in_one_row(pairs):
                     where = batch.segment_ids[at, side] == segment + 1
                     assert (batch.tokens[at, side, where] == corpus.document(pair)).all()
                     targets = corpus.targets[corpus.starts[pair] : corpus.stops[pair]]
-                    assert (batch.mask[at, side, where] == targets).all()
-                    assert (batch.positions[at, side, where] == np.arange(where.sum())).all()
+                    assert (batch.loss_mask[at, side, where] == targets).all()
+                    assert (batch.position_ids[at, side, where] == np.arange(where.sum())).all()
             assert batch.there[at].sum() == len(rows.row(number, at))
     assert sorted(set(seen)) == list(range(20))
     assert len(rows.members) < 20, "rows hold several"

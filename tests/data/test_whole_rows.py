@@ -40,11 +40,11 @@ def test_conversations_are_in_one_row_each(lengths, seed, more):
             tokens = batch.tokens[row, at]
             (number,) = np.flatnonzero(corpus.starts + 1000 == tokens[0])
             np.testing.assert_array_equal(tokens, corpus.document(number))
-            np.testing.assert_array_equal(batch.positions[row, at], np.arange(len(at)))
-            np.testing.assert_array_equal(batch.mask[row, at], tokens % 3 == 0)
+            np.testing.assert_array_equal(batch.position_ids[row, at], np.arange(len(at)))
+            np.testing.assert_array_equal(batch.loss_mask[row, at], tokens % 3 == 0)
             seen.append(number)
     assert sorted(seen) == list(range(len(lengths)))
-    assert not batch.mask[batch.segment_ids == 0].any()
+    assert not batch.loss_mask[batch.segment_ids == 0].any()
     firsts = corpus.targets[corpus.starts].sum()
     assert np.asarray(predicted(batch)).sum() == corpus.targets.sum() - firsts
 
@@ -77,4 +77,4 @@ def test_a_part_of_conversations_has_their_targets():
     parts = split(corpus, 2)
     assert parts.train.document_count == 3
     (batch,) = validation_batches(parts.validation, 4, 20)
-    np.testing.assert_array_equal(batch.mask, (batch.tokens % 3 == 0) & (batch.segment_ids > 0))
+    np.testing.assert_array_equal(batch.loss_mask, (batch.tokens % 3 == 0) & (batch.segment_ids > 0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llama_jax.config import RopeScaling
 from llama_jax.data import DataError
-from llama_jax.evaluation import loss_by_length as room
+from llama_jax.evaluation import loss_by_length as lengths_module
 from llama_jax.evaluation.loss_by_length import LengthLoss, cut_spans, evaluate_lengths
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.logits import logits
@@ -48,7 +48,7 @@ def by_definition(config, params, corpus, length, longest):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """A window ends inside a piece."""
-    monkeypatch.setattr(room, "LARGEST_PREFILL", 5)
+    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 5)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_a_trained_model_breaks_beyond_its_context(stories):
 
 
 def test_one_program_for_a_length_and_no_logits_of_a_whole_window(models, monkeypatch):
-    monkeypatch.setattr(room, "LARGEST_PREFILL", 16)
-    monkeypatch.setattr(room, "ROWS_OF_LOGITS", 8)
+    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "ROWS_OF_LOGITS", 8)
     config, params = models[KIND]
-    before = room._piece_nats._cache_size()
+    before = lengths_module._piece_nats._cache_size()
     for seed in range(2):
         found = evaluate_lengths(config, params, corpus_of([145], seed), [48], batch=2)
-    assert room._piece_nats._cache_size() == before + 1
+    assert lengths_module._piece_nats._cache_size() == before + 1
     assert math.isfinite(found[0].standard_error)
-    cache = room.empty_cache(config, params, 2, 48)
+    cache = lengths_module.empty_cache(config, params, 2, 48)
     tokens = jnp.zeros((2, 16), jnp.int32)
-    program = room._piece_nats.lower(config, params, 48, cache, tokens, tokens).as_text()
+    program = lengths_module._piece_nats.lower(config, params, 48, cache, tokens, tokens).as_text()
     assert f"tensor<2x4x{config.vocab_size}xf32>" in program
     assert f"2x16x{config.vocab_size}x" not in program
     assert f"2x48x{config.dim}x" not in program
@@ -114,7 +114,7 @@ def test_one_program_for_a_length_and_no_logits_of_a_whole_window(models, monkey
 
 def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
     """A window as long as the text changes nothing, a short one does; int8 does little; one cache serves all windows."""
-    monkeypatch.setattr(room, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
     config, params = models[KIND]
 
     def by_position(**options):
@@ -130,8 +130,8 @@ def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
 
 
 def test_progress_sees_every_piece_and_its_end(monkeypatch):
-    monkeypatch.setattr(room, "LARGEST_PREFILL", 16)
-    monkeypatch.setattr(room, "_piece_nats", lambda *arguments: (arguments[3], np.ones(arguments[4].shape)))
+    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "_piece_nats", lambda *arguments: (arguments[3], np.ones(arguments[4].shape)))
     seen, ended = [], []
 
     def progress(numbers):
@@ -143,7 +143,7 @@ def test_progress_sees_every_piece_and_its_end(monkeypatch):
         def replace(self, length):
             return self
 
-    monkeypatch.setattr(room, "empty_cache", lambda *_: Cache())
+    monkeypatch.setattr(lengths_module, "empty_cache", lambda *_: Cache())
     (found,) = evaluate_lengths(CONFIG, None, corpus_of([97]), [48], batch=1, progress=progress)
     assert seen == [2 * 3]
     assert ended == [True]
@@ -163,7 +163,7 @@ def test_spans_lie_in_documents_and_do_not_overlap(lengths, length, limit):
         assert ((corpus.starts <= start) & (start + length < corpus.stops)).sum() == 1
         covered[start : start + length] += 1
     assert covered.max(initial=0) <= 1
-    # What is left of a document has no room for another.
+    # What is left of a document has no lengths_module for another.
     used = [covered[begin:end].sum() for begin, end in zip(corpus.starts, corpus.stops, strict=True)]
     assert max(np.array(lengths) - 1 - used) < length
     kept = cut_spans(corpus, length, max(limit, length))
@@ -191,8 +191,8 @@ def test_buckets_are_the_loss_in_parts(length):
 
 @given(st.integers(1, 5000))
 def test_pieces_hold_the_length_and_waste_little(length):
-    piece, pieces = room.cut_pieces(length)
-    assert piece <= room.LARGEST_PREFILL
+    piece, pieces = lengths_module.cut_pieces(length)
+    assert piece <= lengths_module.LARGEST_PREFILL
     assert 0 <= piece * pieces - length < pieces
 
 

@@ -120,7 +120,7 @@ def test_without_overlap_it_is_the_packed_loss(models, measure):
         return -jnp.sum(jnp.where((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1]), chosen, 0))
 
     total = sum(
-        float(packed(batch.tokens, batch.segment_ids, batch.positions)) for batch in validation_batches(corpus, 2, 13)
+        float(packed(batch.tokens, batch.segment_ids, batch.position_ids)) for batch in validation_batches(corpus, 2, 13)
     )
     assert evaluate(config, params, corpus, length=13, stride=13, batch=2, measure=measure).loss == pytest.approx(
         total / 170, rel=1e-6

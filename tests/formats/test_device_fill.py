@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import CheckpointError
-from llama_jax.formats import device_fill as room
+from llama_jax.formats import device_fill as fill_module
 from llama_jax.formats.device_fill import (
     ArrayMemory,
     ArrayParts,
@@ -91,14 +91,14 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
         parts = [Part("x", Watched(block.reshape(-1, shape[-1])), its) for block, its in zip(blocks, columns, strict=True)]
         layers.append(ArrayParts(shape[1:], tuple(parts)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "READ_BYTES", run)
+        patch.setattr(fill_module, "READ_BYTES", run)
         filling = Filling(layers, [InPlaces(shape, places)], floats_of(F32), ArrayMemory(), stacked=True)
         for layer in reversed(range(len(layers))):
             filling.fill(layer)
     distinct = {str(place): place for place in places}  # several devices may hold the same
     for place, got in zip(distinct.values(), filling.done(), strict=True):
         np.testing.assert_array_equal(got, whole[place])
-        assert got.ctypes.data % room.ALIGNMENT == 0
+        assert got.ctypes.data % fill_module.ALIGNMENT == 0
     for layer, array in enumerate(layers):
         there = [place for place in places if place[0].start <= layer < place[0].stop]
         needed = {i for place in there for i in range(place[1].start, place[1].stop)}

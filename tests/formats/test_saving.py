@@ -242,6 +242,7 @@ except llama_jax.UserError as error:
 """
     save(tmp_path / "source.gguf", *models["gqa"], format="gguf")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # Python does not notice that compiled files end at the limit, too
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert re.fullmatch(
         rf"{tmp_path}/out cannot be written \(.+\); (the disk is full|files have a largest).*\n", found.stdout
@@ -449,3 +450,14 @@ def test_bfloat16_vectors_come_back_from_gguf_as_they_were(tmp_path):
     assert kinds["output_norm.weight"] == "F32"
     assert kinds["output.weight"] == "BF16"
     same(llama_jax.load(tmp_path / "model.gguf").params, params)
+
+
+def test_a_llama2c_file_beside_one_that_samples_otherwise_is_refused(stories, tmp_path):
+    """The vocabulary is the same, but its stop ids and the settings of sampling would be taken from there."""
+    config, params, tokenizer = stories
+    save(tmp_path / "hf", config, params, tokenizer)
+    convert(tmp_path / "hf", tmp_path / "there" / "first.bin", format="llama2c")
+    (tmp_path / "there" / "generation_config.json").write_text('{"temperature": 0.3}')
+    with pytest.raises(CheckpointError, match="how to sample, for another model"):
+        convert(tmp_path / "hf", tmp_path / "there" / "second.bin", format="llama2c")
+    assert not (tmp_path / "there" / "second.bin").exists()

@@ -119,7 +119,7 @@ def test_stop_tokens_end_a_row_and_only_that_row(model):
 
 def test_decoding_stops_early_when_every_row_has(model):
     first = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW)[0].tokens
-    pieces = list(llama_jax.stream(*model, [PROMPTS[0]], max_new_tokens=400, stop_tokens=[first[1]], turns=1 << 20))
+    pieces = list(llama_jax.stream(*model, [PROMPTS[0]], max_new_tokens=400, stop_tokens=[first[1]], max_chunks=1 << 20))
     steps = sum(piece.tokens.shape[1] for piece in pieces)
     assert steps <= 1 + module.STEPS_PER_CHUNK * (2 if first[0] != first[1] else 1)
 

@@ -10,7 +10,7 @@ from test_siblings import SIBLINGS, random_params
 import llama_jax
 from llama_jax import RopeScaling, Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.single_program import complete
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -88,7 +88,7 @@ def test_what_cannot_read_again_refuses(params):
         llama_jax.generate(CONFIG, params, PROMPTS[:1], max_new_tokens=13, draft=draft)
     plain = llama_jax.generate(CONFIG, params, PROMPTS[:1], max_new_tokens=12)
     assert llama_jax.generate(CONFIG, params, PROMPTS[:1], max_new_tokens=12, draft=draft)[0].tokens == plain[0].tokens
-    prepared = prepare(CONFIG, PROMPTS[:1], 4, Sampling(), ())
+    prepared = prepare_inputs(CONFIG, PROMPTS[:1], 4, Sampling(), ())
     with pytest.raises(GenerationError, match="capacity=64: a row is read again after 24 tokens"):
         complete(CONFIG, 64, params, *prepared)
 

@@ -12,7 +12,7 @@ from conftest import jit_logits, louder
 from training_options import loss_options
 
 from llama_jax.errors import ConfigError
-from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
+from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.lora import adapted
 from llama_jax.model.trees import quantize
 from llama_jax.training.batch import Batch
@@ -26,17 +26,17 @@ STOP = tuple(range(0, 60, 5))
 def asked(config, seed=0):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), WIDTH), np.int32)
-    return Prompts(tokens, np.array(LENGTHS, np.int32), np.arange(len(LENGTHS) * GROUP, dtype=np.uint32) + 5)
+    return RolloutPrompts(tokens, np.array(LENGTHS, np.int32), np.arange(len(LENGTHS) * GROUP, dtype=np.uint32) + 5)
 
 
 def plain(config, params, prompts, options):
     """One answer after the other, the whole row anew for every token."""
     width = WIDTH + MOST
     for row, seed in enumerate(prompts.seeds):
-        length = prompts.lengths[row // options.group]
-        ids = prompts.tokens[row // options.group, :length].tolist()
+        length = prompts.lengths[row // options.group_size]
+        ids = prompts.tokens[row // options.group_size, :length].tolist()
         logprobs = []
-        while len(logprobs) < options.most:
+        while len(logprobs) < options.max_new_tokens:
             padded = jnp.array([ids + [0] * (width - len(ids))])
             scores = jit_logits(config, params, padded)[0, len(ids) - 1].astype(jnp.float32) / options.temperature
             key = jax.random.fold_in(jax.random.key(seed), len(logprobs))
@@ -57,7 +57,7 @@ def rows_of(prompts, answers):
         tokens[row, :length] = prompts.tokens[row // GROUP, :length]
         tokens[row, length : length + count] = found[:count]
         mask[row, length : length + count] = True
-    return Batch(tokens, mask=mask)
+    return Batch(tokens, loss_mask=mask)
 
 
 def sampled(config, params, temperature):
@@ -72,7 +72,7 @@ def check_by_trainer(config, params, prompts, answers, temperature, tolerance=2e
     batch = rows_of(prompts, answers)
     measure = jax.jit(partial(token_logprobs, config, options=loss_options()))
     theirs = np.asarray(measure(params, batch, temperature=temperature))
-    np.testing.assert_allclose(answers.logprobs[answers.valid], theirs[batch.mask[:, 1:]], atol=tolerance)
+    np.testing.assert_allclose(answers.logprobs[answers.valid], theirs[batch.loss_mask[:, 1:]], atol=tolerance)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -121,11 +121,11 @@ def test_prompts_are_read_in_pieces(models, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"group": 0}, "group=0"),
-        ({"most": 0}, "most=0"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": 0}, "temperature=0 must be a finite number above 0"),
     ],
 )
 def test_options_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutOptions(**{"group": 2, "most": 4} | settings)
+        RolloutOptions(**{"group_size": 2, "max_new_tokens": 4} | settings)

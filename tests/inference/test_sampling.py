@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.sampling import LogitMask, _argmax, _key, penalize, sample, threshold
+from llama_jax.inference.sampling import LogitMask, _argmax, _key, penalize, sample, score_threshold
 
 jit_sample = jax.jit(sample)
-jit_threshold = jax.jit(threshold)
+jit_threshold = jax.jit(score_threshold)
 jit_argmax = jax.jit(_argmax)
 
 
@@ -82,7 +82,7 @@ def test_min_p_keeps_what_is_probable_enough(seed, min_p):
 def test_top_p_keeps_all_that_tie_at_its_edge():
     """As the docstring says; transformers sorts, and keeps two of these four."""
     scores = np.array([[0.0, 0, 0, 0, -50]], np.float32)
-    lowest = threshold(scores, Sampling(temperature=1.0, top_p=0.5).per_row(1))
+    lowest = score_threshold(scores, Sampling(temperature=1.0, top_p=0.5).per_row(1))
     assert (scores >= np.asarray(lowest)[:, None]).tolist() == [[True, True, True, True, False]]
     assert "tied with the last, of which transformers keeps only as many as are needed" in " ".join(Sampling.__doc__.split())
 

@@ -262,7 +262,7 @@ def test_lookup_is_what_a_search_finds(text, count, longest, more):
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3))
-def test_hindsight_is_what_a_search_finds(text, shortest):
+def test_hits_are_counted_as_by_a_search(text, shortest):
     row, draft = Following([], shortest), None
     for place, token in enumerate(text):
         right = draft is not None and text[draft] == token

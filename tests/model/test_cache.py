@@ -12,7 +12,7 @@ from llama_jax import LlamaConfig, cache_bytes, preset
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeState, Request, decode
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.cache import PAGE, bucket, init_cache
+from llama_jax.model.cache import PAGE_SIZE, bucket, init_cache
 from llama_jax.ops.platform import decoding_context
 
 
@@ -29,7 +29,7 @@ def test_bytes_are_those_of_the_arrays(batch, length, dtype):
     cache = init_cache(config, batch, length, dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.pages))
     assert held == cache_bytes(config, batch, cache.capacity, dtype)
-    assert length <= cache.capacity < length + PAGE
+    assert length <= cache.capacity < length + PAGE_SIZE
 
 
 @pytest.mark.parametrize(

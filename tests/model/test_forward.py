@@ -195,7 +195,7 @@ def test_a_cache_of_another_configuration_is_refused(models):
     config, params = models["gqa"]
     for changes in ({"n_layers": 3}, {"n_kv_heads": 4}, {"head_dim": 4}):
         cache = llama_jax.init_cache(replace(config, **changes), 2, 8)
-        with pytest.raises(GenerationError, match="is not one of this configuration"):
+        with pytest.raises(GenerationError, match="does not match the configuration"):
             forward(config, params, TOKENS[:, :2], cache)
 
 

@@ -11,7 +11,7 @@ from conftest import jit_init
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import KVCache, branch, gather_pages, init_cache, init_pages
+from llama_jax.model.cache import KVCache, gather_pages, init_cache, init_pages, repeat_rows
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.ops.attention import attend
@@ -93,7 +93,7 @@ def test_in_int8_they_are_what_each_is_alone():
 def test_rows_share_pages_of_what_they_begin_with():
     params = jit_init(PLAIN, jax.random.key(0))
     texts = [[*range(8), 9, 9, 9], [*range(8), 5, 3]]
-    pages = init_pages(PLAIN, COUNT, page=PAGE)
+    pages = init_pages(PLAIN, COUNT, page_size=PAGE)
     cache = KVCache(pages, np.array([[3, 1, 0]], np.int32), np.zeros(1, np.int32))
     _, cache = read(PLAIN, params, np.array([texts[0]], np.int32).T, cache, positions=Positions(starts=np.array([0, 11])))
     shared = KVCache(cache.pages, np.array([[3, 1, 7]], np.int32), np.array([8], np.int32))
@@ -106,7 +106,7 @@ def test_branches_share_whole_pages_and_go_on_alone():
     params = jit_init(PLAIN, jax.random.key(0))
     prompts, lengths = np.arange(2 * 40).reshape(2, 40) % PLAIN.vocab_size, np.array([37, 16], np.int32)
     _, cache = read(PLAIN, params, prompts, init_cache(PLAIN, 2, 40), positions=Positions(lengths))
-    rows = branch(cache, 3, 20)
+    rows = repeat_rows(cache, 3, 20)
     assert rows.pages.shape[1] == 2 * 3 + 6 * 3
     assert all(len(set(rows.table[3 * i : 3 * i + 3, lengths[i] // 16 - 1].tolist())) == 1 for i in range(2))
     new = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (6, 20))
@@ -130,7 +130,7 @@ def test_invalid_arguments():
         ("17 tokens after 0 do not fit", np.zeros((2, 17), np.int32), cache, params, Positions()),
         (r"starts \[2\] for 2 rows", tokens, cache, params, Positions(starts=starts[:2])),
         (r"tokens \[1, 2\]", tokens.T, cache, params, Positions(starts=starts)),
-        ("not one of this configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Positions(starts=starts)),
+        ("does not match the configuration", tokens, cache.replace(pages=cache.pages[1:]), params, Positions(starts=starts)),
         ("starts are for rows of a cache", tokens, None, params, Positions(starts=starts)),
     ):
         with pytest.raises(GenerationError, match=said):

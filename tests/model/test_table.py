@@ -74,10 +74,10 @@ def test_places_and_shapes_are_apart(config):
     """Every row has as many mesh axes as it has axes at most, and its shares have as many numbers as it has."""
     paths = [row.path for row in specs_for(config)]
     assert len(set(paths)) == len(paths)
-    draws = [row.draw for row in specs_for(config) if row.decays]
+    draws = [row.rng for row in specs_for(config) if row.decays]
     assert len(set(draws)) == len(draws)
     for row in specs_for(config):
-        assert len(row.mesh) <= len(row.axes.split())
+        assert len(row.partition) <= len(row.axes.split())
         numbers = sum(np.prod(shape_of(share.axes, config)) for share in shares_of(row))
         assert numbers == np.prod(row.shape(config))
         assert (

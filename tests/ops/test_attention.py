@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends
-from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, forward_part, merge
+from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part, combine, forward_part
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY
 
@@ -134,7 +134,7 @@ class TestEveryBackendIsTheReference:
     def test_whole_rows(self, backend, packed, window):
         """Computed in blocks: of three, unequal, by rows."""
         arrays = operands(0, (2, 2, 200, 3, 4))
-        seen = AttentionMask.whole(200, some_segments(2, 200) if packed else None)
+        seen = AttentionMask.causal(200, some_segments(2, 200) if packed else None)
         expected = value_and_gradients(arrays, seen, "reference", window)
         assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
@@ -143,7 +143,7 @@ class TestEveryBackendIsTheReference:
         """As the notebooks give the identity for values, to see the weights."""
         queries, keys, _ = operands()
         arrays = queries, keys, jnp.broadcast_to(jnp.eye(LENGTH), (2, 2, LENGTH, LENGTH))
-        found, expected = (value_and_gradients(arrays, AttentionMask.whole(LENGTH), way) for way in (backend, "reference"))
+        found, expected = (value_and_gradients(arrays, AttentionMask.causal(LENGTH), way) for way in (backend, "reference"))
         assert_near(found, expected)
 
     @pytest.mark.parametrize("backend", ["reference", "dense", "blockwise"])
@@ -162,7 +162,7 @@ class TestEveryBackendIsTheReference:
     @pytest.mark.parametrize("backend", ["dense", "blockwise"])
     def test_bfloat16(self, backend):
         arrays = tuple(x.astype(jnp.bfloat16) for x in operands())
-        seen = AttentionMask.whole(LENGTH)
+        seen = AttentionMask.causal(LENGTH)
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", 7)
         found = value_and_gradients(arrays, seen, backend, 7)
         assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
@@ -186,7 +186,7 @@ class TestDerivatives:
 
     @staticmethod
     def loss(backend, arrays):
-        seen = AttentionMask.whole(LENGTH, some_segments(2, LENGTH))
+        seen = AttentionMask.causal(LENGTH, some_segments(2, LENGTH))
         return jnp.sum(jnp.sin(ops.attend(arrays[0], KVView(*arrays[1:]), seen, scale=0.5, backend=backend)))
 
     def test_forward_and_second_order_are_those_of_the_reference(self):
@@ -203,7 +203,7 @@ class TestDerivatives:
 
     def test_saves_no_scores_for_the_backward_pass(self):
         queries, keys = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
-        attend = lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.whole(40), scale=1.0, backend="dense")
+        attend = lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.causal(40), scale=1.0, backend="dense")
         pull = jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[1], queries, keys, keys)
         assert max(kept.size for kept in jax.tree.leaves(pull)) <= queries.size
 
@@ -219,9 +219,9 @@ class TestParts:
 def _whole_and_joined(queries, keys, values, seen):
     """Value and gradients from all keys at once, and from two parts of them."""
     halves = slice(None, 9), slice(9, None)
-    parts = [(keys[..., h, :], values[..., h, :], seen.part(slice(None), h)) for h in halves]
+    parts = [(keys[..., h, :], values[..., h, :], seen.sliced(slice(None), h)) for h in halves]
     whole = forward_part(queries, keys, values, seen, scale=0.5)
-    joined = merge(*(forward_part(queries, *part, scale=0.5) for part in parts))
+    joined = combine(*(forward_part(queries, *part, scale=0.5) for part in parts))
     of_queries = QueryGradientInputs.of(queries, whole[1], whole[0], jnp.cos(whole[0]))
     of_whole = backward_part(of_queries, keys, values, seen, scale=0.5)
     of_parts = [backward_part(of_queries, *part, scale=0.5) for part in parts]
@@ -242,14 +242,14 @@ class TestPerDevice:
         mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
         def of_device(arrays, segments):
-            attend = lambda q, view: ops.attend(q, view, AttentionMask.whole(1024, segments), scale=0.5)
+            attend = lambda q, view: ops.attend(q, view, AttentionMask.causal(1024, segments), scale=0.5)
             return value_and_gradients_of(attend, arrays)
 
         with record_backends() as taken:
             over = jax.shard_map(of_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True)
             found = jax.jit(over)(arrays, segments)
         assert taken == {"blockwise": "1024 x 1024 scores"}
-        expected = value_and_gradients(arrays, AttentionMask.whole(1024, segments), "reference")
+        expected = value_and_gradients(arrays, AttentionMask.causal(1024, segments), "reference")
         assert_near(found, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -267,7 +267,7 @@ class TestMemory:
     def temporaries(length, dtype=jnp.float32):
         shapes = (1, 8, length, 1, 64), (1, 8, length, 64), (1, 8, length, 64)
         arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        compiled = value_and_gradients.lower(arrays, AttentionMask.whole(length), "auto").compile()
+        compiled = value_and_gradients.lower(arrays, AttentionMask.causal(length), "auto").compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     def test_grows_with_the_length_and_not_with_its_square(self):
@@ -289,7 +289,7 @@ class TestMemory:
 
         def compiled(length, checkpointed):
             arrays = [jax.ShapeDtypeStruct((1, 4, length, *rest, 32), jnp.float32) for rest in ((1,), (), ())]
-            seen = AttentionMask.whole(length)
+            seen = AttentionMask.causal(length)
             attend = lambda q, k, v: ops.attend(q, KVView(k, v), seen, scale=1.0, backend="blockwise")
             attend = jax.checkpoint(attend, policy=policy) if checkpointed else attend
             return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))).lower(*arrays).compile()
@@ -382,7 +382,7 @@ class TestChoice:
     def test_what_cannot_be_is_refused(self, backend, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, KVView(*rest), AttentionMask.whole(LENGTH), scale=1.0, backend=backend)
+            ops.attend(queries, KVView(*rest), AttentionMask.causal(LENGTH), scale=1.0, backend=backend)
 
     def test_a_program_for_other_devices_is_traced_for_them(self):
         """As `estimate` does for devices that are not there."""
@@ -391,7 +391,7 @@ class TestChoice:
         queries, keys, values = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in operands(0, (8, 2, 256, 2, 64)))
         head_sharding = HeadSharding(("fsdp",), ("tensor",))
         attend = lambda q, k, v: ops.attend(
-            q, KVView(k, v), AttentionMask.whole(256), scale=1.0, head_sharding=head_sharding
+            q, KVView(k, v), AttentionMask.causal(256), scale=1.0, head_sharding=head_sharding
         )
         with jax.sharding.use_abstract_mesh(mesh), record_backends() as taken:
             jaxpr = jax.make_jaxpr(attend)(queries, keys, values)
@@ -401,7 +401,7 @@ class TestChoice:
     def test_the_log_says_it_to_who_observes_once(self, caplog):
         def trace(length):
             arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(0, (1, 1, length, 1, 2)))
-            jax.eval_shape(lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.whole(length), scale=1.0), *arrays)
+            jax.eval_shape(lambda q, k, v: ops.attend(q, KVView(k, v), AttentionMask.causal(length), scale=1.0), *arrays)
 
         with caplog.at_level(logging.INFO, "llama_jax.attention"), record_backends() as taken:
             trace(1024)
@@ -428,12 +428,12 @@ class TestChoice:
     def test_nonsense(self, change, told, message):
         queries, *rest = operands()
         with pytest.raises(ConfigError, match=message):
-            ops.attend(queries, KVView(*rest), AttentionMask.whole(LENGTH).replace(**change), scale=1.0, **told)
+            ops.attend(queries, KVView(*rest), AttentionMask.causal(LENGTH).replace(**change), scale=1.0, **told)
 
     def test_nothing_at_all(self):
         queries, keys, values = operands()
         with pytest.raises(ConfigError, match=r"must not be empty"):
-            ops.attend(queries, KVView(keys[..., :0, :], values[..., :0, :]), AttentionMask.whole(LENGTH), scale=1.0)
+            ops.attend(queries, KVView(keys[..., :0, :], values[..., :0, :]), AttentionMask.causal(LENGTH), scale=1.0)
 
 
 def piece_over_a_cache(batch, new, slots):
@@ -452,7 +452,7 @@ class TestKernels:
         monkeypatch.setattr("llama_jax.ops.attention.kernels.LEAST_MASKED_QUERIES", 64)
         given_as = self.by_xla(monkeypatch)
         arrays = operands(0, (2, 2, 270, 3, 8))
-        seen = AttentionMask.whole(270, some_segments(2, 270) if packed else None)
+        seen = AttentionMask.causal(270, some_segments(2, 270) if packed else None)
         expected = value_and_gradients(arrays, seen, "reference", window)
         found = value_and_gradients_of(lambda q, view: cudnn(q, *view, seen, scale=0.5, window=window), arrays)
         assert_near(found, expected, rtol=1e-4, atol=2e-5)
@@ -484,7 +484,7 @@ class TestKernels:
     @pytest.mark.parametrize("packed", [False, True])
     def test_cudnn_on_a_gpu(self, packed, window):
         arrays = tuple(x.astype(jnp.bfloat16) for x in operands(0, (2, 2, 2048, 3, 64)))
-        seen = AttentionMask.whole(2048, some_segments(2, 2048) if packed else None)
+        seen = AttentionMask.causal(2048, some_segments(2, 2048) if packed else None)
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", window)
         assert_close(value_and_gradients(arrays, seen, "cudnn", window), expected, 0.02)
 
@@ -495,7 +495,7 @@ class TestKernels:
     def test_splash_interpreted(self, window, packed):
         """The kernel itself, run step by step on the CPU, with its gradients."""
         arrays = operands(0, (2, 2, 256, 2, 64))
-        seen = AttentionMask.whole(256, some_segments(2, 256) if packed else None)
+        seen = AttentionMask.causal(256, some_segments(2, 256) if packed else None)
         kernel = partial(splash, mask=seen, scale=0.5, window=window, interpret=True)
         found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view)))(arrays)
         assert_near(found, value_and_gradients(arrays, seen, "reference", window), rtol=1e-4, atol=2e-5)
@@ -504,7 +504,7 @@ class TestKernels:
     def test_splash_divided_over_devices(self):
         """Rows over two devices, heads over two: each interprets the kernel for its own."""
         arrays = operands(0, (2, 2, 128, 2, 64))
-        seen = AttentionMask.whole(128, some_segments(2, 128))
+        seen = AttentionMask.causal(128, some_segments(2, 128))
         mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
         kernel = lambda q, k, v, seen: splash(q, k, v, seen, scale=0.5, interpret=True)
 

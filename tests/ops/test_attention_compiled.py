@@ -91,7 +91,7 @@ def test_packed_training_is_by_kernels_forward_and_backward(topology, shape, nam
     head_sharding = HeadSharding(*(tuple(n for n in names if (n == "tensor") == heads) for heads in (False, True)))
 
     def step(queries, keys, values, segments, gradient):
-        seen = AttentionMask.whole(length, segments)
+        seen = AttentionMask.causal(length, segments)
         mixed, back = jax.vjp(
             lambda q, k, v: ops.attend(q, KVView(k, v), seen, scale=0.1, head_sharding=head_sharding), queries, keys, values
         )
@@ -112,7 +112,7 @@ def test_a_prompt_reaches_the_kernels(topology):
     of_queries, of_keys, of_cache = (1, 8, 512, 4, 128), (1, 8, 512, 128), (1, 8, 8192, 128)
 
     def first(queries, keys, values):
-        return ops.attend(queries, KVView(keys, values), AttentionMask.whole(512), scale=0.1)
+        return ops.attend(queries, KVView(keys, values), AttentionMask.causal(512), scale=0.1)
 
     def later(queries, keys, values, positions):
         seen = AttentionMask(positions, jnp.arange(8192, dtype=jnp.int32)[None])

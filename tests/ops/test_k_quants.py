@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_jax.ops.weights.format_spec import join
+from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
 
@@ -44,7 +44,7 @@ def row(step: int) -> np.ndarray:
 
 
 def blocks(kind: str, x: np.ndarray) -> np.ndarray:
-    return join(ENCODE[kind](x), QUANT_FORMATS[kind])
+    return blocks_from_planes(ENCODE[kind](x), QUANT_FORMATS[kind])
 
 
 def decoded(kind: str, x: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ from test_quantized_weights import random_planes
 
 from llama_jax.ops import grouped, moe
 from llama_jax.ops.cpu import native
-from llama_jax.ops.moe import Routing, experts
+from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantized
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantize_matrix
 
 DIM, HIDDEN = 16, 24
 
@@ -27,7 +27,7 @@ def operands(rng, tokens, experts, dim=DIM, hidden=HIDDEN, dtype=np.float32):
 
 @partial(jax.jit, static_argnames="routing")
 def chosen(*operands, routing):
-    return experts(*operands, routing=routing)
+    return mixture_of_experts(*operands, routing=routing)
 
 
 @partial(jax.jit, static_argnames="routing")
@@ -59,7 +59,7 @@ def assert_grouped(sizes, seed, dtype=np.float32, tolerance=1e-5):
         for shape in ((sum(sizes), DIM), (len(sizes), HIDDEN, DIM), (sum(sizes), HIDDEN))
     )
     counts = jax.device_put(np.asarray(sizes, np.int32))
-    own = lambda x, weight: grouped.grouped(x, weight, counts)
+    own = lambda x, weight: grouped.grouped_matmul(x, weight, counts)
     theirs = lambda x, weight: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), counts)
     found, wanted = (jax.jit(lambda f=f: (f(x, weight), jax.vjp(f, x, weight)[1](out)))() for f in (own, theirs))
     close(found, wanted, tolerance)
@@ -119,11 +119,11 @@ def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
             given = x[t] / (1 + np.exp(-scores[e]))
             gates = gate[e] @ given
             want[t] += down[e] @ (gates / (1 + np.exp(-gates)) * (up[e] @ given))
-    routing = Routing(per_token, of_inputs=True)
+    routing = Routing(per_token, scale_inputs=True)
     np.testing.assert_allclose(chosen(x, router, gate, up, down, routing=routing), want, atol=1e-5)
     x = jnp.asarray(x)
     weights, numbers = moe.route(x, jnp.asarray(router), routing)
-    np.testing.assert_allclose(moe.all_experts(x, weights, numbers, gate, up, down, of_inputs=True), want, atol=1e-5)
+    np.testing.assert_allclose(moe.all_experts(x, weights, numbers, gate, up, down, scale_inputs=True), want, atol=1e-5)
 
 
 def test_ties_are_broken_alike():
@@ -175,7 +175,7 @@ def test_a_batch_is_mapped():
 def test_quantized(kind, tokens):
     rng, routing = np.random.default_rng(3), Routing(2)
     x, router, *matrices = operands(rng, tokens, 4, 64, 128)
-    case = x, router, *(quantized(matrix, kind) for matrix in matrices)
+    case = x, router, *(quantize_matrix(matrix, kind) for matrix in matrices)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 2e-5)
     of_x = [jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *case[1:], routing=routing)))))(x) for f in (chosen, every)]
     close(*of_x, 2e-5)
@@ -189,7 +189,7 @@ def test_natively(dtype, tokens):
     rng, routing = np.random.default_rng(4), Routing(2)
     case = tuple(a.astype(dtype) for a in operands(rng, tokens, 4, 256, 256))
     with native_code(True):
-        program = jax.jit(partial(experts, routing=routing)).lower(*case)
+        program = jax.jit(partial(mixture_of_experts, routing=routing)).lower(*case)
         assert "llama_jax_floats_" in program.as_text()
         found = program.compile()(*case)
     wanted = every(*(a.astype(jnp.float32) for a in case), routing=routing)
@@ -225,7 +225,7 @@ def test_what_is_computed_is_a_tenth_more_than_the_chosen_experts_at_most(tokens
 def test_no_product_is_made_of_all_rows_and_experts():
     """In the compiled program, whose loops multiply a block by one expert's matrix."""
     case = operands(np.random.default_rng(0), 512, 8)
-    program = jax.jit(partial(experts, routing=Routing(2))).lower(*case).compile().as_text()
+    program = jax.jit(partial(mixture_of_experts, routing=Routing(2))).lower(*case).compile().as_text()
     assert f"[8,{HIDDEN},{DIM}]" in program
     assert f"[1024,{8 * HIDDEN}]" not in program
     assert f"[8,1024,{HIDDEN}]" not in program
@@ -235,7 +235,7 @@ def test_no_product_is_made_of_all_rows_and_experts():
 def test_on_each_device():
     """Under `jax.pmap`, and under a `jax.shard_map` that checks what varies over devices."""
     x, *rest = operands(np.random.default_rng(5), 40, 4)
-    loss = lambda x, *rest: jnp.sum(jnp.sin(experts(x, *rest, routing=Routing(2))))
+    loss = lambda x, *rest: jnp.sum(jnp.sin(mixture_of_experts(x, *rest, routing=Routing(2))))
     wanted = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4)))(x, *rest)
     mapped = jax.pmap(
         lambda x, *rest: jax.lax.psum(jax.grad(loss, argnums=(1, 2, 3, 4))(x, *rest), "d"),
@@ -260,7 +260,7 @@ def test_every_kind_is_read_where_it_lies(kind):
     weight_of = lambda planes: QuantizedWeight(tuple(map(jax.device_put, planes)), kind, "float32")
     x = jax.device_put(np.random.default_rng(0).normal(size=(9, 512)).astype(np.float32))
     sizes = np.array([2, 0, 6, 1], np.int32)
-    program = jax.jit(grouped.grouped).lower(x, weight_of(map(np.stack, zip(*planes, strict=True))), sizes)
+    program = jax.jit(grouped.grouped_matmul).lower(x, weight_of(map(np.stack, zip(*planes, strict=True))), sizes)
     assert f"llama_jax_quantized_{kind}" in program.as_text()
     found = program.compile()(x, weight_of(map(np.stack, zip(*planes, strict=True))), sizes)
     rows = np.split(np.asarray(x), np.cumsum(sizes)[:-1])

@@ -289,7 +289,7 @@ class TestAttention:
         shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)
         operands = [normal(i, *shape) for i, shape in enumerate(shapes)]
         documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, length))) if packed else None
-        seen = AttentionMask.whole(length, documents)
+        seen = AttentionMask.causal(length, documents)
 
         def value_and_gradients(seen, operands):
             def attend(q, k, v):
@@ -302,7 +302,7 @@ class TestAttention:
 
     def test_what_nobody_sees_is_not_computed(self):
         q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
-        seen = AttentionMask.whole(512)
+        seen = AttentionMask.causal(512)
         attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, KVView(k, k), seen, scale=1.0)).lower(q, k)
         blocks, whole = attend(seen), attend(seen.replace(ordered=False))
         flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]

@@ -103,7 +103,7 @@ def test_the_plain_form_is_attention_to_the_rows_themselves(rows, page, sizes, l
 def test_rows_of_as_many_new_tokens_are_counted_alike(lengths, each, padding):
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32) * each
     view, count = PagedView(None, None, None, jnp.asarray(lengths, jnp.int32), starts), len(lengths) * each + padding
-    for ours, theirs in zip(view.replace(each=each).tokens(count), view.tokens(count), strict=True):
+    for ours, theirs in zip(view.replace(tokens_per_row=each).tokens(count), view.tokens(count), strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
 
@@ -407,13 +407,13 @@ def test_what_cannot_be_divided_is_refused():
     view, _ = paged([(9, 2)] * 4, 4, 2, 8)  # 14 pages
     keys = jnp.zeros((8, 2, 8))
     rows, heads = HeadSharding(("data",)), HeadSharding((), ("tensor",))
-    three = view.replace(pages=jnp.zeros((LAYERS, 16, 4, 6, 8)), each=2)
+    three = view.replace(pages=jnp.zeros((LAYERS, 16, 4, 6, 8)), tokens_per_row=2)
     with jax.set_mesh(mesh):
         for asked, head_sharding, tokens, reason in (
             (view, rows, keys, "different numbers of new tokens"),
-            (view.replace(each=2), rows, jnp.zeros((12, 2, 8)), "or padding"),
-            (view.replace(each=2), rows, keys, "14 pages cannot be cut over data=4"),
-            (view.replace(each=2, lengths=view.lengths[:2]), rows, keys[:4], "2 rows cannot be cut over data=4"),
+            (view.replace(tokens_per_row=2), rows, jnp.zeros((12, 2, 8)), "or padding"),
+            (view.replace(tokens_per_row=2), rows, keys, "14 pages cannot be cut over data=4"),
+            (view.replace(tokens_per_row=2, lengths=view.lengths[:2]), rows, keys[:4], "2 rows cannot be cut over data=4"),
             (three, heads, jnp.zeros((8, 3, 8)), "3 key/value heads cannot be cut over tensor=2"),
         ):
             with pytest.raises(MeshError, match=reason):

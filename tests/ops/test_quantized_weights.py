@@ -24,13 +24,13 @@ from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quant
 from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import device_layout, nf4
-from llama_jax.ops.weights import quantized_matmul as room
-from llama_jax.ops.weights.format_spec import INT4, in_smaller_groups, join, packed, split, unpacked
+from llama_jax.ops.weights import quantized_matmul as matmul_module
+from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
-from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantize_matrix, shardings_of_planes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-OF_GGUF = [name for name, form in QUANT_FORMATS.items() if form.of_gguf]
+OF_GGUF = [name for name, form in QUANT_FORMATS.items() if form.is_gguf]
 MADE = [name for name, form in QUANT_FORMATS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
 EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
@@ -42,7 +42,7 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     if kind == "int8":
         return tuple(map(np.asarray, weight_of(kind, rows, columns).planes))
     rng, form = np.random.default_rng(seed), QUANT_FORMATS[kind]
-    if not form.of_gguf:
+    if not form.is_gguf:
 
         def plane(shape, dtype):
             if jnp.issubdtype(dtype, jnp.floating):
@@ -50,9 +50,9 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
             low, high = (-8, 8) if dtype == np.int8 else (0, 256)
             return rng.integers(low, high, shape).astype(dtype)
 
-        return tuple(plane(*each.packed((rows, columns))) for each in form.planes)
+        return tuple(plane(*each.packed_shape((rows, columns))) for each in form.planes)
     size = form.bytes_of_row(form.block)
-    found = split(rng.integers(0, 256, (rows, columns // form.block, size), dtype=np.uint8), form.planes)
+    found = planes_from_blocks(rng.integers(0, 256, (rows, columns // form.block, size), dtype=np.uint8), form.planes)
     if kind == "mxfp4":  # whose factors are powers of two
         return rng.integers(120, 127, found[0].shape, np.uint8), found[1]
     return tuple(rng.normal(0, 0.1, p.shape).astype(p.dtype) if p.dtype == np.float16 else p for p in found)
@@ -62,7 +62,8 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
 def weight_of(kind: str, rows: int = 40, columns: int = 512) -> QuantizedWeight:
     if kind not in MADE:
         return QuantizedWeight(tuple(map(jax.device_put, random_planes(kind, rows, columns))), kind, "float32")
-    return quantized(jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), np.float32)), kind)
+    matrix = np.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), np.float32)
+    return quantize_matrix(jax.device_put(matrix), kind)
 
 
 def numbers(weight: QuantizedWeight) -> np.ndarray:
@@ -79,10 +80,10 @@ def by_xla(monkeypatch):
 def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
     gguf = pytest.importorskip("gguf")
     planes = random_planes(kind, 6, 768)
-    blocks = join(planes, QUANT_FORMATS[kind])
+    blocks = blocks_from_planes(planes, QUANT_FORMATS[kind])
     wanted = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[kind.upper()])
     np.testing.assert_array_equal(QUANT_FORMATS[kind].decode(*planes), wanted)
-    for plane, again in zip(planes, split(blocks, QUANT_FORMATS[kind].planes), strict=True):
+    for plane, again in zip(planes, planes_from_blocks(blocks, QUANT_FORMATS[kind].planes), strict=True):
         np.testing.assert_array_equal(plane, again)
 
 
@@ -136,7 +137,7 @@ def test_numbers_are_the_same_by_jax(kind):
 
 @pytest.mark.parametrize(("columns", "kind"), [(512, "int4"), (192, "int4_64"), (96, "int4_32")])
 def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
-    weight = quantized(jnp.ones((4, columns)), "int4")
+    weight = quantize_matrix(jnp.ones((4, columns)), "int4")
     assert (weight.kind, weight.shape) == (kind, (4, columns))
     np.testing.assert_allclose(weight.decoded(), 1, rtol=1e-6)
 
@@ -144,9 +145,9 @@ def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
 @pytest.mark.parametrize("kind", QUANT_FORMATS)
 def test_rows_go_through_bytes(kind):
     planes, form = random_planes(kind, 6, 512), QUANT_FORMATS[kind]
-    raw = join(planes, form).reshape(6, -1) if form.of_gguf else form.to_rows(planes)
-    assert form.of_gguf or raw.shape == (6, form.bytes_of_row(512))
-    assert raw.shape[1] <= form.bits / 8 * 512 + 8  # and two factors of the row at most: 4 bits are never a byte
+    raw = blocks_from_planes(planes, form).reshape(6, -1) if form.is_gguf else form.to_rows(planes)
+    assert form.is_gguf or raw.shape == (6, form.bytes_of_row(512))
+    assert raw.shape[1] <= form.bits_per_weight / 8 * 512 + 8  # and two factors of the row at most: 4 bits are never a byte
     for plane, again in zip(planes, form.from_rows(raw, 512), strict=True):
         np.testing.assert_array_equal(plane, again)
 
@@ -160,20 +161,20 @@ def held_by(platform: str, weight: QuantizedWeight, monkeypatch) -> QuantizedWei
 def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
     """Two in a byte, the first in the low half: XLA for CPU would write a byte for each of the others."""
     numbers_of_4_bits = np.arange(-8, 8, dtype=np.int8).reshape(2, 8)
-    pairs = packed(numbers_of_4_bits.astype(INT4))
+    pairs = pack_int4(numbers_of_4_bits.astype(INT4))
     np.testing.assert_array_equal(pairs[0], [0x98, 0xBA, 0xDC, 0xFE])
-    np.testing.assert_array_equal(unpacked(pairs), numbers_of_4_bits)
-    np.testing.assert_array_equal(jax.jit(packed)(jnp.asarray(numbers_of_4_bits, INT4)), pairs)
+    np.testing.assert_array_equal(unpack_int4(pairs), numbers_of_4_bits)
+    np.testing.assert_array_equal(jax.jit(pack_int4)(jnp.asarray(numbers_of_4_bits, INT4)), pairs)
     weight = weight_of("int4", rows=6)
     assert (weight.planes[0].dtype, weight.planes[0].shape, weight.shape) == (np.uint8, (6, 4, 64), (6, 512))
     there = held_by("gpu", weight, monkeypatch)
     assert (there.planes[0].dtype, there.planes[0].shape, there.shape) == (INT4, (6, 4, 128), (6, 512))
-    np.testing.assert_array_equal(np.asarray(there.planes[0], np.int8), unpacked(np.asarray(weight.planes[0])))
+    np.testing.assert_array_equal(np.asarray(there.planes[0], np.int8), unpack_int4(np.asarray(weight.planes[0])))
     back = held_by("cpu", there, monkeypatch)
     np.testing.assert_array_equal(back.planes[0], weight.planes[0])
     shape = jax.ShapeDtypeStruct((6, 4, 128), INT4, sharding=weight.planes[0].sharding)
     assert device_layout.arranged(weight.form.planes[0], shape).shape == (6, 4, 64)
-    smaller = in_smaller_groups(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
+    smaller = regroup(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
     np.testing.assert_array_equal(QUANT_FORMATS["int4_32"].decode(*smaller), numbers(weight))
 
 
@@ -192,15 +193,15 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
 @pytest.mark.parametrize(("rows", "parts"), [(192, 6), (128, 4), (37, 4)])
 def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkeypatch):
     """192 rows are 4 times 48, of which a TPU would write all first: 32 lie together there."""
-    monkeypatch.setattr(room, "DECODED_AT_ONCE", rows * 128 // 4)
+    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", rows * 128 // 4)
     weight = weight_of("q4_0", rows=rows, columns=128)
-    assert room._Chunks.of(weight.form, weight.planes).parts == parts
+    assert matmul_module._Chunks.of(weight.form, weight.planes).parts == parts
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("kind", EVERY)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
-    monkeypatch.setattr(room, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
+    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), np.float32))
     dense = numbers(weight).astype(np.float64)
@@ -216,7 +217,7 @@ def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla
 def test_several_axes_of_outputs_and_of_bfloat16():
     matrix = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 0.1, (2, 3, 4, 256)), jnp.bfloat16))
     for kind in MADE:
-        weight = quantized(matrix, kind)
+        weight = quantize_matrix(matrix, kind)
         assert (weight.shape, weight.ndim, weight.dtype) == (matrix.shape, 4, jnp.bfloat16)
         x = jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16))
         found = jax.jit(ops.project)(x, weight)
@@ -253,12 +254,12 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
 
 def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
     """XLA would write a wider copy of the whole weight."""
-    monkeypatch.setattr(room, "lowering_platform", lambda: "gpu")
+    monkeypatch.setattr(matmul_module, "lowering_platform", lambda: "gpu")
     for device, has in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L40S", True), ("NVIDIA A100-SXM4-80GB", False)):
-        monkeypatch.setattr(room, "lowering_device_kind", lambda name=device: name)
-        assert room.factor_afterwards.__wrapped__(QUANT_FORMATS["fp8"]) == has
-        assert room.groups_apart.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
-        assert room.factor_afterwards.__wrapped__(QUANT_FORMATS["int8"])
+        monkeypatch.setattr(matmul_module, "lowering_device_kind", lambda name=device: name)
+        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["fp8"]) == has
+        assert matmul_module.scale_per_group_sum.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
+        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["int8"])
 
 
 def test_rows_are_looked_up():
@@ -296,9 +297,9 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows, monkeypatch):
 def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, wanted, monkeypatch):
     """In the layout of the array alone, which a plan's shapes have too; a matmul of it is the same."""
     matrix = jax.device_put(np.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), np.float32))
-    plain = quantized(matrix, kind)
+    plain = quantize_matrix(matrix, kind)
     monkeypatch.setattr(device_layout, "platform_of", lambda sharding: "tpu")
-    weight = quantized(matrix, kind)
+    weight = quantize_matrix(matrix, kind)
     assert weight.planes[0].format.layout.major_to_minor == wanted
     place = matrix.sharding
     planes = tuple(jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=place) for plane in plain.planes)
@@ -347,7 +348,7 @@ def test_a_gpu_decodes_blocks_for_one_token_in_one_kernel(kind):
 def test_parts_of_different_kinds_side_by_side():
     rng = np.random.default_rng(0)
     parts = [jax.device_put(np.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), np.float32)) for wide in (3, 1, 1)]
-    joined = JoinedWeight((quantized(parts[0], "q4_0"), quantized(parts[1], "q8_0"), parts[2]))
+    joined = JoinedWeight((quantize_matrix(parts[0], "q4_0"), quantize_matrix(parts[1], "q8_0"), parts[2]))
     x = jax.device_put(np.asarray(rng.normal(0, 1, (5, 256)), np.float32))
     wanted = np.tensordot(x, jax.jit(JoinedWeight.decoded)(joined), axes=((-1,), (-1,)))
     assert joined.shape == (2, 5, 4, 256)

@@ -24,7 +24,7 @@ KEYS = jnp.zeros((2, 3, 5, 8))  # [B, K, S, H]
         lambda: ops.rms_norm(jnp.zeros((2, 8)), jnp.zeros(7), 1e-5),
         lambda: ops.rms_norm(jnp.zeros((2, 8), jnp.int32), jnp.zeros(8), 1e-5),
         lambda: ops.apply_rotary(jnp.zeros((2, 5, 8)), jnp.zeros((5, 4)), jnp.zeros((5, 3))),
-        lambda: ops.attend(KEYS, KVView(KEYS, KEYS), AttentionMask.whole(5), scale=1.0),
+        lambda: ops.attend(KEYS, KVView(KEYS, KEYS), AttentionMask.causal(5), scale=1.0),
         lambda: cache_from(KEYS[None], KEYS[None], jnp.zeros(3, jnp.int32), 16),
         lambda: sample(jnp.zeros((2, 9)), Sampling().per_row(2), jnp.zeros((2, 9)), jnp.zeros(2, jnp.int32)),
         lambda: policy_loss(jnp.zeros((2, 5)), jnp.zeros((2, 5)), jnp.zeros(5), jnp.ones((2, 5), bool)),

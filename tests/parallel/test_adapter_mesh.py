@@ -51,7 +51,7 @@ def run(sizes):
     state = jax.device_put(init_state(OPTIMIZER, random_adapters(CONFIG)), placement)
 
     def step(base, state, batch):
-        options = step_options(remat="full", chunk=8, clip_norm=1.0)
+        options = step_options(remat="full", chunk=8)
         return train_step(held, OPTIMIZER, state, batch, options, with_base(sharding, base, LORA))
 
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, shardings(mesh, P())))

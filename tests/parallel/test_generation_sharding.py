@@ -26,8 +26,8 @@ from llama_jax.formats.build_params import build_params, pad_to_mesh
 from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.inference import compiled_decode as module
 from llama_jax.inference import prepare_inputs, single_program
-from llama_jax.inference.generate import continuations
-from llama_jax.inference.rollouts import Prompts, RolloutOptions, roll_out
+from llama_jax.inference.generate import to_generations
+from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward import forward
@@ -200,8 +200,8 @@ def test_groups_of_answers_are_those_of_one_device(text, params):
     """From parameters as a training over the mesh has them; prompts of several pages, which the answers of a group share."""
     rng, sizes = np.random.default_rng(0), parse_mesh(text)
     lengths = np.array([1, 40, 16, 17, 31, 32, 7, 39], np.int32)
-    prompts = Prompts(rng.integers(0, CONFIG.vocab_size, (8, 40), np.int32), lengths, np.arange(16, dtype=np.uint32))
-    options = RolloutOptions(group=2, most=21, stop=tuple(range(0, 250, 25)))
+    prompts = RolloutPrompts(rng.integers(0, CONFIG.vocab_size, (8, 40), np.int32), lengths, np.arange(16, dtype=np.uint32))
+    options = RolloutOptions(group_size=2, max_new_tokens=21, stop=tuple(range(0, 250, 25)))
     expected = jax.jit(partial(roll_out, CONFIG, options=options))(params, prompts)
     spread = jax.device_put(params, param_shardings(CONFIG, sizes, padded=False))
     found = jax.jit(make_sampler(CONFIG, make_mesh(sizes), options, Compute()))(spread, prompts)
@@ -220,7 +220,7 @@ def test_prompts_of_a_bucket_over_tensor_have_one_program(load, params, monkeypa
     for prompt in ([1, 5, 7], [4, 6]):
         pieces = list(llama_jax.stream(*load("tensor=8"), [prompt], max_new_tokens=NEW))
         assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
-        same(continuations(pieces, ()), llama_jax.generate(CONFIG, params, [prompt], max_new_tokens=NEW))
+        same(to_generations(pieces, ()), llama_jax.generate(CONFIG, params, [prompt], max_new_tokens=NEW))
     assert module._decode_for("cpu")._cache_size() - before == 2  # of the mesh, and of one device
 
 
@@ -228,7 +228,7 @@ def collectives(config, params, batch):
     """Kind and shape of every collective in the compiled decode loop."""
     sharding = sharding_of(params)
     prompts = [[1, 2, 3]] * batch
-    tokens, lengths, request = prepare_inputs.prepare(
+    tokens, lengths, request = prepare_inputs.prepare_inputs(
         config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7]
     )
     reading = module._init_prefill(config, params, batch, 256, CacheOptions(), sharding)
@@ -269,7 +269,9 @@ def test_noise_does_not_depend_on_the_padding():
 
 def test_rows_that_cannot_be_divided_are_an_error(load):
     config, params = load("data=2,fsdp=2,tensor=2")
-    message = r"batch=3 cannot be split over data\*fsdp=4; pass a multiple of 4 prompts, or lay the model out over tensor"
+    message = (
+        r"batch=3 cannot be split over data\*fsdp=4; pass a multiple of 4 prompts, or use a mesh with tensor parallelism"
+    )
     with pytest.raises(MeshError, match=message):
         llama_jax.stream(config, params, PROMPTS[:3], max_new_tokens=NEW)
 
@@ -403,7 +405,7 @@ def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
     blocks = found.blocks.replace(attention=attention.replace(qkv=heads))
     placement = sharding_of(found.replace(blocks=blocks, lm_head=vocabulary, embedding=table)).constrain
     assert (placement.rows, placement.heads, placement.vocabulary, placement.width) == (("z",), ("y",), ("x",), ("x", "z"))
-    with pytest.raises(ValueError, match="no point of a generation is called 'elsewhere'"):
+    with pytest.raises(ValueError, match="no activation of a generation is called 'elsewhere'"):
         placement(found.embedding, "elsewhere")
 
 

@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 BATCH = Batch(
     RNG.integers(0, CONFIG.vocab_size, (ROWS, LENGTH + 1), np.int32),
     np.sort(RNG.integers(1, 3, (ROWS, LENGTH + 1), np.int32), axis=1),
-    mask=RNG.random((ROWS, LENGTH + 1)) < 0.6,
+    loss_mask=RNG.random((ROWS, LENGTH + 1)) < 0.6,
 )
 
 
@@ -28,7 +28,9 @@ def answers(config, sharding, params, batch):
     """A number of whole answers, whatever the order of their tokens, and its gradient."""
 
     def total(params):
-        found = token_logprobs(config, sharding.fit(params), batch, loss_options(chunk=4), sharding, 0.7).sum(axis=1)
+        found = token_logprobs(config, sharding.prepare_params(params), batch, loss_options(chunk=4), sharding, 0.7).sum(
+            axis=1
+        )
         return jnp.mean(jnp.tanh(found / 40)), found
 
     return jax.value_and_grad(total, has_aux=True)(params)

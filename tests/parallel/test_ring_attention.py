@@ -20,7 +20,7 @@ from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
 from llama_jax.inference import decode
-from llama_jax.inference.prepare_inputs import prepare
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.model.forward_options import Positions
 from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.attention.reference import reference
@@ -36,7 +36,7 @@ from llama_jax.parallel.ring_attention import (
 )
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import cache_specs, param_specs, shardings, step_over
-from llama_jax.training.batch import Batch, shift
+from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state
@@ -71,14 +71,14 @@ def of_parts(mesh, function):
         parts = jax.tree.map(lambda x: split_sequence(mesh, x.swapaxes(1, 2)).swapaxes(1, 2), (queries, keys, values))
         own = None if segments is None else split_sequence(mesh, segments)
         queries, keys, values = parts
-        mixed = function(queries, KVView(keys, values), AttentionMask.whole(queries.shape[2], own), scale=0.3)
+        mixed = function(queries, KVView(keys, values), AttentionMask.causal(queries.shape[2], own), scale=0.3)
         return join_sequence(mesh, mixed, axis=2, spec=P("tensor"))
 
     return run
 
 
 def whole_rows(window, queries, keys, values, segments):
-    return reference(queries, keys, values, AttentionMask.whole(LENGTH, segments), scale=0.3, window=window)
+    return reference(queries, keys, values, AttentionMask.causal(LENGTH, segments), scale=0.3, window=window)
 
 
 def with_gradients(function):
@@ -167,7 +167,7 @@ def test_what_was_divided_is_joined_as_it_was():
 def test_to_divide_sends_nothing():
     mesh = make_mesh(MeshSizes(data=2, context=4))
     tokens = jax.ShapeDtypeStruct((4, 33), jnp.int32, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
-    compiled = jax.jit(lambda tokens: sequence_splitter(mesh)(shift(Batch(tokens)))).lower(tokens).compile()
+    compiled = jax.jit(lambda tokens: sequence_splitter(mesh)(to_next_token_batch(Batch(tokens)))).lower(tokens).compile()
     assert find_collectives(compiled.as_text(), mesh) == []
 
 
@@ -182,9 +182,9 @@ def test_what_a_ring_cannot_do_is_refused():
     mesh = make_mesh(MeshSizes(context=4))
     queries, keys, values, _ = arrays()
     with pytest.raises(MeshError, match="read it without a cache"):
-        ring_attention(mesh)(queries, KVView(keys, values), AttentionMask.whole(LENGTH).replace(ordered=False), scale=1.0)
+        ring_attention(mesh)(queries, KVView(keys, values), AttentionMask.causal(LENGTH).replace(ordered=False), scale=1.0)
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
-        sequence_splitter(make_mesh(MeshSizes(data=2, context=2)))(shift(Batch(np.zeros((3, 33), np.int32))))
+        sequence_splitter(make_mesh(MeshSizes(data=2, context=2)))(to_next_token_batch(Batch(np.zeros((3, 33), np.int32))))
     with pytest.raises(MeshError, match=r"length=12 cannot be split over 2\*context=8; 8 or 16 would do"):
         train_programs(CONFIG, mesh, 2, 12)
     with pytest.raises(MeshError, match=r"dim=32 cannot be split over fsdp\*context=3; 1, 2, 4, 8, 16, 32 would do"):
@@ -289,9 +289,9 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     config, spread = on_mesh(CONFIG, MeshSizes(context=8), params)
     # By itself it generates there too, each device along `context` the same.
     assert [row.tokens for row in llama_jax.generate(config, spread, prompts, max_new_tokens=4)] == [wanted[0].tokens]
-    tokens, lengths, request = prepare(config, prompts, 4, Sampling(), ())
+    tokens, lengths, request = prepare_inputs(config, prompts, 4, Sampling(), ())
     read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8)), 128))
     reading = decode.PrefillState(*read(spread, tokens, lengths))
     started, _ = decode.begin_decode(config, spread, reading, tokens, lengths, request)
-    _, _, found = jax.jit(partial(decode.decode, config, most=1))(spread, started, 1)
+    _, _, found = jax.jit(partial(decode.decode, config, max_chunks=1))(spread, started, 1)
     assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens

@@ -18,7 +18,7 @@ from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import adamw
+from llama_jax.training.optimizer import adamw, clipped
 from llama_jax.training.step import init_state
 
 CONFIG = LlamaConfig(
@@ -35,7 +35,7 @@ CONFIG = LlamaConfig(
     head_dim=8,
 )
 ROWS, LENGTH, STEPS = 8, 16, 10
-OPTIMIZER = adamw(1e-3)
+OPTIMIZER = clipped(adamw(1e-3), 1.0)
 # The other ways to split eight devices combine these.
 QUICK = [MeshSizes(1, 1, 2, 4)]
 SLOW = [MeshSizes(1, 1, 8), MeshSizes(2, 2, 2), MeshSizes(2, 2, context=2)]
@@ -78,7 +78,7 @@ def run(sizes, config=CONFIG, **options):
     step = partial(
         step_over(config, mesh),
         OPTIMIZER,
-        options=step_options(**{"remat": "full", "chunk": 8, "clip_norm": 1.0, **options}),
+        options=step_options(**{"remat": "full", "chunk": 8, **options}),
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     losses = []

@@ -20,8 +20,8 @@ from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.lora import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
-from llama_jax.ops.weights.format_spec import INT4, unpacked
-from llama_jax.ops.weights.quantized_matmul import quantized
+from llama_jax.ops.weights.format_spec import INT4, unpack_int4
+from llama_jax.ops.weights.quantized_matmul import quantize_matrix
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
@@ -69,10 +69,13 @@ def test_adapters_learn_and_the_base_stays(whole, base):
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_the_adapters_alone(whole, base):
+def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     folder, result, _ = whole
     config, params, _ = llama_jax.load(base)
     found = load_adapter(folder, config)
+    assert not caplog.records
+    load_adapter(folder, replace(config, rope_theta=5e5))
+    assert "rope_theta=10000.0, this one has 500000.0" in caplog.text
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
     same(found.params, result.state.ema)
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
@@ -153,7 +156,7 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     config = recipe().model
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     first, *rest = layers_of(params)
-    wide = first.feed_forward.replace(up=quantized(first.feed_forward.up.decoded(), "q4_0"))
+    wide = first.feed_forward.replace(up=quantize_matrix(first.feed_forward.up.decoded(), "q4_0"))
     params = params.replace(blocks=stack([first.replace(feed_forward=wide), *rest]))
     llama_jax.save(tmp_path / "a.gguf", config, params)
     found, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", "none")
@@ -206,9 +209,9 @@ def test_a_digest_sees_every_bit_and_no_device():
     ):
         assert digest(params.replace(embedding=other)) != found
     assert digest(quantize(params, "int8")) != found
-    packed = quantized(jax.random.normal(jax.random.key(1), (4, 128)), "int4")
+    packed = quantize_matrix(jax.random.normal(jax.random.key(1), (4, 128)), "int4")
     values, scales = packed.planes
-    there = packed.replace(planes=(jax.numpy.asarray(unpacked(np.asarray(values)), INT4), scales))
+    there = packed.replace(planes=(jax.numpy.asarray(unpack_int4(np.asarray(values)), INT4), scales))
     assert digest({"gate": there}) == digest({"gate": packed})
 
 
@@ -258,7 +261,7 @@ def test_quantized_blocks_have_a_digest(tmp_path):
         llama_jax.save(tmp_path / f"{name}.gguf", config, params.replace(embedding=table.replace(planes=planes)))
         found.append(load_frozen(tmp_path / f"{name}.gguf", config, MeshSizes(), "float32", "none")[1]["digest"])
     assert found[0] == found[1] != found[2]
-    four = quantized(jax.random.normal(jax.random.key(1), (4, 128)), "q4_0")
+    four = quantize_matrix(jax.random.normal(jax.random.key(1), (4, 128)), "q4_0")
     assert digest({"gate": four}) != digest({"gate": four.replace(kind="iq4_nl")})
 
 

@@ -45,14 +45,14 @@ def params():
 def test_an_evaluation_is_divided(params, sizes):
     mesh = make_mesh(sizes)
     config, sharding = evaluation_sharding(RECIPE.model, mesh)
-    assert sharding.shares == sizes.rows * sizes.context
+    assert sharding.batch_shards == sizes.rows * sizes.context
     tokens = np.random.default_rng(0).integers(0, 320, (8, 25), dtype=np.int32)
     segments = np.repeat([[1] * 10 + [2] * 14], 8, axis=0).astype(np.int32)
     positions = np.repeat([[*range(10), *range(14)]], 8, axis=0).astype(np.int32)
     rows = WindowRows(tokens[:, :-1], tokens[:, 1:], segments, positions)
     alone = jax.jit(partial(token_nats, RECIPE.model, compute=Compute())).lower(params, rows).compile()
     spread = jax.device_put(params, shardings(mesh, param_specs(RECIPE.model, sizes)))
-    over = jax.jit(lambda params, rows: token_nats(config, sharding.fit(params), rows, sharding=sharding))
+    over = jax.jit(lambda params, rows: token_nats(config, sharding.prepare_params(params), rows, sharding=sharding))
     compiled = over.lower(spread, rows).compile()
     np.testing.assert_allclose(compiled(spread, rows), alone(params, rows), atol=2e-5)
     share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]

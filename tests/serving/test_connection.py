@@ -139,6 +139,16 @@ def test_unreadable_requests_are_refused_after_readable_ones(address, sent, befo
         assert found.recv(1) == b""
 
 
+def test_a_client_that_goes_on_sending_gets_its_refusal(address):
+    with connected(address) as found:
+        found.sendall(b"\0 no request")
+        found.recv(1, socket.MSG_PEEK)  # the response is here, and nothing has read it
+        for _ in range(10):
+            found.sendall(b"x" * 10_000)
+        assert answer(found)[0] == 400
+        assert found.recv(1) == b""
+
+
 def test_many_offers_of_another_protocol_in_a_row(address):
     with connected(address) as found:
         found.sendall((head(OFFER, b"GET /health") + b"\r\n") * 1100)

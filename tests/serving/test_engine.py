@@ -691,5 +691,5 @@ class TestOptions:
     def test_a_mesh_that_divides_rows(self, model, tmp_path):
         llama_jax.save(tmp_path / "model", *model)
         laid_out = llama_jax.load(tmp_path / "model", mesh=parse_mesh("data=2"))[:2]
-        with pytest.raises(MeshError, match="over tensor alone"):
+        with pytest.raises(MeshError, match="tensor parallelism only"):
             Engine(*laid_out, SMALL)

@@ -52,6 +52,13 @@ def walk(constraint, seed, most=200):
     raise AssertionError("no end")
 
 
+def test_tables_built_ahead_are_those_of_the_first_grammar(grammars):
+    with closing(Grammars(BYTES, 300, (END,))) as ahead:
+        ahead.prepare()
+        assert allowed(ahead.regex("ab|c")) == allowed(grammars.regex("ab|c"))
+    Grammars(BYTES, 300, ()).prepare()  # nothing ends a text: that is an error of the first request
+
+
 def test_whatever_is_allowed_follows_the_schema(grammars):
     first = grammars.json_schema(SCHEMA)
     for seed in range(10):

@@ -279,3 +279,15 @@ def test_a_bad_pattern_is_named(pattern, message, tmp_path):
     path.write_text(json.dumps(described))
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(path).encode("aaa aaa aaaa aaaa aaa aaa aaaa aaaa " * 3 + "!")
+
+
+def test_a_prefix_of_pieces_that_continue_a_word_is_refused(tmp_path):
+    """With this one, half of a character, the library would end the process."""
+    vocabulary = {"t": 0, "\u0120": 1, "t\u0120": 2}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [["t", "\u0120"]], "continuing_subword_prefix": "x"}
+    for escaped in (False, True):
+        text = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+        text = text.replace("continuing", "cont\\u0069nuing") if escaped else text
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(TokenizerError, match="continuing_subword_prefix='x'"):
+            load_tokenizer(tmp_path / "tokenizer.json")

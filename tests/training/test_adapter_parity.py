@@ -27,7 +27,7 @@ from llama_jax.training.step import init_state, train_step
 
 SETTINGS = OptimizerSettings(
     learning_rate=theirs.RATE, schedule="constant", b1=theirs.BETAS[0], b2=theirs.BETAS[1], eps=theirs.EPS,
-    weight_decay=theirs.DECAY,
+    weight_decay=theirs.DECAY, clip_norm=0.0,
 )  # fmt: skip
 needs_peft = [
     pytest.mark.parity,
@@ -67,7 +67,7 @@ def results(case, folder, *, wide):
     @jax.jit
     def gradient(base, adapters, ids):
         loss = lambda adapters: next_token_loss(
-            config, adapted(base, adapters, lora), Batch(ids, positions=at(ids)), loss_options(chunk=5)
+            config, adapted(base, adapters, lora), Batch(ids, position_ids=at(ids)), loss_options(chunk=5)
         )
         return jax.grad(loss)(adapters)
 
@@ -75,7 +75,7 @@ def results(case, folder, *, wide):
 
     @jax.jit
     def step(base, state, ids):
-        batch, options = Batch(ids, positions=at(ids)), step_options(chunk=5)
+        batch, options = Batch(ids, position_ids=at(ids)), step_options(chunk=5)
         return train_step(config, optimizer, state, batch, options, with_base(Sharding(), base, lora))
 
     found = {"logits": np.asarray(logits(base, adapters, make_goldens.tokens(config)[:, :24]))}

@@ -149,7 +149,7 @@ def test_the_loss_mixes_divergence_and_likelihood(models):
     assert config.vocab_size == other.vocab_size
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
-    batch = Batch(tokens, mask=rng.random(tokens.shape) < 0.6)
+    batch = Batch(tokens, loss_mask=rng.random(tokens.shape) < 0.6)
     options = DistillOptions(weight=0.3, temperature=2.0)
     with jax.enable_x64(True):
         params, theirs = as_float64(params), as_float64(theirs)
@@ -164,7 +164,7 @@ def test_the_loss_mixes_divergence_and_likelihood(models):
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = -(np.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0] * counted).sum()
     np.testing.assert_allclose(found.loss, 0.3 * 4 * kl + 0.7 * nll, rtol=1e-8)
-    np.testing.assert_allclose((found.more["kl"], found.more["cross_entropy"]), (kl, nll), rtol=1e-8)
+    np.testing.assert_allclose((found.metrics["kl"], found.metrics["cross_entropy"]), (kl, nll), rtol=1e-8)
 
 
 def test_options_that_cannot_be():

@@ -26,7 +26,7 @@ def plain(config, params, tokens, temperature):
 def batch_of(config, seed=0):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
-    return Batch(tokens, mask=rng.random(tokens.shape) < 0.6)
+    return Batch(tokens, loss_mask=rng.random(tokens.shape) < 0.6)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def empty(rows, length=24):
 def place(batch, row, start, tokens, segment):
     where = slice(start, start + len(tokens))
     batch.tokens[row, where], batch.segment_ids[row, where] = tokens, segment
-    batch.positions[row, where] = np.arange(len(tokens))
+    batch.position_ids[row, where] = np.arange(len(tokens))
 
 
 def test_what_is_predicted():
@@ -152,7 +152,7 @@ def test_what_is_predicted():
     np.testing.assert_array_equal(predicted(Batch(tokens)), np.ones((1, 6), bool))
     np.testing.assert_array_equal(predicted(Batch(tokens, segments)), [[1, 1, 0, 1, 0, 0]])
     mask = np.array([[1, 0, 1, 1, 1, 1, 1]])
-    np.testing.assert_array_equal(predicted(Batch(tokens, segments, mask=mask)), [[0, 1, 0, 1, 0, 0]])
+    np.testing.assert_array_equal(predicted(Batch(tokens, segments, loss_mask=mask)), [[0, 1, 0, 1, 0, 0]])
 
 
 def test_a_masked_token_is_read_but_not_counted(defined, models):
@@ -162,7 +162,7 @@ def test_a_masked_token_is_read_but_not_counted(defined, models):
         logits = np.asarray(jit_logits(config, params, tokens[:, :-1]))
         nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         expected = np.mean(nll[mask[:, 1:]])
-        found = jax.jit(next_token_loss, static_argnums=0)(config, params, Batch(tokens, mask=mask))
+        found = jax.jit(next_token_loss, static_argnums=0)(config, params, Batch(tokens, loss_mask=mask))
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 

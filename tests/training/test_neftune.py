@@ -19,7 +19,7 @@ from llama_jax.parallel.sharding import batch_spec, param_specs, shardings, trai
 from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.language_modeling import noise_of
-from llama_jax.training.batch import Batch, shift
+from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import total_loss
 from llama_jax.training.neftune import noisy
 from llama_jax.training.preference_loss import PreferenceOptions
@@ -46,7 +46,7 @@ def params():
 
 @partial(jax.jit, static_argnums=2)
 def noise_in_embedding(params, batch, alpha):
-    rows = shift(batch)
+    rows = to_next_token_batch(batch)
     return noisy(params, rows, alpha).embedding.embed(rows.tokens) - params.embedding[rows.tokens]
 
 
@@ -90,15 +90,15 @@ def test_the_loss_reads_the_noise_and_predicts_without(params):
     """The tied output projection is the embedding as it is; the padding's noise reaches nobody."""
     options = loss_options(chunk=8, neftune=ALPHA)
     found = jax.jit(partial(total_loss, CONFIG, options=options))(params, BATCH)
-    rows = shift(BATCH)
+    rows = to_next_token_batch(BATCH)
 
     @jax.jit
     def definition(params):
-        positions = Positions(position_ids=rows.positions, segment_ids=rows.segment_ids)
+        positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids)
         hidden, _ = forward(CONFIG, noisy(params, rows, ALPHA), rows.tokens, positions=positions)
         logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ params.embedding.T)
         chosen = jnp.take_along_axis(logprobs, rows.targets[..., None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where(rows.weights, chosen, 0))
+        return -jnp.sum(jnp.where(rows.target_mask, chosen, 0))
 
     np.testing.assert_allclose(found.nll, definition(params), rtol=1e-5)
     without = jax.jit(partial(total_loss, CONFIG, options=loss_options(chunk=8)))(params, BATCH)
@@ -124,7 +124,7 @@ def test_it_is_refused_where_it_would_be_ignored():
 def test_over_a_mesh_it_is_the_same(params, sizes):
     options, mesh = loss_options(chunk=8, neftune=ALPHA), make_mesh(sizes)
     differentiate = lambda config, params, batch, sharding: jax.value_and_grad(
-        lambda params: total_loss(config, sharding.fit(params), batch, options, sharding).loss
+        lambda params: total_loss(config, sharding.prepare_params(params), batch, options, sharding).loss
     )(params)
     wanted = jax.jit(partial(differentiate, CONFIG), static_argnums=2)(params, BATCH, llama_jax.Sharding())
     held, sharding = training_sharding(CONFIG, mesh)

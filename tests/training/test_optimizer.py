@@ -65,6 +65,8 @@ def test_a_schedule_of_any_warmup_is_defined_and_bounded(schedule, warmup):
         ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
+        ({"clip_norm": -1.0}, r"clip_norm=-1\.0 must be at least 0"),  # it would climb the loss
+        ({"clip_norm": float("nan")}, "clip_norm=nan must be at least 0"),
         ({"b2": 1.0}, r"b2=1\.0 must be at least 0 and below 1"),
         ({"final_share": 2.0}, r"final_share=2\.0 must be between 0 and 1"),
     ],
@@ -103,7 +105,7 @@ def test_adamw_has_the_betas_of_llama(params):
 
 @pytest.fixture(scope="module")
 def muon_update(params):
-    settings = OptimizerSettings(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0)
+    settings = OptimizerSettings(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=0.0)
     optimizer = make_optimizer(settings, STEPS)
     rng = np.random.default_rng(0)
     gradients = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), params)

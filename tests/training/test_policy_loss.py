@@ -35,12 +35,12 @@ def judged_of(config, *, sampled=True):
     mask[3] = False
     tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
     numbers = -4 + 0.3 * rng.normal(size=(2, ROWS, LENGTH))
-    return ScoredAnswers(Batch(tokens, mask=mask), rng.normal(size=ROWS), numbers[0], numbers[1] if sampled else None)
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), rng.normal(size=ROWS), numbers[0], numbers[1] if sampled else None)
 
 
 def plain(config, params, reference, judged, policy):
     """Token by token."""
-    tokens, mask = judged.batch.tokens, judged.batch.mask
+    tokens, mask = judged.batch.tokens, judged.batch.loss_mask
 
     def measure(params):
         logits = llama_jax.logits(config, params, tokens[:, :-1]) / TEMPERATURE
@@ -88,7 +88,7 @@ def test_a_step_is_the_one_that_is_written_out(models, kind, accumulate):
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-9)
         moved = jax.tree.map(jnp.subtract, params, state.params)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-7, atol=1e-10), moved, gradients)
-    assert float(metrics["tokens"]) == judged.batch.mask[:, 1:].sum()
+    assert float(metrics["tokens"]) == judged.batch.loss_mask[:, 1:].sum()
     assert 0 < float(metrics["clipped"]) < float(metrics["tokens"])
 
 
@@ -104,10 +104,10 @@ def test_at_first_the_ratio_is_one_and_the_sampler_is_compared(models):
         return scored, loss(config, params, judged, options, Sharding()), loss(config, params, later, options, Sharding())
 
     scored, first, again = found(params, judged)
-    mask = judged.batch.mask[:, 1:]
+    mask = judged.batch.loss_mask[:, 1:]
     advantages = np.broadcast_to(judged.advantages[:, None], mask.shape)
     np.testing.assert_allclose(first.loss, -advantages[mask].sum(), rtol=1e-6)
     np.testing.assert_allclose(again.loss, first.loss, rtol=1e-5)
-    assert first.more["clipped"] == again.more["clipped"] == 0
-    np.testing.assert_allclose(first.more["gap"], np.abs(judged.drawn - scored)[mask].sum(), rtol=1e-5)
-    assert again.more["gap"] < 1e-5 * mask.sum()
+    assert first.metrics["clipped"] == again.metrics["clipped"] == 0
+    np.testing.assert_allclose(first.metrics["gap"], np.abs(judged.drawn - scored)[mask].sum(), rtol=1e-5)
+    assert again.metrics["gap"] < 1e-5 * mask.sum()

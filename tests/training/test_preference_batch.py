@@ -119,9 +119,9 @@ def test_the_loss_is_that_of_every_answer_read_alone(read, options):
     assert len(found) > 1, "several batches, of which the last is filled up with nothing"
     # The batch holds the reference in float32.
     np.testing.assert_allclose(sum(float(one.loss) for one in found), expected.sum(), rtol=1e-5)
-    assert sum(int(one.more["tokens"]) for one in found) == lengths.chosen.sum() + lengths.rejected.sum()
-    assert sum(int(one.more["chosen"]) for one in found) == len(SIZES)
-    np.testing.assert_allclose(sum(float(one.more["chosen_logprob"]) for one in found), chosen.chosen.sum(), rtol=1e-9)
+    assert sum(int(one.metrics["tokens"]) for one in found) == lengths.chosen.sum() + lengths.rejected.sum()
+    assert sum(int(one.metrics["chosen"]) for one in found) == len(SIZES)
+    np.testing.assert_allclose(sum(float(one.metrics["chosen_logprob"]) for one in found), chosen.chosen.sum(), rtol=1e-9)
 
 
 @pytest.mark.slow

@@ -165,4 +165,4 @@ def test_what_quantizing_explains_falls_with_the_bits(kind):
     assert ROUNDING["Q8_0"] <= found < 0.2
     if kind.upper() in ROUNDING:
         # Files that are not GGUF round otherwise: int4 to integers of -7 to 7, int8 in rows of several thousand numbers.
-        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if QUANT_FORMATS[kind].of_gguf else 0.2)
+        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if QUANT_FORMATS[kind].is_gguf else 0.2)

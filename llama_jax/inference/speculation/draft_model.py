@@ -16,7 +16,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
 from llama_jax.inference.compiled_decode import Run
 from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, shard_cache
-from llama_jax.inference.drafter import MOST_DRAFTED, Drafter
+from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Drafter
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache
@@ -81,19 +81,19 @@ class DraftModel(Drafter, struct.PyTreeNode):
         placed = self.replace(sharding=sharding_of(self.params))
         return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
 
-    def follow(self, memory: KVCache, history: Int32[np.ndarray, "B S"], known: Int[np.ndarray, " B"]) -> KVCache:
-        """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""
-        width = FOLLOWED if memory.window is None else 1 + MOST_DRAFTED
+    def catch_up(self, memory: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
+        """See `Drafter.catch_up`: reads the missing tokens, if they are more than `propose` reads."""
+        width = FOLLOWED if memory.window is None else 1 + MAX_DRAFT_TOKENS
         read = np.asarray(memory.length)
-        ends = np.maximum(known - 1, read)
+        ends = np.maximum(lengths - 1, read)
         if (ends - read).max() == 1:
             return memory
         while (ends > read).any():
-            lengths = np.minimum(ends - read, width)
+            new = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
             part = np.take_along_axis(history, columns, axis=1)
-            memory = _read(self, memory, part, *(x.astype(np.int32) for x in (read, lengths, known)))
-            read = read + lengths
+            memory = _read(self, memory, part, *(x.astype(np.int32) for x in (read, new, lengths)))
+            read = read + new
         return memory
 
     def propose(

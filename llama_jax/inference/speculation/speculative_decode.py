@@ -13,22 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import room_before_turning
-from llama_jax.inference.compiled_decode import LONGEST_CHUNK, Run, capacity_for, checked_chunk, pack, transferring, unpack
+from llama_jax.inference.checks import tokens_before_longrope_switch
+from llama_jax.inference.compiled_decode import (
+    MAX_CHUNKS_PER_CALL,
+    Run,
+    allow_transfers,
+    capacity_for,
+    checked_chunk,
+    pack,
+    unpack,
+)
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
-from llama_jax.inference.drafter import MOST_DRAFTED, Counts, DraftedChunk, Drafter, Prompts
+from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Counts, DraftedChunk, Drafter, PreparedPrompts
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
 from llama_jax.ops.platform import decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
-MOST_PASSES, MOST_TURNS = 16, 64  # of a chunk; after it the number of drafts may change
+MOST_PASSES, MOST_CHUNKS = 16, 64  # of a chunk; after it the number of drafts may change
 HOST = 0.0005  # fixed seconds per chunk, at most half of its time
 COMPILING = 0.1  # least seconds of a program's first chunk if the program is compiled in it
 
 
-def stream_drafted(run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[TokenChunk]:
+def stream_drafted(
+    run: Run, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
+) -> Iterator[TokenChunk]:
     """The chunks of `stream` with a draft.
 
     Raises:
@@ -43,19 +53,20 @@ def stream_drafted(run: Run, drafter: Drafter, prompts: Prompts, options: CacheO
             " leave it out"
         )
     _, lengths, request = prompts
-    room = room_before_turning(run.config, lengths)
-    if (request.limit > room).any():
-        row = int(np.argmax(request.limit > room))
+    allowed = tokens_before_longrope_switch(run.config, lengths)
+    if (request.limit > allowed).any():
+        row = int(np.argmax(request.limit > allowed))
         raise GenerationError(
-            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
-            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
+            f"draft: row {row} is read again after {lengths[row] + allowed[row] - 1} tokens, where the frequencies of the"
+            " model's longrope change, and no draft goes beyond that; leave it out, or generate at most"
+            f" {allowed[row]} tokens"
         )
     drafter.check(run.config, run.params, lengths, request, options)
-    return drafted_chunks(run, drafter, prompts, options, turns)
+    return drafted_chunks(run, drafter, prompts, options, max_chunks)
 
 
 def drafted_chunks(
-    run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int, pace: Pace | None = None
+    run: Run, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int, pace: Pace | None = None
 ) -> Iterator[TokenChunk]:
     """The chunks of `stream` with a draft that has been checked.
 
@@ -67,37 +78,37 @@ def drafted_chunks(
     state, packed = run.start(run.prefill_prompts(tokens, lengths, capacity, options), *prompts)
     drafter, memory = drafter.begin(tokens, lengths, capacity, options)
     model = Model(run.params, run.config, run.compute, run.sharding)
-    hindsight = drafter.hindsight(tokens, lengths)
-    pace = pace or Pace.of(drafter.tokens, hindsight is None)
+    count_hits = drafter.count_hits(tokens, lengths)
+    pace = pace or Pace.of(drafter.tokens, count_hits is None)
     number, ahead = pace.choose(), None
     if not number:
-        state, ahead = _start(run, state, pace.length(0), turns)
+        state, ahead = _start(run, state, pace.length(0), max_chunks)
     chunk, done, _ = unpack(packed)
     text = _Text.of(tokens, lengths, capacity).with_chunk(chunk)
-    if hindsight:
-        hindsight(chunk)
+    if count_hits:
+        count_hits(chunk)
     met, seen = set[int](), time.perf_counter()
     yield chunk
 
     while not done.all():
         if number:
             width = number + 1
-            count = min(pace.length(number), max(turns * STEPS_PER_CHUNK // width, 1), MOST_PASSES)
+            count = min(pace.length(number), max(max_chunks * STEPS_PER_CHUNK // width, 1), MOST_PASSES)
             text = text.written()
-            memory = drafter.follow(memory, text.history, text.known)
+            memory = drafter.catch_up(memory, text.history, text.lengths)
             passes = _passes_on(_platform(state))
             started = time.perf_counter()
-            with decoding_context(run.natively), transferring():
+            with decoding_context(run.use_native_code), allow_transfers():
                 state, memory, packed = passes(
                     model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
                 )
         else:
             started = seen if ahead is not None else time.perf_counter()
-            state, packed = (state, ahead) if ahead is not None else _start(run, state, pace.length(0), turns)
+            state, packed = (state, ahead) if ahead is not None else _start(run, state, pace.length(0), max_chunks)
 
         ahead = None
         if pace.goes_on(number):
-            state, ahead = _start(run, state, STEPS_PER_CHUNK if number else pace.length(0), turns)
+            state, ahead = _start(run, state, STEPS_PER_CHUNK if number else pace.length(0), max_chunks)
         if number:
             chunk, done, taken, counts, looked_at = _unpack(packed, number)
         else:
@@ -107,7 +118,7 @@ def drafted_chunks(
             counts = Counts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
         seen = time.perf_counter()
         if not done.all():  # otherwise no more tokens are chosen
-            would_be = hindsight(chunk) if hindsight else (0, 0)
+            would_be = count_hits(chunk) if count_hits else (0, 0)
             right = (int(counts.accepted.sum()), looked_at) if number else would_be
             seconds = max(seen - started - HOST, (seen - started) / 2)
             counts_for = number in met or seconds < COMPILING
@@ -118,9 +129,9 @@ def drafted_chunks(
         yield DraftedChunk.of(chunk, counts)
 
 
-def _start(run: Run, state: DecodeState, steps: int, turns: int) -> tuple[DecodeState, jax.Array]:
+def _start(run: Run, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
     """Start this many steps of plain decoding."""
-    return run.decode(state, min(steps // STEPS_PER_CHUNK, turns, MOST_TURNS), min(turns, LONGEST_CHUNK))
+    return run.decode(state, min(steps // STEPS_PER_CHUNK, max_chunks, MOST_CHUNKS), min(max_chunks, MAX_CHUNKS_PER_CALL))
 
 
 @dataclass(frozen=True)
@@ -129,33 +140,33 @@ class _Text:
 
     Attributes:
       history: int32[B, S].
-      known: int[B], how many tokens there are.
+      lengths: int[B], how many tokens each row has.
       waiting: the last chunks, which are not in the history yet.
     """
 
     history: np.ndarray
-    known: np.ndarray
+    lengths: np.ndarray
     waiting: tuple[TokenChunk, ...] = ()
 
     @classmethod
     def of(cls, tokens: np.ndarray, lengths: np.ndarray, capacity: int) -> _Text:
         """The prompts, with room for rows of `capacity` tokens and the drafts of a pass after them."""
-        room = capacity + 1 + MOST_DRAFTED
+        room = capacity + 1 + MAX_DRAFT_TOKENS
         return cls(np.pad(tokens[:, :room], ((0, 0), (0, max(room - tokens.shape[1], 0)))), lengths.astype(np.int64))
 
     def with_chunk(self, chunk: TokenChunk) -> _Text:
-        return replace(self, known=self.known + chunk.valid.sum(axis=1), waiting=(*self.waiting, chunk))
+        return replace(self, lengths=self.lengths + chunk.valid.sum(axis=1), waiting=(*self.waiting, chunk))
 
     def written(self) -> _Text:
         """The text with nothing waiting."""
         history = self.history.copy()
-        ends = self.known - sum(chunk.valid.sum(axis=1) for chunk in self.waiting)
+        ends = self.lengths - sum(chunk.valid.sum(axis=1) for chunk in self.waiting)
         for chunk in self.waiting:
             for row, (tokens, valid) in enumerate(zip(chunk.tokens, chunk.valid, strict=True)):
                 new = tokens[valid]
                 history[row, ends[row] : ends[row] + len(new)] = new
                 ends[row] += len(new)
-        return _Text(history, self.known)
+        return _Text(history, self.lengths)
 
 
 def _run_packed(
@@ -165,7 +176,7 @@ def _run_packed(
     work, taken, results = run_passes(model, drafter, PassState(state, memory, history), passes, size)
     counts = jnp.concatenate([results.offered, results.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
-    return work.state, work.memory, model.sharding.constrain(packed, "everywhere")
+    return work.state, work.memory, model.sharding.constrain(packed, "replicated")
 
 
 def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, Counts, int]:

@@ -162,5 +162,5 @@ def run_passes(
     tokens = tuple(jnp.zeros((batch, size.most * width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
     counts = tuple(jnp.zeros((batch, size.most), jnp.int32) for _ in range(2))
     work, taken, tokens, counts = lax.while_loop(unfinished, one, (work, jnp.int32(0), tokens, counts))
-    state = work.state.replace(done=sharding.constrain(work.state.done, "everywhere"))
+    state = work.state.replace(done=sharding.constrain(work.state.done, "replicated"))
     return work._replace(state=state), taken, Passes(TokenChunk(*tokens), *counts)

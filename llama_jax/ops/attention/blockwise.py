@@ -1,8 +1,8 @@
 """Attention by blocks of queries and keys: memory that grows with T + S and not with T * S, on any device.
 
-The softmax is made as the blocks come (Rabe and Staats 2021, section 2; Milakov and Gimelshein 2018); the backward pass
-computes the scores of each block again (Dao et al. 2022, algorithm 4). A block that no query of its rows can see is not
-computed: of a causal square half, of a window or of packed documents what lies near the diagonal.
+Online softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021, section 2). The backward pass recomputes the scores of
+each block (Dao et al. 2022, algorithm 4). A block of keys that no query of the block can see is skipped: half of a causal
+square, and most of it with a window or packed documents.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visibl
 from llama_jax.ops.layers import weight_gradient
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
-SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels
-FEW_QUERY_ROWS, MORE_KEYS = 16, 2048
+BLOCK_SIDE = 1024  # scores along one side of a block: large enough to be worth starting its kernels
+FEW_QUERY_ROWS, KEYS_FOR_FEW_QUERIES = 16, 2048  # at most so many query rows (T * G) take larger key blocks
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 Part = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs and log-sum-exps
@@ -42,13 +42,13 @@ def blockwise(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
+    """Arguments and result as for `attend`. Custom VJP, reverse mode only: autodiff would save every iteration."""
     return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
 
 def _blockwise_fwd(queries, keys, values, mask, scale, window):
     out_lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
-    # By a name, so that training can keep them: what comes out of a loop is otherwise made again by `jax.checkpoint`.
+    # Named, so that remat policies can save it instead of re-running the loop.
     out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out_lse[0].astype(queries.dtype), out_lse[1]))
     return out, (pack_bits((queries, keys, values, out)), lse, mask)
 
@@ -73,7 +73,7 @@ def forward_part(
     scale: float,
     window: int | None = None,
 ) -> tuple[Float[Array, "B K T G W"], Float[Array, "B K T G 1"]]:
-    """Attention to some of the keys, to be joined with that to others by `merge`.
+    """Attention to some of the keys; `combine` joins it with attention to the others.
 
     Args:
       mask: of these queries and keys.
@@ -84,27 +84,27 @@ def forward_part(
     """
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     query_blocks, key_blocks = _blocks_of(queries, keys)
-    first, end = _reach(mask, window, query_blocks, key_blocks)
-    arrays = pack_bits((queries, keys, values))  # each block is a slice of them
+    first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
+    arrays = pack_bits((queries, keys, values))  # sliced block by block
 
     def block_of_queries(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
-            largest, total, out = carry
+            row_max, total, out = carry
             key, value = (unpack_bits(key_blocks.cut(x, j, -2)) for x in arrays[1:])
             scores = scores_of(query, key, visible(_cut(mask, query_blocks, i, key_blocks, j), window), scale)
-            larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-            shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
-            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return larger, total, out * shrink + weighted_values(weights, value)
+            new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1, keepdims=True))
+            correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max)
+            total = total * correction + jnp.sum(weights, axis=-1, keepdims=True)
+            return new_max, total, out * correction + weighted_values(weights, value)
 
-        # Like `query`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
+        # `zeros_like`, so that `shard_map`'s varying-axes check passes.
         total, out = (jnp.zeros_like(query, precise, (*query.shape[:-1], size)) for size in (1, width))
         start = jnp.full_like(total, LOWEST), total, out
-        largest, total, out = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        row_max, total, out = lax.fori_loop(first[i], end[i], block_of_keys, start)
         out = out / jnp.where(total == 0, 1, total)
-        lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+        lse = jnp.where(total == 0, -jnp.inf, row_max + jnp.log(total))
         return query_blocks.put(results[0], out, i, -3), query_blocks.put(results[1], lse, i, -3)
 
     out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
@@ -112,11 +112,11 @@ def forward_part(
 
 
 class QueryGradientInputs(NamedTuple):
-    """What the backward pass reads for each query; it is cut into blocks together.
+    """What the backward pass reads for each query, sliced into blocks as one tree.
 
     Attributes:
       queries: [B, K, T, G, H].
-      lse: [B, K, T, G, 1], the log-sum-exp of the scores over all keys that a query saw.
+      lse: [B, K, T, G, 1], the log-sum-exp of the scores over all keys visible to a query.
       delta: [B, K, T, G, 1], the inner product of the output and its gradient (Dao et al. 2022, algorithm 4).
       d_out: [B, K, T, G, H], the gradient of the attention output.
     """
@@ -134,7 +134,7 @@ class QueryGradientInputs(NamedTuple):
         out: Float[Array, "B K T G W"],
         d_out: Float[Array, "B K T G W"],
     ) -> QueryGradientInputs:
-        """From the attention output and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+        """With `delta` computed from the attention output and its gradient: sum_j w_j dw_j is their inner product."""
         delta = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1, keepdims=True)
         return cls(queries, lse, delta, d_out)
 
@@ -148,14 +148,14 @@ def backward_part(
     scale: float,
     window: int | None = None,
 ) -> Gradients:
-    """The gradients of queries, keys and values from these keys and values, in float32 at least.
+    """The gradients of queries, keys and values that come from these keys and values, in float32 at least.
 
     Args:
-      inputs: with the log-sum-exp over these keys and all others that a query saw.
+      inputs: with the log-sum-exp over all keys visible to a query, these and others.
       mask: of these queries and keys.
     """
     query_blocks, key_blocks = _blocks_of(inputs.queries, keys)
-    first, end = _reach(mask, window, query_blocks, key_blocks)
+    first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
     precise = inputs.lse.dtype
     arrays = pack_bits(inputs), pack_bits((keys, values))
 
@@ -178,10 +178,10 @@ def backward_part(
 
 
 def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -> Carry:
-    """`body` of 0 to count - 1, by a loop that keeps nothing of its turns.
+    """Run `body(i, carry)` for i < count as a while_loop.
 
-    Of a loop whose length is known at compile time JAX makes a scan, for which `jax.checkpoint` would keep what every turn
-    read, all keys and values for each block of queries.
+    JAX turns a fori_loop of static length into a scan, for which remat would save every iteration's inputs: all keys and
+    values for each block of queries.
     """
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
@@ -195,7 +195,7 @@ def block_gradients(
 ) -> Gradients:
     """The gradients from all scores of some queries and keys.
 
-    Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
+    Scores are [B, K, S, T * G], so that only one of the three matmuls that follow contracts the first axis of both operands.
     """
     queries, lse, delta, d_out = inputs
 
@@ -212,23 +212,23 @@ def block_gradients(
     dv = product(weights.astype(values.dtype), flat_d_out, 2)
     d_weights = product(values, flat_d_out, 3)
     d_scores = (weights * (d_weights - flat(delta).swapaxes(-1, -2))).astype(keys.dtype)
-    # Scaled after the matmuls and not before: there are H numbers per query instead of S.
+    # Scaled after the matmuls: H values per query instead of S.
     dk = product(d_scores, flat_queries, 2) * scale
     dq = (weight_gradient(d_scores, keys) * scale).reshape(queries.shape)
     return dq, dk, dv
 
 
-def merge(first: Part, second: Part) -> Part:
-    """Attention to two sets of keys from the attention to each: outputs and log-sum-exps as `forward_part` returns them."""
+def combine(first: Part, second: Part) -> Part:
+    """Combine attention to two disjoint sets of keys: outputs and log-sum-exps as `forward_part` returns them."""
     lse = jnp.logaddexp(first[1], second[1])
-    known = jnp.where(lse == -jnp.inf, 0, lse)  # a query that sees nothing in either: exp(-inf - 0) = 0
+    known = jnp.where(lse == -jnp.inf, 0, lse)  # for a query that sees no key of either: exp(-inf - 0) = 0
     shares = (out * jnp.exp(part - known) for out, part in (first, second))
     return functools.reduce(jnp.add, shares), lse
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """An axis of `total` entries in `count` blocks of `size`. The last one is moved to fit, so that nothing is padded."""
+    """An axis of `total` entries in `count` blocks of `size`. The last one overlaps the one before: no padding."""
 
     size: int
     count: int
@@ -243,7 +243,7 @@ class _Blocks:
         return jnp.minimum(i * self.size, self.total - self.size)
 
     def cut(self, tree: Any, i: jax.Array, axis: int) -> Any:
-        """Block i of every array of a tree."""
+        """Block i of every array of a tree, along an axis counted from the end."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start(i), self.size, x.ndim + axis), tree)
 
     def put(self, x: jax.Array, block: jax.Array, i: jax.Array, axis: int) -> jax.Array:
@@ -253,13 +253,12 @@ class _Blocks:
         return self.put(x, self.cut(x, i, axis) + block, i, axis)
 
     def own(self, x: jax.Array, i: jax.Array, other: int) -> jax.Array:
-        """Block i of the last axis, with `other` in place of what the block before has too."""
+        """Block i of the last axis; entries that overlap the previous block become `other`."""
         indices = self.start(i) + jnp.arange(self.size)
         return jnp.where(indices >= i * self.size, self.cut(x, i, -1), other)
 
     def ends(self, x: jax.Array, absent: int | None = None) -> tuple[jax.Array, jax.Array]:
-        """The smallest and the largest of each block of the last axis, int32[count] each, `absent` left out."""
-
+        """The minimum and the maximum of each block of the last axis, int32[count] each; `absent` entries are ignored."""
         blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None]
 
         def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
@@ -270,23 +269,23 @@ class _Blocks:
 
 
 def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
-    """Blocks of queries, all of a group together, and of keys: as many scores wide as high, but for few queries."""
+    """Blocks of queries, with all G of a group together, and of keys: squares of scores, unless there are few queries."""
     *batch, new, groups, _ = queries.shape
     side = _side(math.prod(batch))
-    size = MORE_KEYS if new * groups <= FEW_QUERY_ROWS else side
+    size = KEYS_FOR_FEW_QUERIES if new * groups <= FEW_QUERY_ROWS else side
     return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
 @for_cpu("side_of_blocks")
 def _side(heads: int) -> int:
-    """Scores along one side of a block, a power of two, for so many heads of all rows together."""
-    return SIDE
+    """Scores along one side of a block, a power of two; `heads` are those of all rows together."""
+    return BLOCK_SIDE
 
 
 def _cut(
     mask: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
 ) -> AttentionMask:
-    """What stands where in a pair of blocks; a key is in one block only, and a query too where `once` asks for it."""
+    """The mask of a pair of blocks. Each key counts in one block only, and with `once` so does each query."""
     queries = query_blocks.own(mask.query_positions, i, NO_QUERY) if once else query_blocks.cut(mask.query_positions, i, -1)
     keys = key_blocks.own(mask.key_positions, j, NO_KEY)
     return AttentionMask(
@@ -294,16 +293,16 @@ def _cut(
     )
 
 
-def _reach(
+def _visible_key_blocks(
     mask: AttentionMask, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks
 ) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys that some query of each block may see, and the one after the last: int32[blocks] each."""
+    """For each block of queries, the first visible block of keys and the end (exclusive): int32[blocks] each."""
     earliest, latest = query_blocks.ends(mask.query_positions, NO_QUERY)
     nearest, farthest = key_blocks.ends(mask.key_positions, NO_KEY)
     last = latest[:, None]
     needed = nearest[None] <= last
     if window is not None:
-        # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
+        # Written as key > query - window: in an empty block the positions are the limits of int32, so a sum would overflow.
         oldest = jnp.maximum(earliest, 0)[:, None] - window
         needed &= (farthest[None] > oldest) & (latest[:, None] >= 0)
     if mask.query_segments is not None and mask.key_segments is not None:

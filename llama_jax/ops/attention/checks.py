@@ -9,7 +9,7 @@ from llama_jax.ops.attention.mask import AttentionMask
 
 
 def check_shapes(queries: jax.Array, keys: jax.Array, mask: AttentionMask, window: int | None) -> None:
-    """Raise ConfigError for arguments that no backend could compute, or would misinterpret."""
+    """Raise ConfigError for arguments that no backend can compute, or that backends would misinterpret."""
     if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
         raise ConfigError(f"window={window!r} must be an integer from 1, a token sees itself, to 2**31 - 1")
     if queries.ndim != 5 or len(keys.shape) != 4 or queries.shape[:2] != keys.shape[:2]:

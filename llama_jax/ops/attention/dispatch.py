@@ -17,10 +17,10 @@ from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_p
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
-# From so many scores per head on, blocks are faster than whole rows, and from so many queries on
-# (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
+# "blockwise" from MANY_QUERIES queries and MANY_SCORES scores per head on: it is faster there, and needs less memory
+# (experiments/bench_long_context.py). cuDNN copies the cache, so it is not used for at most FEW_QUERIES_OF_GPU queries.
 MANY_SCORES, MANY_QUERIES, FEW_QUERIES_OF_GPU = 2**20, 64, 16
-SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
+SHORT_ROWS_OF_16_BITS = 128  # with so many tokens or more, gradients are faster "blockwise" on a CPU: 24 ms, "dense" 39
 
 
 def attend(
@@ -41,13 +41,14 @@ def attend(
     Args:
       view: of keys and values [B, K, S, H].
       mask: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
-        causal mask and also hides the empty or padded end of a cache.
+        causal mask, and also hides the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
       window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
-      backend: "reference" is the definition; "dense" makes whole rows of scores, the fastest for short ones, and supports
-        every kind of differentiation; "blockwise" uses memory that grows with T + S instead of T * S; "cudnn" and "splash"
-        are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
-      head_sharding: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
+      backend: "reference" is the textbook formula, for tests; "dense" holds all scores in memory, is the fastest for short
+        rows and supports every mode of differentiation; "blockwise" uses memory that grows with T + S instead of T * S;
+        "cudnn" and "splash" are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
+      head_sharding: the axes of the current mesh over which rows and heads are sharded; without it no kernel is used on a
+        mesh.
 
     Returns:
       In the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
@@ -58,7 +59,7 @@ def attend(
     """
     keys, values = view
     check_shapes(queries, keys, mask, window)
-    problem = AttentionShape(
+    shapes = AttentionShape(
         queries.shape,
         keys.shape,
         queries.dtype,
@@ -67,7 +68,7 @@ def attend(
         mesh_in_force(),
         head_sharding,
     )
-    name, why = choose_backend(lowering_platform(), lowering_device_kind(), problem, backend)
+    name, why = choose_backend(lowering_platform(), lowering_device_kind(), shapes, backend)
     log_backend(name, why)
     if name == "dense":
         return dense_attention(queries, keys, values, mask, scale, window)
@@ -86,12 +87,12 @@ def attend(
 
 
 def choose_backend(
-    platform: str, device_kind: str, problem: AttentionShape, backend: AttentionBackend = "auto"
+    platform: str, device_kind: str, shapes: AttentionShape, backend: AttentionBackend = "auto"
 ) -> tuple[AttentionBackend, str]:
     """The backend to use, never "auto", and the reason.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", of the devices that the program is made for.
+      platform: "cpu", "gpu" or "tpu", of the devices that the program is traced for.
       device_kind: their name in JAX.
       backend: "auto", or a requested backend.
 
@@ -101,30 +102,30 @@ def choose_backend(
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
     if backend != "auto":
-        if backend in KERNELS.values() and (refusal := _refusal(backend, platform, device_kind, problem)):
+        if backend in KERNELS.values() and (refusal := _why_not(backend, platform, device_kind, shapes)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
         return backend, "as requested"
-    plain, why = _without_kernel(platform, problem)
+    plain, why = _without_kernel(platform, shapes)
     kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
-    if problem.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not problem.ordered else 1):
-        return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
-    refusal = _refusal(kernel, platform, device_kind, problem)
+    if shapes.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not shapes.ordered else 1):
+        return plain, f"{'a single query' if shapes.queries[2] == 1 else 'few queries'} on {platform}: {why}"
+    refusal = _why_not(kernel, platform, device_kind, shapes)
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
-def _refusal(kernel: AttentionBackend, platform: str, device_kind: str, problem: AttentionShape) -> str | None:
+def _why_not(kernel: AttentionBackend, platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
     from llama_jax.ops.attention import kernels
 
-    refuse = kernels.refusal_of_cudnn if kernel == "cudnn" else kernels.refusal_of_splash
-    return refuse(platform, device_kind, problem)
+    reason_against = kernels.why_not_cudnn if kernel == "cudnn" else kernels.why_not_splash
+    return reason_against(platform, device_kind, shapes)
 
 
-def _without_kernel(platform: str, problem: AttentionShape) -> tuple[AttentionBackend, str]:
-    new, slots = problem.queries[2], problem.keys[2]
+def _without_kernel(platform: str, shapes: AttentionShape) -> tuple[AttentionBackend, str]:
+    new, slots = shapes.queries[2], shapes.keys[2]
     if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
         return "blockwise", f"{new} x {slots} scores"
-    if platform == "cpu" and np.dtype(problem.dtype).itemsize == 2 and problem.ordered and new >= SHORT_ROWS_OF_16_BITS:
+    if platform == "cpu" and np.dtype(shapes.dtype).itemsize == 2 and shapes.ordered and new >= SHORT_ROWS_OF_16_BITS:
         return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
     return "dense", f"{new} x {slots} scores"

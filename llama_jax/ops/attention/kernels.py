@@ -1,18 +1,6 @@
 """Attention by kernels of other libraries, and their limits: cuDNN's for NVIDIA GPUs and JAX's own "splash" for TPUs.
 
-Both are called by interfaces that JAX documents and keeps. Compared for packed rows on a GPU, by the CUDA compiler for an
-H100 with jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
-
-    rows x tokens, heads of width                 4 x 2,048, 32/4 of 64    1 x 8,192, 32/8 of 128    1 x 32,768, 32/8 of 128
-    cuDNN, whole rows (no segments: the floor)                       73                       161                        644
-    cuDNN, segments as a mask                                       137                       417                      4,740
-    the same in 4 blocks of queries (8 from 16,384)                  86                       208                      1,104
-    `pallas.ops.gpu.attention.mha` (Triton)                         192                       384                          -
-    XLA, by blocks                                                  130                       259                      1,028
-
-Pallas' Triton backend is deprecated since jax 0.11, and `mha` wants keys and values repeated for every query of a group.
-cuDNN's packed layout is private in JAX and asks the process for a Hopper device while it is traced. tokamax (0.0.12) is a
-dependency with six of its own. A kernel for Mosaic GPU runs on Hopper and later only; none was there to test it.
+Both are called through public JAX APIs. The alternatives for GPUs, and their memory, are in docs/notes/long_context.md.
 """
 
 from __future__ import annotations
@@ -32,53 +20,54 @@ from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, visible
 from llama_jax.ops.platform import TPU_LANES
 
-WIDEST = 128  # features of a head that cuDNN has
+WIDEST = 128  # most features of a head in cuDNN
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
-# Blocks of queries for which cuDNN is given a mask: the least queries of one, and how many of rows and of long rows.
+# With a mask, cuDNN is called for blocks of queries: the fewest queries of a block, and the number of blocks of a row, and
+# of a long one.
 LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
 LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
-def refusal_of_cudnn(platform: str, device_kind: str, problem: AttentionShape) -> str | None:
+def why_not_cudnn(platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
     """Why cuDNN cannot compute this, or None where it can."""
-    (*_, new, _, width), slots = problem.queries, problem.keys[2]
+    (*_, new, _, width), slots = shapes.queries, shapes.keys[2]
     if platform != "gpu" or not device_kind.startswith(("NVIDIA", "Tesla")):
         return f"cudnn needs an NVIDIA GPU, this is {device_kind}"
     if any(name in device_kind for name in NO_CUDNN):
         return f"cudnn's attention needs compute capability 8.0, which {device_kind} does not have"
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cudnn computes in bfloat16 or float16, not in {np.dtype(problem.dtype)}"
+    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn computes in bfloat16 or float16, not in {np.dtype(shapes.dtype)}"
     if width % 8 or width > WIDEST:
         return f"cudnn has heads of at most {WIDEST} features, a multiple of 8; these have {width}"
-    masked = problem.segments or not problem.ordered
+    masked = shapes.segments or not shapes.ordered
     if masked and (new % 2 or slots % 2):
         return f"cudnn has a mask for even numbers of queries and keys only, not for {new} x {slots}"
-    return _refusal_of_division("cudnn", problem)
+    return _why_not_sharded("cudnn", shapes)
 
 
-def refusal_of_splash(platform: str, device_kind: str, problem: AttentionShape) -> str | None:
+def why_not_splash(platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
     """Why splash cannot compute this, or None where it can."""
-    *_, new, _, width = problem.queries
+    *_, new, _, width = shapes.queries
     if platform != "tpu":
         return f"splash needs a TPU, this is {device_kind}"
-    if not problem.ordered:
+    if not shapes.ordered:
         return "splash has whole rows only: query t at slot t"
     if new % TPU_LANES or width % 64:
         return f"splash has rows in multiples of {TPU_LANES} and heads in multiples of 64; these are {new} and {width}"
-    return _refusal_of_division("splash", problem)
+    return _why_not_sharded("splash", shapes)
 
 
-def _refusal_of_division(kernel: str, problem: AttentionShape) -> str | None:
-    """XLA divides no kernel: each device must have whole rows and heads of its own."""
-    mesh, head_sharding = problem.mesh or {}, problem.head_sharding
+def _why_not_sharded(kernel: str, shapes: AttentionShape) -> str | None:
+    """Why a kernel cannot be sharded, or None: XLA does not partition kernels, so each device needs whole rows and heads."""
+    mesh, head_sharding = shapes.mesh or {}, shapes.head_sharding
     if math.prod(mesh.values()) == 1:
         return None
     if head_sharding is None:
         return f"{kernel} is a kernel of one device, and no division of rows and heads over the mesh is given"
     for what, size, axes in (
-        ("rows", problem.queries[0], head_sharding.mesh_axes_of_rows),
-        ("key/value heads", problem.queries[1], head_sharding.mesh_axes_of_heads),
+        ("rows", shapes.queries[0], head_sharding.mesh_axes_of_rows),
+        ("key/value heads", shapes.queries[1], head_sharding.mesh_axes_of_heads),
     ):
         parts = math.prod(mesh[axis] for axis in axes)
         if size % parts:
@@ -97,8 +86,8 @@ def cudnn(
 ) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
 
-    Segments, and positions other than those of whole rows, are passed to cuDNN as a mask. Whole rows are then computed in
-    blocks of queries, which avoids most of the mask, and the scores after a block.
+    Segments, and positions other than those of causal rows, are passed to cuDNN as a mask. Causal rows with segments are
+    computed in blocks of queries, so that only the mask of visible keys is materialized and later keys are skipped.
     """
     if mask.ordered and mask.query_segments is None:
         local = None if window is None else (window - 1, 0)
@@ -113,11 +102,11 @@ def cudnn(
     for begin, end in itertools.pairwise(2 * (new * i // (2 * count)) for i in range(count + 1)):
         first = max(begin - window + 1, 0) // 2 * 2 if mask.ordered and window is not None else 0
         last = end if mask.ordered else slots
-        allowed = visible(mask.part(slice(begin, end), slice(first, last)), window)
+        allowed = visible(mask.sliced(slice(begin, end), slice(first, last)), window)
         attended = _dot_product_attention(
             queries[:, :, begin:end], keys[:, :, first:last], values[:, :, first:last], scale, mask=allowed[:, None]
         )
-        if not mask.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
+        if not mask.ordered:  # for a query that sees nothing cuDNN returns the mean of all values
             attended = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], attended, 0)
         blocks.append(attended)
     return jnp.concatenate(blocks, axis=2)
@@ -148,8 +137,8 @@ def splash(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend` with whole rows; `interpret` runs the kernel without a TPU, slowly."""
-    # Imported here: importing Pallas takes a second, which is only for those with a TPU.
+    """Arguments and result as for `attend` with causal rows; `interpret` runs the kernel without a TPU, slowly."""
+    # Imported here: importing Pallas takes a second.
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
     batch, _, new, groups, _ = queries.shape
@@ -181,9 +170,9 @@ def splash(
 
 
 def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
-    """The same kernel, each device computing its own rows and heads, if the current mesh cuts them.
+    """The same kernel, on a mesh with each device computing its own rows and heads.
 
-    XLA cannot divide a kernel, so it runs in a `jax.shard_map` over the current mesh, without communication.
+    XLA cannot partition a kernel, so it runs in a `jax.shard_map` over the current mesh, without communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if head_sharding is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
@@ -193,7 +182,7 @@ def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
         rows = head_sharding.mesh_axes_of_rows or None
         heads = P(rows, head_sharding.mesh_axes_of_heads or None)
         mask_spec = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), mask)
-        # Not checked: a kernel does not say over which axes its results differ.
+        # check_vma=False: a kernel does not declare the varying axes of its results.
         mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, mask_spec), out_specs=heads, check_vma=False)
         return mapped(queries, keys, values, mask)
 

@@ -13,27 +13,27 @@ from jaxtyping import Array, Bool, Int
 
 from llama_jax.ops.platform import AnyArray
 
-# Positions of a key that no query sees, and of a query that sees nothing.
+# Position of a key that no query sees, and of a query that sees nothing.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
 class KVView(NamedTuple):
-    """Keys and values [B, K, S, H]: those of the tokens themselves or, for an attention of one's own, of a cache."""
+    """Keys and values [B, K, S, H], of the tokens themselves, or gathered from a cache for a custom attention."""
 
     keys: jax.Array
     values: jax.Array
 
 
 class AttentionMask(struct.PyTreeNode):
-    """Where queries and keys stand. The same for all heads; a first axis of size 1 is the same for all rows.
+    """Positions and segments, from which visibility follows. Same for all heads; a first axis of size 1 serves all rows.
 
     Attributes:
       query_positions: int32[B|1, T]; -1 for a query that sees nothing.
       key_positions: int32[B|1, S]; 2**31 - 1 for a slot that holds no key.
-      query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query sees the keys of its own segment only,
-        as do the documents packed into a row.
-      ordered: query t and key t both stand at slot t, T = S, and the positions say no more than that. What comes after a
-        block of queries is then not even computed, and a kernel needs no mask. Never of a program's inputs: static.
+      query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query sees only the keys of its own
+        segment, such as a document packed into a row.
+      ordered: plain causal rows (query t and key t at slot t, T = S), so that later keys are skipped and kernels need no
+        mask. A static field.
     """
 
     query_positions: Any
@@ -43,13 +43,13 @@ class AttentionMask(struct.PyTreeNode):
     ordered: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def whole(cls, length: int, segments: Int[AnyArray, "B T"] | None = None) -> AttentionMask:
-        """The causal mask of whole rows of T tokens, with the document of each in `segments`."""
+    def causal(cls, length: int, segments: Int[AnyArray, "B T"] | None = None) -> AttentionMask:
+        """The causal mask of rows of T tokens; `segments` holds the document of each token."""
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         return cls(slots, slots, segments, segments, ordered=True)
 
-    def part(self, queries: slice, keys: slice) -> AttentionMask:
-        """The same of some queries and some keys."""
+    def sliced(self, queries: slice, keys: slice) -> AttentionMask:
+        """The mask of some of the queries and some of the keys."""
         return AttentionMask(
             self.query_positions[..., queries],
             self.key_positions[..., keys],
@@ -60,7 +60,7 @@ class AttentionMask(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """Over which axes of the mesh in force the rows of a batch and the key/value heads are cut."""
+    """The axes of the current mesh over which the rows of a batch and the key/value heads are sharded."""
 
     mesh_axes_of_rows: tuple[str, ...] = ()
     mesh_axes_of_heads: tuple[str, ...] = ()
@@ -68,15 +68,15 @@ class HeadSharding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shapes of an attention call, as far as the choice of a backend depends on them.
+    """The properties of an attention call on which the choice of a backend depends.
 
     Attributes:
       queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
       dtype: of the queries.
       ordered, segments: of `AttentionMask`.
-      mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
-        runs per device already.
-      head_sharding: of rows and heads over it, or None where that is not known.
+      mesh: names and sizes of the axes of the current mesh if XLA partitions the program over it; empty for one device, and
+        inside `jax.shard_map`.
+      head_sharding: of rows and heads over the mesh, or None if unknown.
     """
 
     queries: tuple[int, ...]
@@ -90,13 +90,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class PagedAttentionShape:
-    """The shapes of an attention call over pages, as far as the choice of a kernel depends on them.
+    """The properties of an attention call over pages on which the choice of a kernel depends.
 
     Attributes:
       queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
       dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
       sinks, chunk: as for `attend_paged`.
-      devices: over which XLA divides the program; it divides no kernel. One where a `HeadSharding` says each device's part.
+      devices: number of devices over which XLA partitions the program, which it cannot do with a kernel; 1 inside
+        `jax.shard_map`.
     """
 
     queries: tuple[int, ...]
@@ -110,7 +111,7 @@ class PagedAttentionShape:
 
 
 def visible(mask: AttentionMask, window: int | None = None) -> Bool[Array, "#B T S"]:
-    """The key is not after the query, not `window` or more before it, and of its segment."""
+    """True where the key is not after the query, within the window, and in the same segment."""
     queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
     allowed = keys <= queries
     if window is not None:

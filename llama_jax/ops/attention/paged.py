@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages; a table has the pages of each row (Kwon et al. 2023, section 4)."""
+"""Attention to keys and values in pages; a table lists the pages of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int32
 from llama_jax.errors import MeshError
 from llama_jax.ops import exact
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
-from llama_jax.ops.attention.paged_blocks import attend_by_blocks, seen_by
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows, quantize
+from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
 from llama_jax.ops.platform import for_cpu, log_backend, lowering_platform, mesh_in_force
 
 
@@ -25,16 +25,16 @@ class PagedView(struct.PyTreeNode):
     """Keys and values in pages, and a table of the pages of each row.
 
     Attributes:
-      pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side: the key of head k at 2k, its
-        value at 2k + 1. An array or `Quantized`.
-      layer: int32[], whose pages are read.
-      table: int32[R, n], the pages of each row in order. Entries beyond its length, and those of which no new token sees a
-        key any more, are not used; any valid number will do.
-      lengths: int32[R], tokens of each row, the new ones included. Those beyond the n pages are nowhere: neither written nor
-        read.
-      starts: int32[R + 1]: row r's new tokens, its last ones, are [starts[r], starts[r + 1]) of all T. A row without new
-        tokens has an empty range. Tokens from starts[R] on are padding.
-      each: how many new tokens every row has, where that is known: starts are then its multiples. Static.
+      pages: [L, P, page, 2K, H], an array or `Quantized`. Each token has the key of head k at 2k and its value at 2k + 1.
+      layer: int32[], the layer whose pages are read.
+      table: int32[R, n], the pages of each row in order. Entries beyond its length, and entries whose keys no new token sees
+        any more, are not used and may be any valid page number.
+      lengths: int32[R], tokens of each row, including the new ones. Tokens beyond the n pages are neither written nor
+        attended to.
+      starts: int32[R + 1]. The new tokens of row r, which are its last ones, are [starts[r], starts[r + 1]) of all T; the
+        range of a row without new tokens is empty. Tokens from starts[R] on are padding.
+      tokens_per_row: the number of new tokens of every row, if all have the same; `starts` are then its multiples. A static
+        field.
     """
 
     pages: Any
@@ -42,15 +42,15 @@ class PagedView(struct.PyTreeNode):
     table: Any
     lengths: Any
     starts: Any
-    each: int | None = struct.field(pytree_node=False, default=None)
+    tokens_per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tokens(self, count: int) -> tuple[Int32[Array, " {count}"], Int32[Array, " {count}"]]:
-        """The row and the position in it of each of the new tokens; padding has the last row, and -1."""
+        """The row of each new token and its position there; padding has the last row, and position -1."""
         rows = len(self.lengths)
-        if self.each is not None:
-            row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.each)
-            position = self.lengths[:, None] + jnp.arange(-self.each, 0, dtype=jnp.int32)[None]
-            padding = 0, count - rows * self.each
+        if self.tokens_per_row is not None:
+            row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.tokens_per_row)
+            position = self.lengths[:, None] + jnp.arange(-self.tokens_per_row, 0, dtype=jnp.int32)[None]
+            padding = 0, count - rows * self.tokens_per_row
             return jnp.pad(row, padding, mode="edge"), jnp.pad(position.reshape(-1), padding, constant_values=NO_QUERY)
         token = jnp.arange(count, dtype=jnp.int32)
         row = jnp.searchsorted(self.starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
@@ -68,15 +68,15 @@ def paged_reference(
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
-    """`attend_paged` as it is defined, of every token with all slots of its row: the oracle of the other ways."""
+    """The textbook version of `attend_paged`, for tests."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     row, position = view.tokens(len(queries))
-    gathered: Any = over_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
+    gathered: Any = map_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
     dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
     slots = dense.reshape(len(queries), -1, *dense.shape[3:])
     query, key = position[:, None], jnp.arange(slots.shape[1])[None]
     sink = (key < sinks) & (key <= query)
-    allowed = seen_by(query, key, window, chunk) | sink  # [T, S]
+    allowed = is_visible(query, key, window, chunk) | sink  # [T, S]
     keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
 
     def scores_of(queries: jax.Array) -> jax.Array:
@@ -104,36 +104,36 @@ def attend_paged(
     """Attend from each new token to the keys of its row at its own and earlier positions.
 
     Args:
-      view: which hold the new tokens' own keys and values already.
+      view: already contains the new tokens' keys and values.
       scale: multiplies the scores.
-      window: a query sees only keys less than this many positions before it. So the table may be a ring, in which pages
-        that no new token sees are those of later tokens, too.
-      chunk: a query sees only keys of its own chunk, so many positions each.
-      sinks: keys of so many first positions are seen from everywhere (Xiao et al. 2023, section 3.2).
-      sink_queries: the queries as the sinks are to see them, `queries` by default.
-      head_sharding: the axes of the current mesh over which rows and heads are cut, each device computing its own part.
-        With the rows are cut the table, the lengths, the tokens, of which each row must have as many (`view.each`), and the
-        axis P of the pages: those of a row are on its device. Without it XLA divides the program, and no kernel is used on a
-        mesh.
+      window: a query sees only keys less than this many positions before it. The table may therefore be a ring that reuses
+        pages outside every window.
+      chunk: a query sees only the keys of its own chunk of so many positions.
+      sinks: the keys of so many first positions are visible to all later queries (Xiao et al. 2023, section 3.2).
+      sink_queries: the queries for the scores with the sinks, `queries` by default.
+      head_sharding: the axes of the current mesh over which rows and heads are sharded. Sharding rows also shards the table,
+        lengths, tokens (equally many per row, `view.tokens_per_row`) and the axis P of the pages: a row's pages are on its
+        device. Without it XLA partitions the program, and no kernel is used on a mesh.
 
     Returns:
-      In the dtype of `queries`; softmax in float32 at least. Padding has finite numbers.
+      In the dtype of `queries`; softmax in float32 at least. Values at padding are finite.
 
     Raises:
-      MeshError: rows, pages or heads cannot be cut evenly; rows are cut, but `view.each` does not say where.
+      MeshError: rows, pages or heads do not divide evenly; or rows are sharded, and `view.tokens_per_row` is None or there
+        is padding.
     """
     attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
-    cut = _Cut.of(head_sharding, view.pages, view, len(queries))
+    cut = _ShardAxes.of(head_sharding, view.pages, view, len(queries))
     if cut is None:
         return attend(queries, view, sink_queries=sink_queries)
     pages_spec, tokens_spec, view_spec = cut.specs(view.pages, view)
     run = jax.shard_map(
         lambda queries, sink_queries, view: attend(
-            queries, _own(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
+            queries, _local_view(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
         ),
         in_specs=(tokens_spec, None if sink_queries is None else tokens_spec, view_spec.replace(pages=pages_spec)),
         out_specs=tokens_spec,
-        check_vma=False,  # a kernel does not say over which axes its results differ
+        check_vma=False,  # a kernel does not declare the varying axes of its results
     )
     return run(queries, sink_queries, view)
 
@@ -145,26 +145,26 @@ def write_paged(
     view: PagedView,
     head_sharding: HeadSharding | None = None,
 ) -> Any:
-    """Put the new tokens' keys and values into their slots; in place where `pages` are donated or a loop carries them.
+    """Write the new tokens' keys and values into their slots; in place if `pages` are donated or carried by a loop.
 
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: padding is dropped.
-      view: where they belong; its own pages are not read.
+      view: with the table and the positions; its own pages are not read.
       head_sharding: as for `attend_paged`.
 
     Returns:
-      The pages with them.
+      The updated pages.
 
     Raises:
       MeshError: as `attend_paged`.
     """
-    cut = _Cut.of(head_sharding, pages, view, len(keys))
+    cut = _ShardAxes.of(head_sharding, pages, view, len(keys))
     if cut is None:
         return _write(pages, keys, values, view)
     pages_spec, tokens_spec, view_spec = cut.specs(pages, view)
     run = jax.shard_map(
-        lambda pages, keys, values, view: _write(pages, keys, values, _own(view, pages.shape[1], cut.rows)),
+        lambda pages, keys, values, view: _write(pages, keys, values, _local_view(view, pages.shape[1], cut.rows)),
         in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
         out_specs=pages_spec,
         check_vma=False,
@@ -185,19 +185,19 @@ def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> A
 
 @for_cpu("put_rows")
 def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """[L, P, page, ...] with rows [T, ...] at int32[T] places; those beyond the end are dropped."""
+    """Pages [L, P, page, ...] with rows [T, ...] written at int32[T] flat indices; indices beyond the end are dropped."""
     return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
 
 
-class _Cut(NamedTuple):
-    """Axes of the current mesh, each of several devices, over which rows and heads are cut."""
+class _ShardAxes(NamedTuple):
+    """Axes of the current mesh, of more than one device each, over which rows and heads are sharded."""
 
     rows: tuple[str, ...]
     heads: tuple[str, ...]
 
     @classmethod
-    def of(cls, head_sharding: HeadSharding | None, pages: Any, view: PagedView, count: int) -> _Cut | None:
-        """None where there is one device, or XLA divides the program."""
+    def of(cls, head_sharding: HeadSharding | None, pages: Any, view: PagedView, count: int) -> _ShardAxes | None:
+        """None if there is one device, or if XLA partitions the program."""
         mesh = mesh_in_force()
         if head_sharding is None or math.prod(mesh.values()) == 1:
             return None
@@ -205,7 +205,7 @@ class _Cut(NamedTuple):
             tuple(axis for axis in axes if mesh[axis] > 1)
             for axes in (head_sharding.mesh_axes_of_rows, head_sharding.mesh_axes_of_heads)
         )
-        if rows and (view.each is None or count != len(view.lengths) * view.each):
+        if rows and (view.tokens_per_row is None or count != len(view.lengths) * view.tokens_per_row):
             raise MeshError(f"rows with different numbers of new tokens, or padding, cannot be cut over {'*'.join(rows)}")
         for what, size, axes in (
             ("rows", len(view.lengths), rows),
@@ -224,13 +224,13 @@ class _Cut(NamedTuple):
         return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), view_spec
 
 
-def _own(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
-    """A device's part of the view: its rows begin with the first of its tokens, and its `count` pages with the first."""
-    if view.each is None:
+def _local_view(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
+    """The view on one device, inside `jax.shard_map`: tokens and the device's `count` pages are numbered from 0."""
+    if view.tokens_per_row is None:
         return view
     first = lax.axis_index(rows) * count if rows else 0
     table = jnp.clip(view.table - first, 0, count - 1)  # entries beyond a row's length may be any
-    return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.each)
+    return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.tokens_per_row)
 
 
 @for_cpu("attend_paged")
@@ -247,7 +247,7 @@ def _attend(
     options = {"scale": scale, "window": window, "chunk": chunk, "sinks": sinks}
     if exact.is_exact():
         return _attend_exactly(queries, view, sink_queries, **options)
-    problem = PagedAttentionShape(
+    shapes = PagedAttentionShape(
         queries.shape,
         view.pages.shape,
         view.table.shape,
@@ -257,7 +257,7 @@ def _attend(
         chunk,
         math.prod(mesh_in_force().values()),
     )
-    name, why = choose_paged(lowering_platform(), problem)
+    name, why = choose_paged(lowering_platform(), shapes)
     log_backend(name, why)
     if name == "paged blocks":
         return attend_by_blocks(queries, view, sink_queries=sink_queries, **options)
@@ -268,27 +268,25 @@ def _attend(
     return triton(queries, view, scale=scale, window=window, chunk=chunk)
 
 
-def _attend_exactly(
-    queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any
-) -> jax.Array:
+def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
     """Each query as a row of its own, a block of them at a time."""
     row, position = view.tokens(len(queries))
     size = exact.block_size()
 
     def attend(queries: jax.Array, sink_queries: jax.Array | None, row: jax.Array, position: jax.Array) -> jax.Array:
         starts = jnp.arange(size + 1, dtype=jnp.int32)
-        own = view.replace(table=view.table[row], lengths=position + 1, starts=starts, each=1)
+        own = view.replace(table=view.table[row], lengths=position + 1, starts=starts, tokens_per_row=1)
         return attend_by_blocks(queries, own, sink_queries=sink_queries, **options)
 
     return exact.by_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
 
 
-def choose_paged(platform: str, problem: PagedAttentionShape) -> tuple[str, str]:
-    """The way to compute attention over pages on a platform, "ragged", "triton" or "paged blocks", and the reason."""
+def choose_paged(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:
+    """The backend for attention over pages, "ragged", "triton" or "paged blocks", and the reason."""
     if platform not in ("gpu", "tpu"):
         return "paged blocks", f"no kernel for {platform}"
-    from llama_jax.ops.attention.paged_kernels import refusal_of_ragged, refusal_of_triton
+    from llama_jax.ops.attention.paged_kernels import why_not_ragged, why_not_triton
 
-    name, refuse = ("triton", refusal_of_triton) if platform == "gpu" else ("ragged", refusal_of_ragged)
-    refusal = refuse(platform, problem)
+    name, reason_against = ("triton", why_not_triton) if platform == "gpu" else ("ragged", why_not_ragged)
+    refusal = reason_against(platform, shapes)
     return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)

@@ -1,4 +1,4 @@
-"""Attention over pages by blocks, in plain JAX: only the pages that some query of a block can see are read."""
+"""Attention over pages by blocks, in plain JAX: only pages visible to some query of a block are read."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llama_jax.ops.int8 import Quantized, dequantize, over_rows
+from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
-MOST_QUERIES, KEYS_AT_ONCE = 64, 512  # of a block
-FEW_QUERIES = 16  # of a row, so many at most, of which all rows are computed at once
+MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
+FEW_QUERIES = 16  # with at most so many queries per row all rows are computed in one vmap
 
 
 class QueryBlocks(NamedTuple):
-    """The new tokens of rows in blocks, each of one row and in the order of the tokens.
+    """The new tokens in blocks, each of one row, in the order of the tokens.
 
     Attributes:
-      rows: int32[blocks].
-      starts: int32[blocks], the first token of each among all T; T for blocks that are not needed.
-      positions: int32[blocks], of that token in its row.
-      needed: int32[], how many blocks are.
-      size: tokens of a block at most; what is beyond those of the row belongs to a later block, or is padding.
+      rows: int32[blocks], the row of each block.
+      starts: int32[blocks], the index among all T of the first token of each block; T for unused blocks.
+      positions: int32[blocks], the position of that token in its row.
+      needed: int32[], the number of blocks in use.
+      size: tokens per block. Tokens beyond those of its row belong to a later block, or are padding.
     """
 
     rows: jax.Array
@@ -34,7 +34,7 @@ class QueryBlocks(NamedTuple):
 
     @classmethod
     def of(cls, view: Any, tokens: int, size: int) -> QueryBlocks:
-        """The blocks of all T tokens: at most one that is not full for each row."""
+        """The blocks of all T tokens; only the last block of a row may be partly filled."""
         new = view.starts[1:] - view.starts[:-1]
         ends = jnp.cumsum(-(-new // size))
         block = jnp.arange(min(tokens, tokens // size + len(new)), dtype=jnp.int32)
@@ -54,42 +54,41 @@ def attend_by_blocks(
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
-    """Arguments and result as for `attend_paged`. The softmax is made as the blocks of keys come, as in `blockwise`.
+    """Arguments and result as for `attend_paged`. Online softmax over blocks of keys, as in `blockwise`.
 
-    Of keys that are seen from everywhere, the sinks, the pages are a block of their own: what lies between them and a
-    window is not read.
+    The pages of the sinks are a block of their own, so that pages between the sinks and the window are not read.
     """
     tokens, heads, groups, width = queries.shape
     rows, entries = view.table.shape
     page = view.pages.shape[2]
-    pages_at_once = min(max(1, KEYS_AT_ONCE // page), entries)
+    pages_at_once = min(max(1, KEYS_PER_BLOCK // page), entries)
     table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries
 
     def attend_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
-        """Attention of queries [q, K, G, H] of a row, from a position on."""
+        """Attention of queries [q, K, G, H] of a row, at consecutive positions from `begin` on."""
         position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
-        held = jnp.minimum(view.lengths[row], entries * page)
+        filled = jnp.minimum(view.lengths[row], entries * page)
 
         def add_keys(
             carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, seen: Any
         ) -> tuple[jax.Array, ...]:
-            """With those of `count` pages from an entry of the table on, which `seen` tells from their positions."""
-            largest, total, acc = carry
+            """Accumulate `count` pages from table entry `entry`; `seen(key positions)` is the mask."""
+            row_max, total, acc = carry
             chosen = lax.dynamic_slice(table, (row, entry), (1, count))[0]
-            read: Any = over_rows(lambda x: x[view.layer, chosen], view.pages)
+            read: Any = map_rows(lambda x: x[view.layer, chosen], view.pages)
             both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
             both = both.reshape(-1, heads, 2, width)
             key = entry * page + jnp.arange(len(both), dtype=jnp.int32)
-            both = jnp.where((key < held)[:, None, None, None], both, 0)
+            both = jnp.where((key < filled)[:, None, None, None], both, 0)
             scores = jnp.einsum("qkgh,skh->kqgs", queries.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
-            allowed = seen(key[None]) & (key < held)[None]
+            allowed = seen(key[None]) & (key < filled)[None]
             scores = jnp.where(allowed[None, :, None], scores * scale, -jnp.inf)
-            larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
-            shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
+            new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+            correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max[..., None])
             new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
-            return larger, total * shrink + jnp.sum(weights, axis=-1), acc * shrink[..., None] + new
+            return new_max, total * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + new
 
         shape = heads, len(queries), groups
         carry: tuple[jax.Array, ...] = (
@@ -100,25 +99,25 @@ def attend_by_blocks(
         if sinks:
             sink_pages = min(-(-sinks // page), entries)
             carry = add_keys(carry, sink_queries, jnp.int32(0), sink_pages, lambda key: (key <= position) & (key < sinks))
-        others = lambda key: seen_by(position, key, window, chunk) & (key >= sinks)
+        others = lambda key: is_visible(position, key, window, chunk) & (key >= sinks)
         keys = pages_at_once * page
-        last = jnp.minimum(begin + len(queries), held)
-        first = first_seen(begin, window, chunk) // keys
+        last = jnp.minimum(begin + len(queries), filled)
+        first = first_visible(begin, window, chunk) // keys
         step = lambda j, carry: add_keys(carry, queries, j * pages_at_once, pages_at_once, others)
         _, total, acc = lax.fori_loop(first, -(-last // keys), step, carry)
         return (acc / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
 
-    if view.each is not None and view.each <= FEW_QUERIES and tokens == rows * view.each:
-        # All rows at once, as they are decoded: a matmul for all of them instead of one for each.
-        by_row = (x.reshape(rows, view.each, *x.shape[1:]) for x in (queries, sink_queries))
-        out = jax.vmap(attend_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.each, *by_row)
+    if view.tokens_per_row is not None and view.tokens_per_row <= FEW_QUERIES and tokens == rows * view.tokens_per_row:
+        # All rows at once, as in decoding: one batched matmul instead of one for each row.
+        by_row = (x.reshape(rows, view.tokens_per_row, *x.shape[1:]) for x in (queries, sink_queries))
+        out = jax.vmap(attend_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.tokens_per_row, *by_row)
         return out.reshape(queries.shape)
 
-    blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MOST_QUERIES))
+    blocks = QueryBlocks.of(view, tokens, min(max(1, tokens // rows), MAX_QUERIES_PER_BLOCK))
     padded = [jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0))) for x in (queries, sink_queries)]
 
     def attend_block(i: jax.Array, out: jax.Array) -> jax.Array:
-        # Of the row's last block, tokens of the next row are computed too and then written over.
+        # The last block of a row also computes tokens of the next row, which are overwritten later.
         queries_of_block = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
         acc = attend_row(blocks.rows[i], blocks.positions[i], *queries_of_block)
         return lax.dynamic_update_slice_in_dim(out, acc, blocks.starts[i], 0)
@@ -127,10 +126,10 @@ def attend_by_blocks(
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
-def seen_by(
+def is_visible(
     query: Int[Array, " ..."], key: Int[Array, " ..."], window: int | None, chunk: int | None
 ) -> Bool[Array, " ..."]:
-    """Whether the query at a position sees the key at another of its row; the two are broadcast."""
+    """Whether the query at one position sees the key at another, in the same row; the two are broadcast."""
     allowed = key <= query
     if window is not None:
         allowed &= query - key < window
@@ -139,7 +138,7 @@ def seen_by(
     return allowed
 
 
-def first_seen(query: Int[Array, "*shape"], window: int | None, chunk: int | None) -> Int[Array, "*shape"]:
-    """The first position that a query at a position sees, and at most that of any after it."""
+def first_visible(query: Int[Array, "*shape"], window: int | None, chunk: int | None) -> Int[Array, "*shape"]:
+    """The first visible key position of the query at a position; monotone in the query."""
     begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
     return begin if window is None else jnp.maximum(begin, query - window + 1)

@@ -10,37 +10,37 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from llama_jax.ops.attention.mask import PagedAttentionShape
-from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_seen, seen_by
+from llama_jax.ops.attention.paged_blocks import QueryBlocks, first_visible, is_visible
 from llama_jax.ops.int8 import Quantized
 
-KEYS_OF_TPU_BLOCK, QUERIES_OF_TPU_BLOCK = 512, 32  # of a block of the TPU's kernel
-LARGEST_TABLE = 2**17  # half of a TPU's scalar memory
+KEYS_OF_TPU_BLOCK, QUERIES_OF_TPU_BLOCK = 512, 32  # block sizes of the TPU kernel
+LARGEST_TABLE = 2**17  # entries, half of a TPU's scalar memory
 
 
-def refusal_of_ragged(platform: str, problem: PagedAttentionShape) -> str | None:
+def why_not_ragged(platform: str, shapes: PagedAttentionShape) -> str | None:
     """Why JAX's ragged kernel cannot compute this, or None where it can."""
-    _, heads, _, width = problem.queries
+    _, heads, _, width = shapes.queries
     if platform != "tpu":
         return f"ragged needs a TPU, this is a {platform}"
-    if jnp.dtype(problem.page_dtype) not in (jnp.bfloat16, jnp.float32) or problem.dtype != problem.page_dtype:
-        return f"ragged reads bfloat16 or float32 for both, not {problem.dtype} queries and {problem.page_dtype} pages"
+    if jnp.dtype(shapes.page_dtype) not in (jnp.bfloat16, jnp.float32) or shapes.dtype != shapes.page_dtype:
+        return f"ragged reads bfloat16 or float32 for both, not {shapes.dtype} queries and {shapes.page_dtype} pages"
     if width % 128:
         return f"ragged has heads in multiples of 128; these are {width}"
-    words = 2 * heads * jnp.dtype(problem.page_dtype).itemsize // 4
+    words = 2 * heads * jnp.dtype(shapes.page_dtype).itemsize // 4
     if words not in (1, 2, 4) and words % 8:
         return f"ragged tiles 1, 2, 4 or multiples of 8 words of keys and values of a token; {heads} heads have {words}"
-    if math.prod(problem.table) > LARGEST_TABLE:
-        return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(problem.table)} are more"
-    if problem.chunk:
+    if math.prod(shapes.table) > LARGEST_TABLE:
+        return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(shapes.table)} are more"
+    if shapes.chunk:
         return "ragged has a window but no chunks"
-    return _refusal_of_both("ragged", problem)
+    return _why_not_either("ragged", shapes)
 
 
-def _refusal_of_both(kernel: str, problem: PagedAttentionShape) -> str | None:
-    if problem.sinks:
+def _why_not_either(kernel: str, shapes: PagedAttentionShape) -> str | None:
+    if shapes.sinks:
         return f"{kernel} has a window but no sinks"
-    if problem.devices > 1:
-        return f"{kernel} is a kernel of one device, and no division of rows and heads over the {problem.devices} is given"
+    if shapes.devices > 1:
+        return f"{kernel} is a kernel of one device, and no division of rows and heads over the {shapes.devices} is given"
     return None
 
 
@@ -49,20 +49,20 @@ def ragged(
 ) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
-    Its pages are those of one layer: the stack of all layers is one pool for it, in which a layer's pages have numbers of
-    their own. It takes rows with new tokens only. It reads all pages of a row, and is therefore shown those of the window.
+    The kernel has no axis of layers: the pages of all layers are passed as one pool, with page numbers offset by the layer.
+    It accepts only rows with new tokens. It reads every page of a row, so it is passed only the pages of the window.
     """
-    # Imported here: importing Pallas takes a second, which is only for those with a TPU.
+    # Imported here: importing Pallas takes a second.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     layers, count, page, both, width = view.pages.shape
     tokens, heads, groups, _ = queries.shape
     table, new = view.table, view.starts[1:] - view.starts[:-1]
-    # Of a row with more than that, no new token is in the table: only how far they are beyond it is lost.
+    # Clipped: tokens beyond the table are not stored.
     lengths = jnp.minimum(view.lengths, table.shape[1] * page + new)
     if window is not None:
         first = jnp.maximum(lengths - new - window + 1, 0) // page
-        most = (window + (view.each or tokens) - 2) // page + 2  # pages in which a row's new tokens see keys
+        most = (window + (view.tokens_per_row or tokens) - 2) // page + 2  # pages in which a row's new tokens see keys
         places = first[:, None] + jnp.arange(min(most, table.shape[1]), dtype=jnp.int32)
         table = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
         lengths -= first * page
@@ -79,28 +79,28 @@ def ragged(
         num_kv_pages_per_block=min(max(1, KEYS_OF_TPU_BLOCK // page), table.shape[1]),
         num_queries_per_block=min(QUERIES_OF_TPU_BLOCK, tokens),
     )
-    padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
+    padding = jnp.arange(tokens) >= view.starts[-1]  # not written by the kernel
     return jnp.where(padding[:, None, None], 0, acc).reshape(queries.shape)
 
 
-ROWS_OF_QUERIES, FEWEST_ROWS, KEYS_OF_BLOCK = 64, 16, 64  # of a matmul of the GPU's kernel
-PROGRAMS, LEAST_KEYS = 264, 256  # that keep a GPU busy: two for each processor of an H100; keys that are worth one
+ROWS_OF_QUERIES, FEWEST_ROWS, KEYS_OF_BLOCK = 64, 16, 64  # matmul sizes of the GPU kernel
+PROGRAMS, LEAST_KEYS = 264, 256  # programs that fill a GPU (two per SM of an H100); minimum keys per program
 
 
-def refusal_of_triton(platform: str, problem: PagedAttentionShape) -> str | None:
+def why_not_triton(platform: str, shapes: PagedAttentionShape) -> str | None:
     """Why the kernel for GPUs cannot compute this, or None where it can."""
-    width = problem.queries[-1]
+    width = shapes.queries[-1]
     if platform != "gpu":
         return f"triton needs a GPU, this is a {platform}"
     dtypes = jnp.bfloat16, jnp.float16, jnp.float32
-    if problem.dtype not in dtypes or problem.page_dtype not in (*dtypes, jnp.int8):
-        return f"triton computes in 16 or 32 bits, not {problem.dtype} queries and {problem.page_dtype} pages"
-    numbers = math.prod(problem.pages)
-    if numbers // width >= 2**31 or (problem.page_dtype == jnp.int8 and 2**31 <= numbers <= 2**32):
-        return f"triton counts in 32 bits, which is too few for {list(problem.pages)} pages in {problem.page_dtype}"
+    if shapes.dtype not in dtypes or shapes.page_dtype not in (*dtypes, jnp.int8):
+        return f"triton computes in 16 or 32 bits, not {shapes.dtype} queries and {shapes.page_dtype} pages"
+    numbers = math.prod(shapes.pages)
+    if numbers // width >= 2**31 or (shapes.page_dtype == jnp.int8 and 2**31 <= numbers <= 2**32):
+        return f"triton counts in 32 bits, which is too few for {list(shapes.pages)} pages in {shapes.page_dtype}"
     if width & (width - 1) or not 16 <= width <= 256:
         return f"triton has heads of 16, 32, 64, 128 or 256 features; these have {width}"
-    return _refusal_of_both("triton", problem)
+    return _why_not_either("triton", shapes)
 
 
 def triton(
@@ -114,8 +114,8 @@ def triton(
 ) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`; `interpret` runs the kernel without a GPU, slowly.
 
-    A program computes a block of a row's queries, those of one head, with all or a part of the keys that they see; parts are
-    joined afterwards.
+    A program computes a block of a row's queries of one key/value head, with all or a part of their keys; the parts are
+    combined afterwards.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
@@ -140,7 +140,7 @@ def triton(
         block, head, part = (pl.program_id(axis) for axis in range(3))
         row, start, first = row_of[block], start_of[block], position_of[block]
         length = lengths[row]
-        held = jnp.minimum(length, entries * page)
+        filled = jnp.minimum(length, entries * page)
 
         @pl.when(start < tokens)
         def _() -> None:
@@ -151,14 +151,14 @@ def triton(
             columns = jnp.arange(width)[None]
             query = plgpu.load(q.at[place[:, None], columns], mask=is_query[:, None], other=0)
             position = (first + token)[:, None]
-            begin = first_seen(first, window, chunk) // KEYS_OF_BLOCK
-            end = pl.cdiv(jnp.minimum(first + blocks.size, held), KEYS_OF_BLOCK)
-            each = pl.cdiv(end - begin, parts)
+            begin = first_visible(first, window, chunk) // KEYS_OF_BLOCK
+            end = pl.cdiv(jnp.minimum(first + blocks.size, filled), KEYS_OF_BLOCK)
+            blocks_per_part = pl.cdiv(end - begin, parts)
 
             def add_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                largest, total, acc = carry
+                row_max, total, acc = carry
                 key = j * KEYS_OF_BLOCK + jnp.arange(KEYS_OF_BLOCK)
-                there = key < held
+                there = key < filled
                 entry = plgpu.load(table.at[jnp.where(there, row * entries + key // page, 0)])
                 slot = jnp.where(there, ((layer[0] * count + entry) * page + key % page) * both + 2 * head, 0)
                 read = lambda slot: plgpu.load(pages.at[slot[:, None], columns], mask=there[:, None], other=0).astype(dtype)
@@ -167,10 +167,10 @@ def triton(
                 )
                 if factor:
                     scores *= plgpu.load(factor[0].at[slot])[None]
-                scores = jnp.where(seen_by(position, key[None], window, chunk) & there[None], scores * scale, -jnp.inf)
-                larger = jnp.maximum(largest, jnp.max(scores, axis=1))
-                shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger[:, None])
-                total = total * shrink + jnp.sum(weights, axis=1)
+                scores = jnp.where(is_visible(position, key[None], window, chunk) & there[None], scores * scale, -jnp.inf)
+                new_max = jnp.maximum(row_max, jnp.max(scores, axis=1))
+                correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max[:, None])
+                total = total * correction + jnp.sum(weights, axis=1)
                 if factor:
                     weights *= plgpu.load(factor[0].at[slot + 1])[None]
                 new = jax.lax.dot_general(
@@ -180,17 +180,17 @@ def triton(
                     precision=exact,
                     preferred_element_type=jnp.float32,
                 )
-                return larger, total, acc * shrink[:, None] + new
+                return new_max, total, acc * correction[:, None] + new
 
             some = jnp.zeros(rows_of_queries, jnp.float32)
             carry = some - 1e30, some, jnp.zeros((rows_of_queries, width), jnp.float32)
-            bounds = begin + part * each, jnp.minimum(begin + (part + 1) * each, end)
-            largest, total, acc = jax.lax.fori_loop(*bounds, add_keys, carry)
+            bounds = begin + part * blocks_per_part, jnp.minimum(begin + (part + 1) * blocks_per_part, end)
+            row_max, total, acc = jax.lax.fori_loop(*bounds, add_keys, carry)
             if parts == 1:
                 acc = acc / jnp.where(total == 0, 1, total)[:, None]
-            place = jnp.where(is_query, part * flat + place, parts * flat)  # the interpreter writes what is masked, too
+            place = jnp.where(is_query, part * flat + place, parts * flat)  # the interpreter also writes masked entries
             plgpu.store(out.at[place[:, None], columns], acc.astype(out.dtype), mask=is_query[:, None])
-            plgpu.store(most_out.at[place], largest, mask=is_query)
+            plgpu.store(most_out.at[place], row_max, mask=is_query)
             plgpu.store(total_out.at[place], total, mask=is_query)
 
     shapes = (
@@ -222,5 +222,5 @@ def triton(
         weights = jnp.exp(most - jnp.max(most, axis=0))
         sums = jnp.sum(total * weights, axis=0)
         joined = jnp.sum(acc * weights[..., None], axis=0) / jnp.where(sums == 0, 1, sums)[:, None]
-    padding = jnp.arange(tokens) >= view.starts[-1]  # of which it writes nothing
+    padding = jnp.arange(tokens) >= view.starts[-1]  # not written by the kernel
     return jnp.where(padding[:, None, None, None], 0, joined.reshape(queries.shape)).astype(dtype)

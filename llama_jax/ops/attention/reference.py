@@ -1,4 +1,4 @@
-"""Attention as it is written in the papers: the oracle of every other backend."""
+"""Textbook attention, to test the other backends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def reference(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B K T G W"]:
-    """Scores, softmax, mixture (Vaswani et al. 2017, section 3.2.1), all T x S of them, differentiated by JAX.
+    """Scores, softmax, weighted sum (Vaswani et al. 2017, section 3.2.1), all T x S at once, differentiated by JAX.
 
-    Arguments and result as for `attend`. A query that sees nothing gives zeros.
+    Arguments and result as for `attend`. The output for a query that sees nothing is zero.
     """
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     allowed = visible(mask, window)[:, None, :, None, :]  # [B|1, 1, T, 1, S]

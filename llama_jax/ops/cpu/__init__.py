@@ -1,6 +1,6 @@
 """Variants of functions for XLA on CPUs, and the reasons for them; none of it is traced on other platforms.
 
-The other files of this room are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
+The other files of `ops` are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
 another form to be fast, the plain function is decorated with `platform.for_cpu` and its variant is here, imported when a
 program for a CPU is first traced. A variant computes the same as the plain function and is tested against it. The reasons:
 
@@ -64,14 +64,14 @@ NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most
 LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # numbers of a weight
 
 
-def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """`layers.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
+def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    """`layers.matmul` as matmuls of matrices; 16-bit ones have a float32 result and at least two rows.
 
     XLA for CPU has no matmul with a 16-bit result, and converts to one with a float32 result, which it cannot where it plans
     for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        product = multiply(plain, _flat(x), _flat(weight), out_dtype)
+        product = matmul(plain, _flat(x), _flat(weight), out_dtype)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
     if _is_read_once(x, weight):
         return _multiply_few(x, weight).astype(out_dtype)
@@ -125,7 +125,7 @@ def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """As `layers` has it, of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
+    """`layers.matmul_cast_weight` of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
     return _by_rows(x, weight.astype(x.dtype))
 
 
@@ -202,7 +202,8 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
 def multiply_group(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
 ) -> jax.Array:
-    """`grouped.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be copied."""
+    """`weights.layers.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be
+    copied."""
     if hasattr(weight, "planes") and is_native(weight.kind):
         return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
     if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
@@ -252,23 +253,23 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
         native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
 
 
-def factor_afterwards(plain: Callable[..., bool], form: Any) -> bool:
-    """`quantized_matmul.factor_afterwards`: not for floats of 8 bits, which XLA would write as wider ones."""
+def scale_after_matmul(plain: Callable[..., bool], form: Any) -> bool:
+    """`quantized_matmul.scale_after_matmul`: not for floats of 8 bits, which XLA would write as wider ones."""
     return form.name == "int8"
 
 
-def groups_apart(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
-    """`quantized_matmul.groups_apart`: never, because XLA would write the integers as floats."""
+def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
+    """`quantized_matmul.scale_per_group_sum`: never, because XLA would write the integers as floats."""
     return False
 
 
-def matrix_of(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
-    """`weights.layers.matrix_of`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
+def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
+    """`weights.layers.layer_weight`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
     return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
 
 
-def is_held(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
-    """`weights.layers.is_held`: everything that is constant, and quantized weights."""
+def stays_stacked(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+    """`weights.layers.stays_stacked`: everything that is constant, and quantized weights."""
     return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or hasattr(leaf, "planes")))
 
 
@@ -400,7 +401,7 @@ def remat(
 
 
 def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
-    """`layers.feed_forward`'s product, of 16-bit numbers in float32 and rounded once."""
+    """`layers.gated_activation`: 16-bit values in float32, rounded once."""
     if not is_short(gates):
         return plain(gates, values, activation)
     return plain(gates.astype(jnp.float32), values.astype(jnp.float32), activation).astype(gates.dtype)
@@ -414,7 +415,7 @@ SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by ex
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """`paged.write_paged`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
+    """`paged._put_rows`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, places)
     put = functools.partial(plain, places=places)
@@ -424,7 +425,7 @@ def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array,
 def attend_paged(
     plain: Callable[..., jax.Array], queries: jax.Array, view: Any, *, sinks: int, sink_queries: Any, **options: Any
 ) -> jax.Array:
-    """`attention.attend_paged`: natively, which reads pages where they lie. XLA would copy those of each row first."""
+    """`paged._attend`: natively, reading pages in place. XLA would copy those of each row first."""
     dtype = str(view.pages.dtype)
     wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
     if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
@@ -439,7 +440,8 @@ def _divided_by_xla() -> bool:
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`dense.with_keys` and `dense.with_values`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
+    """`dense.query_key_scores` and `dense.apply_weights`: [*batch, T, G, ...] by [*batch, S, H], with at least two
+    queries."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)

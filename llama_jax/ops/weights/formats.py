@@ -1,4 +1,4 @@
-"""The kinds of quantized weights by name, see `planes` for what a kind is."""
+"""The quantization formats by name; see `format_spec`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llama_jax.ops.weights.gguf_blocks import GGUF_FORMATS
 from llama_jax.ops.weights.nf4 import NF4_FORMATS
 from llama_jax.ops.weights.scaled_formats import SCALED_FORMATS
 
-# What a user may ask for, and what files are kept in; `fitting` chooses among those of different groups.
+# The formats to quantize to, and those that files are kept in. `format_for` selects the group size.
 FormatName = Literal[
     "int8",
     "int4",
@@ -29,35 +29,39 @@ FormatName = Literal[
     "iq4_xs",
     "mxfp4",
 ]
-# A kind alone for all matrices, without the wider ones that `model.mixtures` else gives some.
+# One format for all matrices, without the wider ones `model.mixtures` gives some.
 PureFormatName = Literal[
     "int4-pure", "nf4-pure", "q4_0-pure", "q4_1-pure", "q5_0-pure", "q5_1-pure", "q4_k-pure", "q5_k-pure"
 ]
-# Of a model that training reads and does not change.
+# Of a frozen base model.
 FrozenFormatName = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
 QUANT_FORMATS: dict[str, QuantFormat] = {kind.name: kind for kind in (*SCALED_FORMATS, *NF4_FORMATS, *GGUF_FORMATS)}
 ENCODABLE: tuple[str, ...] = tuple(
     name for name in get_args(FormatName) if QUANT_FORMATS[name].encode is not None
-)  # of floats
-# Kinds that are alike but for their groups, by the largest first.
-FAMILIES = (("int4", "int4_64", "int4_32"), ("int4_asym", "int4_asym_64", "int4_asym_32"), ("fp8_128", "fp8_64", "fp8_32"))
+)  # floats can be quantized into these
+# Formats that differ only in the size of their groups, the largest first.
+GROUP_SIZE_VARIANTS = (
+    ("int4", "int4_64", "int4_32"),
+    ("int4_asym", "int4_asym_64", "int4_asym_32"),
+    ("fp8_128", "fp8_64", "fp8_32"),
+)
 
-# What llama.cpp makes of rows that are no whole blocks of 256 (`llama-quant.cpp`, `tensor_type_fallback`).
+# llama.cpp's fallback for rows that are not a multiple of 256 (`llama-quant.cpp`, `tensor_type_fallback`).
 FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def with_fallback(name: str, columns: int) -> QuantFormat:
-    """The kind that floats are quantized into: `fitting`, or where its blocks are too long for the rows one of 32."""
+    """`format_for`, or the block-32 fallback if rows are not whole blocks."""
     form = format_for(name, columns)
     return form if columns % form.block == 0 else format_for(FALLBACKS.get(name, name), columns)
 
 
 def format_for(name: str, columns: int) -> QuantFormat:
-    """The kind of a name for rows of so many numbers on each device: with its groups, or the largest smaller ones that fit.
+    """The format `name` for rows of `columns` values per device, with the largest group size that divides them.
 
-    Where none fits, the one whose block is smallest, for a message.
+    Groups are at most as large as those of `name`. If none fits, the format with the smallest block, for an error message.
     """
-    names = next((family[family.index(name) :] for family in FAMILIES if name in family), (name,))
+    names = next((family[family.index(name) :] for family in GROUP_SIZE_VARIANTS if name in family), (name,))
     kinds = [QUANT_FORMATS[each] for each in names]
     return next((kind for kind in kinds if columns % kind.block == 0), kinds[-1])

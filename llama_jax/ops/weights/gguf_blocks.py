@@ -1,6 +1,6 @@
-"""The kinds of GGUF: the bytes of its blocks, sorted by what they mean (ggml-org/ggml, `ggml-common.h`).
+"""The quantization formats of GGUF: the bytes of its blocks, sorted into planes (ggml-org/ggml, `ggml-common.h`).
 
-They are dequantized as `gguf-py` does: nothing is lost between file and memory, in either direction.
+They are dequantized as in `gguf-py`. Conversion between file and memory is lossless in both directions.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable
 import numpy as np
 
 from llama_jax.ops.weights.format_spec import (
-    Array,
+    EitherArray,
     QuantField,
     QuantFormat,
     for_each,
     groups_of,
     looked_up,
     nibbles,
+    planes_from_blocks,
     rows_of,
     shifted,
-    split,
-    wide,
+    to_float32,
 )
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
 
-# The numbers that four bits select: of IQ4_NL and IQ4_XS, and of MXFP4 (floats e2m1, doubled).
+# The values of the 4-bit indices of IQ4_NL and IQ4_XS, and of MXFP4 (floats e2m1, doubled).
 IQ4 = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 E2M1 = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
@@ -36,67 +36,67 @@ def _encode_by(
         from gguf import GGMLQuantizationType, quants
 
         blocks = quants.quantize(np.ascontiguousarray(x, np.float32), GGMLQuantizationType[name])
-        return split(blocks.reshape(*x.shape[:-1], -1, bytes_of_block), planes)
+        return planes_from_blocks(blocks.reshape(*x.shape[:-1], -1, bytes_of_block), planes)
 
     return encode
 
 
-def _scaled(factors: Array, numbers: Array, offsets: Array | None = None) -> Array:
-    """[..., D] from factors and offsets, [..., groups, 1 | size], and the numbers in their order, however grouped."""
-    scaled = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
+def _scaled(factors: EitherArray, numbers: EitherArray, offsets: EitherArray | None = None) -> EitherArray:
+    """[..., D] from scales and offsets [..., groups, 1 | size], and values in the order of the row, however grouped."""
+    scaled = factors * to_float32(numbers.reshape(*factors.shape[:-1], -1))
     return rows_of(scaled if offsets is None else scaled + offsets)
 
 
-def _each(x: Array) -> Array:
-    """A factor or offset for each group."""
-    return wide(x)[..., None]
+def _each(x: EitherArray) -> EitherArray:
+    """Scales or offsets as [..., groups, 1]."""
+    return to_float32(x)[..., None]
 
 
 # --- blocks of 32 ----------------------------------------------------------------------------------------------------------
 
 
-def _decode_q8_0(d: Array, values: Array) -> Array:
+def _decode_q8_0(d: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), values)
 
 
-def _nibbles_of_32(values: Array) -> Array:
+def _nibbles_of_32(values: EitherArray) -> EitherArray:
     """uint8[..., D / 2] as [..., blocks, 32]."""
     return rows_of(nibbles(values, 32))
 
 
-def _five_bits(high: Array, values: Array) -> Array:
-    """[..., blocks, 32], whose fifth bits are four bytes of each block."""
+def _five_bits(high: EitherArray, values: EitherArray) -> EitherArray:
+    """5-bit values [..., blocks, 32]; the fifth bits are four bytes of each block."""
     low, fifth = _nibbles_of_32(values), shifted(groups_of(high, 1), tuple(range(8)), 1)
     return low | (fifth.reshape(low.shape) << np.uint8(4))
 
 
-def _centered(numbers: Array, zero: int) -> Array:
-    """Integers of which `zero` stands for 0."""
+def _centered(numbers: EitherArray, zero: int) -> EitherArray:
+    """Integers minus their zero point, as int8."""
     return numbers.astype(np.int8) - np.int8(zero)
 
 
-def _decode_q4_0(d: Array, values: Array) -> Array:
+def _decode_q4_0(d: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), _centered(_nibbles_of_32(values), 8))
 
 
-def _decode_q4_1(d: Array, m: Array, values: Array) -> Array:
+def _decode_q4_1(d: EitherArray, m: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), _nibbles_of_32(values), _each(m))
 
 
-def _decode_q5_0(d: Array, high: Array, values: Array) -> Array:
+def _decode_q5_0(d: EitherArray, high: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), _centered(_five_bits(high, values), 16))
 
 
-def _decode_q5_1(d: Array, m: Array, high: Array, values: Array) -> Array:
+def _decode_q5_1(d: EitherArray, m: EitherArray, high: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), _five_bits(high, values), _each(m))
 
 
-def _decode_iq4_nl(d: Array, values: Array) -> Array:
+def _decode_iq4_nl(d: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
 
 
-def _decode_mxfp4(e: Array, values: Array) -> Array:
-    """The factor is 2 ** (e - 128), half of what the byte stands for: bits of a float32, denormal for 0 and 1."""
+def _decode_mxfp4(e: EitherArray, values: EitherArray) -> EitherArray:
+    """The scale is 2 ** (e - 128), half of the file's, because E2M1 is doubled: bits of a float32, denormal for 0 and 1."""
     exponent = e.astype(np.int32)
     factor = ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
     return _scaled(_each(factor), looked_up(E2M1, _nibbles_of_32(values)))
@@ -105,72 +105,76 @@ def _decode_mxfp4(e: Array, values: Array) -> Array:
 # --- blocks of 256 ---------------------------------------------------------------------------------------------------------
 
 
-def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
-    """The eight factors and minima of a block in 4 or 5 bits, 6 bits each in 12 bytes: [..., blocks, 2, 4, 1 | 32] each."""
+def _scales_and_mins(packed: EitherArray) -> tuple[EitherArray, EitherArray]:
+    """The eight 6-bit scales and minima in 12 bytes of a Q4_K or Q5_K block: [..., blocks, 2, 4, 1 | 32] each."""
     four = for_each(packed.reshape(*packed.shape[:-1], -1, 3, 4), 32)
     first, second, third = (four[..., i : i + 1, :, :] for i in range(3))
-    # The first four have six bits of a byte; the last two of the same byte, and half of another.
+    # The first four are six bits of a byte; the last four are the other two bits of that byte, and half of another byte.
     shift, mask, half = (np.asarray(x, np.uint8).reshape(2, 1, 1) for x in ((0, 2), (63, 48), (0, 15)))
     return ((first >> shift) & mask) | (third & half), ((second >> shift) & mask) | ((third >> 4) & half)
 
 
-def _times(d: Array, integers: Array) -> Array:
-    """[..., blocks] by [..., blocks, *groups, 1 | size]: the factors of all groups of a row."""
-    scales = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
+def _times(d: EitherArray, integers: EitherArray) -> EitherArray:
+    """[..., blocks] times integers [..., blocks, *groups, 1 | size]: the scales of all groups of a row."""
+    scales = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * to_float32(integers)
     return scales.reshape(*d.shape[:-1], -1, integers.shape[-1])
 
 
-def _nibbles_of_k(values: Array) -> Array:
+def _nibbles_of_k(values: EitherArray) -> EitherArray:
     """uint8[..., D / 2] as [..., blocks, 8, 32]."""
     return nibbles(values, 64).reshape(*values.shape[:-1], -1, 8, 32)
 
 
-def _pairs_of_k(values: Array) -> Array:
-    """Numbers of 2 bits, uint8[..., D / 4], as [..., blocks, 16, 16]: every 32 bytes are 128 of them."""
+def _pairs_of_k(values: EitherArray) -> EitherArray:
+    """2-bit values, uint8[..., D / 4], as [..., blocks, 16, 16]: 32 bytes hold 128 of them."""
     numbers = shifted(groups_of(values, 32), (0, 2, 4, 6), 3)
     return numbers.reshape(*values.shape[:-1], -1, 16, 16)
 
 
-def _bits_of_k(high: Array) -> Array:
-    """Bits, uint8[..., D / 8], as [..., blocks, 8, 32]: every byte has one of each 32 numbers of the block."""
+def _bits_of_k(high: EitherArray) -> EitherArray:
+    """Bits, uint8[..., D / 8], as [..., blocks, 8, 32]: byte i of a block holds bit i of each of its eight groups of 32."""
     return shifted(groups_of(high, 32), tuple(range(8)), 1)
 
 
-def _decode_q2_k(scales: Array, values: Array, d: Array, dmin: Array) -> Array:
+def _decode_q2_k(scales: EitherArray, values: EitherArray, d: EitherArray, dmin: EitherArray) -> EitherArray:
     both = groups_of(scales, 16)[..., None]
     return _scaled(_times(d, both & 15), _pairs_of_k(values), -_times(dmin, both >> 4))
 
 
-def _decode_q3_k(high: Array, values: Array, scales: Array, d: Array) -> Array:
+def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d: EitherArray) -> EitherArray:
     low = _pairs_of_k(values)
     numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
     four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
-    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # of sixteen factors four bits
-    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the other two
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(
+        2, 1, 1, 1
+    )  # the low four bits of the sixteen scales
+    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the high two
     six = (lower & 15) | ((upper & 3) << np.uint8(4))
     return _scaled(_times(d, _centered(six, 32)), numbers)
 
 
-def _decode_q4_k(d: Array, dmin: Array, scales: Array, values: Array) -> Array:
+def _decode_q4_k(d: EitherArray, dmin: EitherArray, scales: EitherArray, values: EitherArray) -> EitherArray:
     factors, mins = _scales_and_mins(scales)
     return _scaled(_times(d, factors), _nibbles_of_k(values), -_times(dmin, mins))
 
 
-def _decode_q5_k(d: Array, dmin: Array, scales: Array, high: Array, values: Array) -> Array:
+def _decode_q5_k(
+    d: EitherArray, dmin: EitherArray, scales: EitherArray, high: EitherArray, values: EitherArray
+) -> EitherArray:
     numbers = _nibbles_of_k(values) | (_bits_of_k(high) << np.uint8(4))
     factors, mins = _scales_and_mins(scales)
     return _scaled(_times(d, factors), numbers, -_times(dmin, mins))
 
 
-def _decode_q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
+def _decode_q6_k(low: EitherArray, high: EitherArray, scales: EitherArray, d: EitherArray) -> EitherArray:
     upper = _pairs_of_k(high)
-    lower = nibbles(low, 128)  # of each 128 numbers 64 bytes
+    lower = nibbles(low, 128)  # 64 bytes for 128 values
     numbers = _centered(lower.reshape(upper.shape) | (upper << np.uint8(4)), 32)
     return _scaled(_times(d, groups_of(scales, 16)[..., None]), numbers)
 
 
-def _decode_iq4_xs(d: Array, high: Array, low: Array, values: Array) -> Array:
-    """Eight factors of 6 bits in each block: two bits of one integer, and half a byte."""
+def _decode_iq4_xs(d: EitherArray, high: EitherArray, low: EitherArray, values: EitherArray) -> EitherArray:
+    """Eight 6-bit scales in each block: two bits of a 16-bit integer, and half a byte."""
     upper = for_each(high, 32)[..., None, None, :] >> np.arange(0, 16, 2, dtype=np.uint16).reshape(4, 2, 1)
     lower = for_each(groups_of(low, 4), 32)[..., None, :] >> np.asarray([[0], [4]], np.uint8)
     six = (lower & 15) | ((upper & 3).astype(np.uint8) << np.uint8(4))
@@ -197,17 +201,17 @@ _Q6_K = (
 _IQ4_XS = (_D256, QuantField("high", np.uint16, 1, 256), QuantField("low", _BYTE, 4, 256), _NIBBLES_OF_K)
 
 GGUF_FORMATS = (
-    QuantFormat("q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), of_gguf=True),
-    QuantFormat("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), of_gguf=True),
-    QuantFormat("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), of_gguf=True),
-    QuantFormat("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), of_gguf=True),
-    QuantFormat("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), of_gguf=True),
-    QuantFormat("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, of_gguf=True),
-    QuantFormat("mxfp4", 32, (QuantField("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, of_gguf=True),
-    QuantFormat("q2_k", 256, (QuantField("scales", _BYTE, 16, 256), _PAIRS_OF_K, _D256, _DMIN), _decode_q2_k, of_gguf=True),
-    QuantFormat("q3_k", 256, _Q3_K, _decode_q3_k, of_gguf=True),
-    QuantFormat("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, encode_q4_k, of_gguf=True),
-    QuantFormat("q5_k", 256, (*_K, _BITS_OF_K, _NIBBLES_OF_K), _decode_q5_k, encode_q5_k, of_gguf=True),
-    QuantFormat("q6_k", 256, _Q6_K, _decode_q6_k, encode_q6_k, of_gguf=True),
-    QuantFormat("iq4_xs", 256, _IQ4_XS, _decode_iq4_xs, of_gguf=True),
+    QuantFormat("q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), is_gguf=True),
+    QuantFormat("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), is_gguf=True),
+    QuantFormat("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), is_gguf=True),
+    QuantFormat("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), is_gguf=True),
+    QuantFormat("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), is_gguf=True),
+    QuantFormat("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, is_gguf=True),
+    QuantFormat("mxfp4", 32, (QuantField("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, is_gguf=True),
+    QuantFormat("q2_k", 256, (QuantField("scales", _BYTE, 16, 256), _PAIRS_OF_K, _D256, _DMIN), _decode_q2_k, is_gguf=True),
+    QuantFormat("q3_k", 256, _Q3_K, _decode_q3_k, is_gguf=True),
+    QuantFormat("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, encode_q4_k, is_gguf=True),
+    QuantFormat("q5_k", 256, (*_K, _BITS_OF_K, _NIBBLES_OF_K), _decode_q5_k, encode_q5_k, is_gguf=True),
+    QuantFormat("q6_k", 256, _Q6_K, _decode_q6_k, encode_q6_k, is_gguf=True),
+    QuantFormat("iq4_xs", 256, _IQ4_XS, _decode_iq4_xs, is_gguf=True),
 )

@@ -1,8 +1,8 @@
-"""Quantizing to Q4_K, Q5_K and Q6_K: the bytes that llama.cpp's quantizer writes without an importance matrix.
+"""Quantization to Q4_K, Q5_K and Q6_K: the bytes that llama.cpp's quantizer writes without an importance matrix.
 
-For each group a few factors near the obvious one are tried, and that with the least weighted error is kept (ggml-org/ggml,
+A few candidate scales are tried for each group, and the one with the least weighted error is kept (ggml-org/ggml,
 `ggml-quants.c`, `make_qkx2_quants` and `make_qx_quants`). All groups of a matrix are searched at once. Arrays are [size,
-groups], so that sums run over the first axis: number after number in float32, as llama.cpp's do, and so to the same bit.
+groups], so that sums over the first axis add value after value in float32, bit for bit as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-SUPERBLOCK = 256  # numbers that share the factor of the factors
-NEGLIGIBLE = np.float32(1e-15)  # a smaller largest number counts as zero
+SUPERBLOCK = 256  # values that share the scale of their scales
+NEGLIGIBLE = np.float32(1e-15)  # groups whose largest value is smaller count as zero
 _ONE = np.float32(1)
 
 
 class _Trials(NamedTuple):
-    """Factors that are tried: `levels` over the range of the group, and `first` + i * `step` more."""
+    """The candidate scales: (`levels` + `first` + i * `step`) / range of the group, for i < `tries`, inverted."""
 
     levels: int
     first: float
@@ -30,21 +31,21 @@ Q5_TRIALS = _Trials(31, -0.5, 0.1, 16)
 Q6_TRIALS = tuple(np.float32(32) + np.float32(0.1) * np.float32(i) for i in range(-9, 10) if i)
 
 
-def encode_q4_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
+def encode_q4_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
     """float32[*out, D] as the planes of `q4_k`."""
     d, dmin, scales, integers = _with_minima(x, Q4_TRIALS)
     return _shaped(x, d, dmin, scales, _low_halves(integers))
 
 
-def encode_q5_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
+def encode_q5_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
     """float32[*out, D] as the planes of `q5_k`."""
     d, dmin, scales, integers = _with_minima(x, Q5_TRIALS)
     bits = np.bitwise_or.reduce(integers >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)
     return _shaped(x, d, dmin, scales, bits, _low_halves(integers & 15))
 
 
-def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """float32[*out, D] as the planes of `q6_k`: sixteen factors of 8 bits, of 16 numbers each, and no minima."""
+def encode_q6_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
+    """float32[*out, D] as the planes of `q6_k`: a block has sixteen 8-bit scales for 16 values each, and no minima."""
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, 16).T
     factors, integers = _search_symmetric(groups)
     factors = factors.reshape(-1, 16)
@@ -59,14 +60,14 @@ def encode_q6_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
     nearest = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
     integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
     integers[is_zero] = 0
-    quarters = integers.reshape(-1, 2, 4, 32)  # of each 128 numbers
+    quarters = integers.reshape(-1, 2, 4, 32)  # four for each 128 values
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
     high = np.bitwise_or.reduce(quarters >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2)
     return _shaped(x, low, high, scales, d)
 
 
 def _with_minima(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For each block of 256 the two factors float16, eight factors and minima of 6 bits in 12 bytes, and the integers
+    """For each block of 256: two float16 scales, the eight 6-bit scales and minima in 12 bytes, and the integers
     uint8[blocks, 8, 32]."""
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, 32).T
     factors, minima, integers = _search(groups, trials)
@@ -92,7 +93,7 @@ def _in_six_bits(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Factors and minima (without their sign) of groups [32, groups], and the integers that they were found with."""
+    """Scales and negated minima of groups [32, groups], and the integers that they were found with."""
     weights = np.sqrt(np.add.reduce(x * x) / np.float32(len(x))) + np.abs(x)
     sum_w, sum_x = np.add.reduce(weights), np.add.reduce(weights * x)
     levels = np.float32(trials.levels)
@@ -117,9 +118,9 @@ def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.
     inverse = levels / width
     factor = _ONE / inverse
     error = error_of(integers_of(inverse, minimum), factor, minimum)
-    best = inverse, minimum  # with which the integers are made
+    best = inverse, minimum  # the integers are computed with these
     for i in range(trials.tries):
-        # The range is that of the best minimum so far, as llama.cpp's.
+        # The range starts at the best minimum so far, as in llama.cpp.
         width = np.where(is_flat, _ONE, maximum - minimum)
         inverse = (np.float32(trials.first) + np.float32(trials.step) * np.float32(i) + levels) / width
         integers = integers_of(inverse, minimum)
@@ -143,7 +144,7 @@ def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Factors of groups [16, groups], and the integers from 0 on, of which 32 stands for zero."""
+    """Scales of groups [16, groups], and the integers from 0 to 63; 32 is zero."""
     weights = x * x
     weighted = weights * x
     largest = _at_largest(x)
@@ -177,10 +178,10 @@ def _at_largest(x: np.ndarray) -> np.ndarray:
 
 
 def _low_halves(integers: np.ndarray) -> np.ndarray:
-    """uint8[blocks, 8, 32] below 16 as uint8[blocks, 4, 32]: of each two groups one in the low and one in the high half."""
+    """uint8[blocks, 8, 32] below 16 as uint8[blocks, 4, 32]: groups 2i in the low halves, groups 2i + 1 in the high ones."""
     return integers[:, ::2] | integers[:, 1::2] << 4
 
 
 def _shaped(x: np.ndarray, *planes: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Planes with the blocks as first axis, with the axes of the matrix but for the last."""
+    """Planes [blocks, ...] as [*out, ...], with the leading axes of the matrix `x`."""
     return tuple(np.ascontiguousarray(plane).reshape(*x.shape[:-1], -1) for plane in planes)

@@ -1,4 +1,4 @@
-"""The weights of one layer out of the stacks of all layers."""
+"""One layer's weights, read in place from the stacked weights of all layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 
 class MixedStack(struct.PyTreeNode):
-    """Matrices [L, *out, D] in several stacks: one for each kind, where that differs from layer to layer; or one for each
-    layer, see `apart`.
+    """Layer matrices in several stacks, one per format or one per layer (`unstack`). It stands for [L, *out, D].
 
     Attributes:
       stacks: arrays or quantized weights [l, *out, D].
-      places: for each layer, in which stack it is and where.
+      places: for each layer, (stack, index in it).
     """
 
     stacks: tuple[Any, ...]
@@ -37,7 +37,7 @@ class MixedStack(struct.PyTreeNode):
 
     @property
     def ndim(self) -> int:
-        """The number of axes, with that of layers."""
+        """The number of axes, including the axis of layers."""
         return len(self.shape)
 
     @property
@@ -51,28 +51,28 @@ class MixedStack(struct.PyTreeNode):
         return self.stacks[0].sharding
 
     def decoded(self) -> Any:
-        """As one array."""
+        """Dequantized, as one array [L, *out, D]."""
         dense = [stack.decoded() if hasattr(stack, "decoded") else stack for stack in self.stacks]
         return (np if isinstance(dense[0], np.ndarray) else jnp).stack([dense[stack][at] for stack, at in self.places])
 
 
 class LayerWeight(struct.PyTreeNode):
-    """The matrix of one layer, or of one of its experts, which is read where it lies in a stack.
+    """A reference to one layer's (or expert's) matrix inside a stack, multiplied without copying it.
 
     Attributes:
       stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
       layer: int32[].
-      number: int32[], of an expert: the stack is then [L, E, N, D].
+      expert_index: int32[] for the matrix of an expert, of a stack [L, E, N, D]; else None.
     """
 
     stack: Any
     layer: jax.Array
-    number: jax.Array | None = None
+    expert_index: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[*out, D]."""
-        return self.stack.shape[1 if self.number is None else 2 :]
+        return self.stack.shape[1 if self.expert_index is None else 2 :]
 
     @property
     def ndim(self) -> int:
@@ -84,76 +84,77 @@ class LayerWeight(struct.PyTreeNode):
         """The dtype of the computation."""
         return self.stack.dtype
 
-    def expert(self, number: jax.Array) -> LayerWeight:
-        """The matrix of an expert of a layer of them."""
-        return self.replace(number=number)
+    def expert(self, expert_index: Int[Array, ""]) -> LayerWeight:
+        """A reference to the matrix of one expert of this layer."""
+        return self.replace(expert_index=expert_index)
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        """See `layers.project`."""
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+        """See `ops.layers.project`."""
         if isinstance(self.stack, MixedStack):
             return self._project_mixed(x, out_dtype)
         *out, columns = self.stack.shape
-        axes, at = (1, self.layer) if self.number is None else (2, self.layer * out[1] + self.number)
+        axes, at = (1, self.layer) if self.expert_index is None else (2, self.layer * out[1] + self.expert_index)
         shape = math.prod(out[:axes]), math.prod(out[axes:])
         flat = self.stack.reshape(*shape, columns)
         product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
         return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
 
-    def decoded(self) -> jax.Array:
-        """The matrix itself; of a magnitude's rows, never for a matmul."""
+    def decoded(self) -> Float[Array, " ..."]:
+        """The dense matrix, for DoRA's row norms and for gradients; never for a forward matmul."""
 
         def of_kind(stack: Any, at: jax.Array) -> jax.Array:
-            weight = expert_of(stack, at)
-            weight = weight if self.number is None else expert_of(weight, self.number)
+            weight = index_stack(stack, at)
+            weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
             return weight.decoded() if hasattr(weight, "decoded") else weight
 
-        return self._by_kind(of_kind) if isinstance(self.stack, MixedStack) else of_kind(self.stack, self.layer)
+        return self._switch_stack(of_kind) if isinstance(self.stack, MixedStack) else of_kind(self.stack, self.layer)
 
     def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         def of_kind(stack: Any, at: jax.Array) -> jax.Array:
-            weight = matrix_of(stack, at)
-            return project(x, weight if self.number is None else expert_of(weight, self.number), out_dtype=out_dtype)
+            weight = layer_weight(stack, at)
+            weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
+            return project(x, weight, out_dtype=out_dtype)
 
-        return self._by_kind(of_kind)
+        return self._switch_stack(of_kind)
 
-    def _by_kind(self, of_kind: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
-        """What a function gives for the stack that has the layer, and its place there."""
+    def _switch_stack(self, of_kind: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """Call `of_kind(stack, index)` for the stack that holds this layer."""
         which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
         return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
 
 
-def expert_of(weight: Any, group: jax.Array | int) -> Any:
-    """The matrix of a group, of an array or a weight [E, N, K]."""
+def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
+    """Entry `index` of the leading axis of an array or weight."""
     if hasattr(weight, "expert"):
-        return weight.expert(group)
-    if isinstance(group, int):
-        return jax.tree.map(lambda array: array[group], weight)
-    take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
+        return weight.expert(index)
+    if isinstance(index, int):
+        return jax.tree.map(lambda array: array[index], weight)
+    take = partial(lax.dynamic_index_in_dim, index=index, keepdims=False)
     return unpack_bits(jax.tree.map(take, pack_bits(weight)))
 
 
 @for_cpu("multiply_group")
-def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
-    """[R, K] by the matrix [N, K] of one group: [R, N].
+def multiply_group(x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], out_dtype: Any) -> Float[Array, "R N"]:
+    """[rows, in] times one group's matrix [out, in]: [rows, out].
 
     Args:
       weight: [E, N, K], an array or a quantized weight.
     """
-    return project(x, expert_of(weight, group), out_dtype=out_dtype)
+    return project(x, index_stack(weight, group), out_dtype=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
-    """[R, D] by the matrix of a layer [L, N, D]."""
+    """[R, D] times the matrix of one layer of [L, N, D]: [R, N]."""
     return multiply_group(x, stack, layer, out_dtype)
 
 
 def _backward(out_dtype: Any, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     x, stack, layer = residuals
     if hasattr(stack, "project"):
-        weight = expert_of(stack, layer)
+        weight = index_stack(stack, layer)
         return (*jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), x)[1](gradient), None, None)
-    of_slice = lambda x, stack: project(x, expert_of(stack, layer), out_dtype=out_dtype)
+    of_slice = lambda x, stack: project(x, index_stack(stack, layer), out_dtype=out_dtype)
     return (*jax.vjp(of_slice, x, stack)[1](gradient), None)
 
 
@@ -162,77 +163,77 @@ _project_in_place.defvjp(
 )
 
 
-@for_cpu("matrix_of")
-def matrix_of(stack: Any, layer: int | jax.Array) -> Any:
-    """The matrix of a layer, or another parameter of it.
+@for_cpu("layer_weight")
+def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
+    """The matrix, or another parameter, of one layer.
 
     Args:
       stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
-      layer: int32[], or a number that is known when the program is traced: XLA then reads the slice in place.
+      layer: int32[], or a Python int, for which XLA reads the slice in place.
     """
     if not isinstance(stack, MixedStack):
-        return expert_of(stack, layer)
+        return index_stack(stack, layer)
     if not isinstance(layer, int):
         return LayerWeight(stack, layer)
     which, at = stack.places[layer]
-    return matrix_of(stack.stacks[which], at)
+    return layer_weight(stack.stacks[which], at)
 
 
-@for_cpu("is_held")
-def is_held(leaf: Any, *, is_constant: bool) -> bool:
-    """Whether a scan over layers reads a matrix by its index, and not as a slice that is an input of each turn.
+@for_cpu("stays_stacked")
+def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
+    """Whether the scan over layers indexes this leaf in place instead of slicing it.
 
     Args:
-      is_constant: nothing is differentiated for the matrix. The gradient of what is read by its index would be added up in
-        an array of all layers at each turn.
+      is_constant: the leaf is not differentiated. The gradient of an indexed stack would be a full-size accumulation at each
+        iteration.
     """
     return isinstance(leaf, MixedStack)
 
 
-def split(
+def split_stacked(
     stacked: Any, held: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
-    """What a scan over layers has as inputs of each turn, and the function that makes a layer of one turn's and its number.
+    """Split a stacked tree into the leaves that a scan slices and a function `rebuild_layer(slices, index)` of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
-      held: given the path and the leaf, whether it is read by `matrix_of`.
+      held: given the path and the leaf, whether the leaf stays stacked, and is indexed by `layer_weight`.
     """
-    is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight, or several stacks
+    is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
     stays = [held(path, leaf) for path, leaf in leaves]
 
-    def layer_of(sliced: list[Any], layer: int | jax.Array) -> Any:
+    def rebuild_layer(sliced: list[Any], layer: int | jax.Array) -> Any:
         rest = iter(sliced)
         leaves_of_layer = [
-            matrix_of(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)
+            layer_weight(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)
         ]
         return jax.tree.unflatten(structure, leaves_of_layer)
 
-    return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], layer_of
+    return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], rebuild_layer
 
 
-def apart(stack: Any) -> MixedStack:
-    """The same matrices [L, *out, D], each layer's in arrays of its own, as a GPU decodes fastest.
+def unstack(stack: Any) -> MixedStack:
+    """The same matrices [L, *out, D] with separate arrays for each layer, with which a GPU decodes fastest.
 
-    XLA for GPUs copies a slice of an array that a loop carries before it multiplies by it (8B on an H100: 117 MB for each of
-    a layer's larger matrices, and of int8 four times its bytes); an array of its own is read where it lies.
+    XLA for GPUs copies a slice of an array in a loop's carry before it is multiplied (8B on an H100: 117 MB for each of a
+    layer's larger matrices, and four times its bytes for int8); a separate array is read in place.
     """
     if isinstance(stack, MixedStack):
         layers = [(stack.stacks[which], at) for which, at in stack.places]
     else:
         layers = [(stack, layer) for layer in range(stack.shape[0])]
-    alone = tuple(jax.tree.map(partial(_alone, layer=at), one) for one, at in layers)
-    return MixedStack(alone, tuple((layer, 0) for layer in range(len(alone))))
+    separate = tuple(jax.tree.map(partial(_one_layer, layer=at), one) for one, at in layers)
+    return MixedStack(separate, tuple((layer, 0) for layer in range(len(separate))))
 
 
-def _alone(array: Any, layer: int) -> Any:
-    """A layer of an array [L, ...], or of its shape, as [1, ...]."""
+def _one_layer(array: Any, layer: int) -> Any:
+    """One layer of an array or a `jax.ShapeDtypeStruct` [L, ...], as [1, ...]."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype, sharding=array.sharding)
     return array[layer : layer + 1]
 
 
-def layer_of(stacked: Any, layer: int) -> Any:
+def get_layer(stacked: Any, layer: int) -> Any:
     """One layer of a tree of arrays and weights with a leading axis L."""
-    return split(stacked, lambda path, leaf: True)[1]([], layer)
+    return split_stacked(stacked, lambda path, leaf: True)[1]([], layer)

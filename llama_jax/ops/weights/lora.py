@@ -1,6 +1,6 @@
-"""A frozen matrix with a low-rank change that is learned (Hu et al. 2021, LoRA): W x + s B (A x).
+"""A frozen matrix with a learned low-rank update (LoRA: Hu et al. 2021): W x + s B (A x).
 
-With a magnitude (Liu et al. 2024, DoRA) each row of W + s B A is then made as long as that says.
+With a magnitude (DoRA: Liu et al. 2024) each row of W + s B A is then scaled to a learned length.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from llama_jax.ops.layers import PRODUCT, project
 
 
 class LowRank(struct.PyTreeNode):
-    """Two thin matrices whose product changes a matrix [*out, D] by one of rank R at most.
+    """Two thin matrices A and B, whose product is an update of rank at most R of a matrix [*out, D].
 
     Attributes:
-      a: [R, D]. Of queries, keys and values, which are one matrix [K, G + 2, H, D], [3, R, D]: each has its own.
+      a: [R, D]; or [3, R, D] for the fused matrix of queries, keys and values [K, G + 2, H, D], each of which has its own.
       b: [*out, R].
-      magnitude: [*out], the length of each row of the changed matrix, 0 for rows that keep their own; None without DoRA.
+      magnitude: [*out], the length of each row of the updated matrix, 0 for rows that keep theirs; None without DoRA.
 
-    Of all layers they have a leading axis L.
+    For all layers they have a leading axis L.
     """
 
     a: Any
@@ -37,23 +38,23 @@ class LowRank(struct.PyTreeNode):
         """The number of axes of the matrix."""
         return self.b.ndim
 
-    def change(self, x: jax.Array, scale: float, out_dtype: Any) -> jax.Array:
-        """[..., D] through both, times `scale`: [..., *out]."""
+    def change(self, x: Float[Array, "*batch D"], scale: float, out_dtype: Any) -> Float[Array, " ..."]:
+        """scale * B (A x): [..., *out]."""
         return self.widened(scale * self.narrowed(x), out_dtype)
 
-    def narrowed(self, x: jax.Array) -> jax.Array:
-        """[..., D] through A: [..., R]; of queries, keys and values [..., 3, R]."""
+    def narrowed(self, x: Float[Array, "*batch D"]) -> Float[Array, " ..."]:
+        """A x: [..., R]; for queries, keys and values [..., 3, R]."""
         return project(x, self.a)
 
-    def widened(self, thin: jax.Array, out_dtype: Any) -> jax.Array:
-        """What `narrowed` gave through B: [..., *out]."""
+    def widened(self, thin: Float[Array, "*batch R"], out_dtype: Any) -> Float[Array, " ..."]:
+        """B times the result of `narrowed`: [..., *out]."""
         if self.a.ndim == 2:
             return project(thin, self.b, out_dtype=out_dtype)
         parts = enumerate(_rows_of_parts(self.b))
         return jnp.concatenate([project(thin[..., i, :], b, out_dtype=out_dtype) for i, b in parts], axis=-2)
 
-    def product(self) -> jax.Array:
-        """The change as a matrix [*out, D], for merging; never for a matmul."""
+    def product(self) -> Float[Array, " ..."]:
+        """B A as a matrix [*out, D], for merging; never for a matmul."""
         if self.a.ndim == 2:
             return jnp.tensordot(self.b, self.a, axes=1, precision="highest")
         parts = (
@@ -63,19 +64,19 @@ class LowRank(struct.PyTreeNode):
 
 
 def _rows_of_parts(b: jax.Array) -> list[jax.Array]:
-    """[K, G + 2, H, R] as those of the queries, of the key and of the value."""
+    """[K, G + 2, H, R] split into the parts of the queries, of the key and of the value."""
     groups = b.shape[-3] - 2
     return jnp.split(b, [groups, groups + 1], axis=-3)
 
 
 class LowRankWeight(struct.PyTreeNode):
-    """A frozen matrix and its low-rank changes: base of `LoraWeight` and `MultiLoraWeight`.
+    """A frozen matrix and its low-rank updates: base class of `LoraWeight` and `MultiLoraWeight`.
 
     Attributes:
       base: the matrix [*out, D], an array or a quantized weight.
-      low_rank: the two thin matrices of the change, or of several changes.
-      factor: [*out], or [*out, n] of n changes: what a magnitude makes of each row, where it was computed once
-        (`with_dora_scale`). Nothing then changes it, and `low_rank` has no magnitude any more. None without magnitudes.
+      low_rank: the two thin matrices of the update, or of several updates.
+      factor: [*out], or [*out, n] for n updates: DoRA's factor of each row, if precomputed by `with_dora_scale`; `low_rank`
+        then has no magnitude. None otherwise.
     """
 
     base: Any
@@ -104,10 +105,10 @@ class LowRankWeight(struct.PyTreeNode):
 
 
 class LoraWeight(LowRankWeight, kw_only=True):
-    """A matrix W with a low-rank change: W x + s B (A x).
+    """A matrix W with a low-rank update: W x + s B (A x).
 
-    The two are multiplied apart and never added up: W + s B A would be as large as W, would have to be made at every step,
-    and in 16 or fewer bits would lose most of the change.
+    The two are multiplied separately and never added: W + s B A would be as large as W, would be computed at every step, and
+    in 16 or fewer bits would lose most of the update.
 
     Attributes:
       scale: s.
@@ -115,25 +116,25 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     scale: float = struct.field(pytree_node=False)
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        """See `layers.project`."""
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+        """See `ops.layers.project`."""
         product = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
         factor = self._factor()
         if factor is not None:
             product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
-        # Named once more, so that with `remat="dots"` the sum is saved and not each of its terms.
+        # Named again, so that `remat="dots"` saves the sum instead of its terms.
         return checkpoint_name(product, PRODUCT)
 
-    def decoded(self) -> jax.Array:
-        """W + s B A of one layer, its rows as long as a magnitude says; for files and comparisons, never for a matmul.
+    def decoded(self) -> Float[Array, " ..."]:
+        """W + s B A of one layer, with DoRA's factors; for files and comparisons, never for a matmul.
 
-        It is added in float32 at least and rounded once to the dtype of W.
+        Computed in float32 at least and rounded once to the dtype of W.
         """
         changed, factor = self._changed(), self._factor()
         return (changed if factor is None else changed * factor[..., None]).astype(self.base.dtype)
 
     def with_dora_scale(self) -> LoraWeight:
-        """The same of one layer with what its magnitude makes of each row computed: for inference, where it stays."""
+        """The same weight of one layer with DoRA's factors precomputed, for inference."""
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=self._factor())
 
     def _changed(self) -> jax.Array:
@@ -144,9 +145,9 @@ class LoraWeight(LowRankWeight, kw_only=True):
         return jnp.asarray(base, wide) + self.scale * change
 
     def _factor(self) -> jax.Array | None:
-        """What each row is multiplied by: its magnitude over its length, [*out] in float32 at least; None without any.
+        """DoRA's factor of each row, its magnitude over its length: [*out] in float32 at least; None without DoRA.
 
-        The length is taken for a constant where this is differentiated (Liu et al. 2024, section 4.3), as in PEFT.
+        The length is a constant in the gradient (Liu et al. 2024, section 4.3), as in PEFT.
         """
         magnitude = self.low_rank.magnitude
         if magnitude is None:
@@ -156,7 +157,7 @@ class LoraWeight(LowRankWeight, kw_only=True):
         return found
 
 
-def row_lengths(matrix: Any) -> jax.Array:
+def row_lengths(matrix: Any) -> Float[Array, " ..."]:
     """The Euclidean length of each row of a matrix [*out, D], an array or a quantized weight: [*out] in float32 at least."""
     dense = matrix.decoded() if hasattr(matrix, "decoded") else jnp.asarray(matrix)
     return jnp.linalg.norm(dense.astype(jnp.promote_types(dense.dtype, jnp.float32)), axis=-1)

@@ -1,4 +1,4 @@
-"""A frozen matrix with several low-rank changes; each row of a batch uses one or none."""
+"""A frozen matrix with several low-rank updates; each row of a batch uses one or none."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
 
-WHOLE = 2  # adapters for each row of a batch up to which the whole table is multiplied
+WHOLE = 2  # with at most so many adapters per row of a batch the whole table is multiplied
 
 
 class MultiLoraWeight(LowRankWeight, kw_only=True):
-    """A matrix beside which lie n adapters; which of them a row of the batch uses is an array, so all share one program.
+    """A matrix with n adapters. The adapter of each row is an array, so that all choices share one program.
 
-    The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. Where there
-    are few adapters for the rows of the batch, all of them are multiplied, and what is not of a row's own is made zero
-    between A and B: two plain matmuls, which read the table once where it lies. Where there are many, each row reads its own
-    slices, as in Punica (Chen et al. 2023): they are copied, and the table is not. Both have static shapes.
+    The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. With few
+    adapters per row of the batch, all of them are multiplied, and the values of other adapters are set to zero between A and
+    B: two plain matmuls, which read the table once, in place. With many, each row gathers its own slices, as in Punica
+    (Chen et al. 2023), which copies the slices but not the table. Both have static shapes.
 
     Attributes:
-      low_rank: of rank n R; in the dtype of the computation, for a cast would copy it at every step.
+      low_rank: of rank n R, in the dtype of the computation: a cast would copy it at every step.
       scales: s of each adapter.
-      rows: int32[B], the adapter of each row of the batch, negative for none; None until it is said, see
+      rows: int32[B], the adapter of each row of the batch, negative for none; None until it is set by
         `model.multi_lora.choose_adapters`.
     """
 
@@ -37,14 +38,14 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """R, of each adapter; those of a lower one are filled up with zeros."""
+        """R of each adapter; adapters of lower rank are padded with zeros."""
         return self.low_rank.b.shape[-1] // len(self.scales)
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        """See `layers.project`; the first axis of `x` is that of the batch.
+    def project(self, x: Float[Array, "B *batch D"], out_dtype: Any) -> Float[Array, "B ..."]:
+        """See `ops.layers.project`; the first axis of `x` is that of the batch.
 
         Raises:
-          ConfigError: it was not said which adapter each row uses, or of another number of rows.
+          ConfigError: `rows` is not set, or has another number of rows.
         """
         if self.rows is None or self.rows.shape != x.shape[:1]:
             said = "nothing is said" if self.rows is None else f"rows of {list(self.rows.shape)} are said"
@@ -61,14 +62,14 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         return checkpoint_name(product, PRODUCT)
 
     def of_adapter(self, number: int) -> LoraWeight:
-        """The matrix with one of the adapters."""
+        """The matrix with one of the adapters only."""
         columns = slice(number * self.rank, (number + 1) * self.rank)
         magnitude = None if self.low_rank.magnitude is None else self.low_rank.magnitude[..., number]
         pair = LowRank(self.low_rank.a[..., columns, :], self.low_rank.b[..., columns], magnitude)
         return LoraWeight(self.base, pair, scale=self.scales[number])
 
     def with_dora_scale(self) -> MultiLoraWeight:
-        """See `LoraWeight.with_dora_scale`, of each adapter."""
+        """See `LoraWeight.with_dora_scale`; for all adapters."""
         factors = [self.of_adapter(number).with_dora_scale().factor for number in range(len(self.scales))]
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
 
@@ -78,7 +79,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         counts = jnp.repeat(jnp.where(uses, jnp.asarray(self.scales, x.dtype), 0), self.rank, axis=1)  # [B, n R]
         thin = self.low_rank.narrowed(x)
         counts = counts.reshape(len(counts), *[1] * (thin.ndim - 2), -1)
-        # Chosen, not only multiplied by zero: what overflows for another's adapter must not reach this row.
+        # Selected, not only multiplied by zero: an overflow in another adapter must not reach this row.
         return self.low_rank.widened(jnp.where(counts == 0, 0, counts * thin), out_dtype)
 
     def _change_by_row(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -94,6 +95,6 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
             thin = jnp.asarray(self.scales, x.dtype)[first] * pair.narrowed(x)
             return pair.widened(jnp.where(row < 0, 0, thin), out_dtype)
 
-        if len(x) == 1:  # a gather of one slice is one more copy than a slice
+        if len(x) == 1:  # a gather of one slice copies once more than a slice does
             return one(x[0], self.rows[0])[None]
         return jax.vmap(one)(x, self.rows)

@@ -1,18 +1,28 @@
-"""The kinds of bitsandbytes in 4 bits: a number is one of sixteen, times a factor for each 64 (Dettmers et al. 2023, QLoRA).
+"""bitsandbytes' 4-bit formats: one of sixteen values, times a scale per 64 weights (Dettmers et al. 2023, QLoRA).
 
-With double quantization the factors are in 8 bits themselves: one of 256 numbers, times a factor of many of them, plus an
-offset. bitsandbytes shares those factors between 256 blocks of the whole tensor, whatever its rows; here they lie where the
-blocks do, so that rows and columns can be moved and divided. The numbers are the same.
+With double quantization the scales have 8 bits themselves: one of 256 values, times a second scale, plus an offset.
+bitsandbytes shares a second scale between 256 consecutive blocks of the flattened tensor; here it is stored with the
+blocks, so that rows and columns can be permuted and sharded. The weights are the same.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float32
 
-from llama_jax.ops.weights.format_spec import Array, QuantField, QuantFormat, groups_of, looked_up, rows_of, shifted, wide
+from llama_jax.ops.weights.format_spec import (
+    EitherArray,
+    QuantField,
+    QuantFormat,
+    groups_of,
+    looked_up,
+    rows_of,
+    shifted,
+    to_float32,
+)
 
 BLOCK = 64
-# The sixteen: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
+# The sixteen values: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
 NF4 = np.asarray(
     [
         -1.0,
@@ -36,15 +46,15 @@ NF4 = np.asarray(
 )
 
 
-def dynamic_map() -> np.ndarray:
-    """The 256 numbers that factors are kept as: with seven exponents, and as many fractions as each leaves bits for
-    (Dettmers 2015, 8-bit approximations for parallelism in deep learning, section 2)."""
+def dynamic_map() -> Float32[np.ndarray, 256]:
+    """The 256 values of 8-bit scales, with seven exponents and the fractions for which each leaves bits (Dettmers 2015,
+    8-bit approximations for parallelism in deep learning, section 2)."""
     numbers = [np.float32(0), np.float32(1)]
     tenth = float(np.float32(0.1))
     for i in range(7):
         count = 2**i
         step, places = float(np.float32(1 - tenth) / np.float32(count)), np.arange(count + 1)
-        # From both ends and rounded once, as PyTorch divides an interval: so the numbers are the same to the last bit.
+        # From both ends and rounded once, as in `torch.linspace`, so that the values are equal to the last bit.
         ends = np.where(places < (count + 1) // 2, tenth + step * places, 1 - step * (count - places)).astype(np.float32)
         means = np.float32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
         numbers += [*means, *-means]
@@ -54,28 +64,28 @@ def dynamic_map() -> np.ndarray:
 DYNAMIC = dynamic_map()
 
 
-def _numbers(values: Array) -> Array:
-    """uint8[..., D / 2] as float32[..., D / 64, 64]: of each byte the high half first."""
+def _numbers(values: EitherArray) -> EitherArray:
+    """uint8[..., D / 2] as float32[..., D / 64, 64]; the high half of a byte comes first."""
     pairs = shifted(groups_of(values, 1), (4, 0), 15)
     return groups_of(looked_up(NF4, pairs.reshape(*values.shape[:-1], -1)), BLOCK)
 
 
-def _decode(values: Array, factors: Array) -> Array:
+def _decode(values: EitherArray, factors: EitherArray) -> EitherArray:
     return rows_of(_numbers(values) * factors[..., None])
 
 
-def _decode_rows(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
+def _decode_rows(values: EitherArray, absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
     return _decode(values, looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None])
 
 
-def _decode_groups(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
-    """With a nested factor for each 256 numbers."""
-    factors = rows_of(groups_of(looked_up(DYNAMIC, absmax), 256 // BLOCK) * wide(nested)[..., None])
+def _decode_groups(values: EitherArray, absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
+    """With a second scale for every 256 weights."""
+    factors = rows_of(groups_of(looked_up(DYNAMIC, absmax), 256 // BLOCK) * to_float32(nested)[..., None])
     return _decode(values, factors + offset[..., None])
 
 
 def _nearest(table: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """uint8: which entry of a table in order is nearest, the lower of two that are as near."""
+    """uint8: the index of the nearest entry of a sorted table, the lower one of a tie."""
     return np.searchsorted((table[:-1] + table[1:]) / np.float32(2), x, side="left").astype(np.uint8)
 
 
@@ -88,7 +98,7 @@ def _encode_values(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As bitsandbytes, but that offset and nested factor are those of a row, and so do not depend on other rows."""
+    """As bitsandbytes, except that the offset and the second scale are per row, and so do not depend on other rows."""
     values, absmax = _encode_values(x)
     offset = absmax.mean(-1, dtype=np.float32)
     rest = absmax - offset[..., None]

@@ -1,4 +1,4 @@
-"""The kinds with a factor for each row, or for each group of a row: integers of 8 and 4 bits, and floats of 8 bits."""
+"""The formats with one scale per row or per group of a row: int8, int4 and fp8."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ import numpy as np
 from llama_jax.ops.weights.format_spec import (
     FP8,
     INT4,
-    Array,
+    EitherArray,
     QuantField,
     QuantFormat,
     groups_of,
-    in_bytes,
+    pack_nibbles,
     rows_of,
-    unpacked,
-    wide,
+    to_float32,
+    unpack_int4,
 )
 
-GROUPS = (128, 64, 32)  # numbers that may share a factor, the most first
+GROUPS = (128, 64, 32)  # values that share a scale, the largest group first
 LARGEST_FP8 = np.float32(448)
 
 
-def _decode_rows(values: Array, scales: Array) -> Array:
-    return wide(values) * scales[..., None]
+def _decode_rows(values: EitherArray, scales: EitherArray) -> EitherArray:
+    return to_float32(values) * scales[..., None]
 
 
-def _decode_groups(values: Array, scales: Array) -> Array:
-    return rows_of(wide(unpacked(values)) * scales[..., None])
+def _decode_groups(values: EitherArray, scales: EitherArray) -> EitherArray:
+    return rows_of(to_float32(unpack_int4(values)) * scales[..., None])
 
 
-def _decode_with_zeros(values: Array, scales: Array, zeros: Array) -> Array:
-    return rows_of((wide(unpacked(values)) - wide(zeros)[..., None]) * scales[..., None])
+def _decode_with_zeros(values: EitherArray, scales: EitherArray, zeros: EitherArray) -> EitherArray:
+    return rows_of((to_float32(unpack_int4(values)) - to_float32(zeros)[..., None]) * scales[..., None])
 
 
 def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The nearest integers, those of each row scaled so that its largest is 127."""
+    """Nearest integers, with each row scaled so that its largest absolute value is 127."""
     scales = np.abs(x).max(-1).astype(np.float32) / np.float32(127)
     return np.round(x / np.where(scales == 0, 1, scales)[..., None]).astype(np.int8), scales
 
 
 def _encode_fp8(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The nearest floats, those of each row scaled so that its largest is 448, the largest of them."""
+    """Nearest floats, with each row scaled so that its largest absolute value is 448, the largest of the dtype."""
     scales = np.abs(x).max(-1).astype(np.float32) / LARGEST_FP8
     return (x / np.where(scales == 0, 1, scales)[..., None]).astype(FP8), scales
 
 
 def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        """As GGUF's Q4_0: the entry that is largest without its sign becomes -8."""
+        """As GGUF's Q4_0: the value with the largest absolute value becomes -8."""
         groups = groups_of(x, group)
         scales = _signed_largest(groups) / np.float32(-8)
         inverse = np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
         values = np.clip(np.trunc(groups * inverse[..., None] + np.float32(8.5)), 0, 15)
-        return in_bytes(values.astype(np.uint8) ^ 8), scales.astype(np.float32)  # 8 less, of 4 bits
+        return pack_nibbles(values.astype(np.uint8) ^ 8), scales.astype(np.float32)  # ^ 8 subtracts 8 from a 4-bit integer
 
     return encode
 
 
 def _signed_largest(groups: np.ndarray) -> np.ndarray:
-    """The entry of each group with the largest absolute value."""
+    """The value of each group with the largest absolute value."""
     where = np.abs(groups).argmax(-1, keepdims=True)
     return np.take_along_axis(groups, where, -1)[..., 0]
 
@@ -74,7 +74,7 @@ def _int4(group: int) -> QuantFormat:
 
 
 def _int4_asym(group: int) -> QuantFormat:
-    """With an integer in each group that stands for zero, as files of GPTQ and AWQ have; both without their offset of 8."""
+    """With a zero point per group, as in GPTQ and AWQ files; values and zero points are stored without their offset of 8."""
     planes = (*_in_groups(INT4, group), QuantField("zeros", np.int8, 1, group))
     return QuantFormat(_named("int4_asym", group), group, planes, _decode_with_zeros)
 

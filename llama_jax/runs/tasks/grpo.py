@@ -29,7 +29,7 @@ from llama_jax.data.rl_prompts import (
     without_prompts,
 )
 from llama_jax.errors import TrainingError, shown
-from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.rope_scaling import BY_LENGTH
@@ -162,7 +162,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
     numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
     tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
     judged = ScoredAnswers(
-        batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
+        batch=Batch(tokens, loss_mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
         advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
         drawn=numbers,
         sampled=numbers if r.updates > 1 else None,
@@ -175,7 +175,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
         def measure(
             config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
-            of_reference = loss.with_reference(sharding.fit(frozen.other), recipe.accumulate)
+            of_reference = loss.with_reference(sharding.prepare_params(frozen.other), recipe.accumulate)
             return of_reference(config, params, scored, options, sharding)
 
         return measure
@@ -243,7 +243,7 @@ class RewardBatchSource:
 
         def score(model: Llama, batch: Batch) -> jax.Array:
             with sharding.context():
-                loss = loss_of(self._recipe).with_reference(sharding.fit(model), parts)
+                loss = loss_of(self._recipe).with_reference(sharding.prepare_params(model), parts)
                 return loss(config, None, ScoredAnswers(batch, None, None), options, sharding).reference
 
         jitted: Any = self._program.jit(score)
@@ -340,11 +340,13 @@ class RewardBatchSource:
         self._found.append({name: float(value) for name, value in found.items()})
         return judged
 
-    def _answer(self, model: Llama, prompts: PromptSet, chosen: PromptBatch) -> tuple[Answers, list[str], np.ndarray, float]:
+    def _answer(
+        self, model: Llama, prompts: PromptSet, chosen: PromptBatch
+    ) -> tuple[Completions, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
         began = time.perf_counter()
         found = self._sample(model, self._prompt_arrays(prompts, chosen))
-        answers = Answers(*(np.asarray(part) for part in found))
+        answers = Completions(*(np.asarray(part) for part in found))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
             raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
@@ -377,23 +379,23 @@ class RewardBatchSource:
             raise TrainingError("the rewards of process 0 failed; it says why")
         return values
 
-    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> Prompts:
+    def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> RolloutPrompts:
         tokens = np.zeros((len(chosen.numbers), self._width), np.int32)
         lengths = np.array([len(prompts.ids[i]) for i in chosen.numbers], np.int32)
         for row, i in zip(tokens, chosen.numbers, strict=True):
             row[: len(prompts.ids[i])] = prompts.ids[i]
-        return Prompts(tokens, lengths, chosen.seeds)
+        return RolloutPrompts(tokens, lengths, chosen.seeds)
 
 
 def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
-) -> Callable[[Llama, Prompts], Answers]:
+) -> Callable[[Llama, RolloutPrompts], Completions]:
     """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
     held, sharding = generation_sharding(config, mesh)
 
-    def sample(model: Llama, prompts: Prompts) -> Answers:
+    def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
         with sharding.context():
-            fitted = sharding.fit(model)
+            fitted = sharding.prepare_params(model)
         return roll_out(held, fitted, prompts, options, compute, sharding)
 
     return sample
@@ -405,7 +407,7 @@ def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.finish()])
 
 
-def answer_rows(prompts: Sequence[Sequence[int]], answers: Answers, learned: np.ndarray, length: int) -> ScoredAnswers:
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned: np.ndarray, length: int) -> ScoredAnswers:
     """Prompts and answers one after the other, [B, T + 1], without advantages.
 
     Args:
@@ -421,7 +423,7 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Answers, learned: np.
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learned[i]
         drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), drawn)
 
 
 def pack_arrays(judged: ScoredAnswers) -> str:

@@ -121,7 +121,7 @@ class TrainingProgram:
       jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
       fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
       config: of that model, as the mesh holds it.
-      sharding: of forward passes for evaluation and generation; rows are divided `shares` ways.
+      sharding: of forward passes for evaluation and generation; rows are divided into `batch_shards` shards.
       devices: their number.
       description: of the devices, in words.
       compile_seconds: of `step`.

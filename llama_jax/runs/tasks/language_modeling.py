@@ -177,7 +177,7 @@ class TextBatchSource:
             corpus,
             length=length,
             stride=length,
-            batch=program.sharding.shares * default_batch(),
+            batch=program.sharding.batch_shards * default_batch(),
             measure=self._measure,
         )
         numbers = {name: getattr(found, name) for name in ("loss", "standard_error", "perplexity", "bits_per_byte")}

@@ -18,6 +18,7 @@ LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
 HEAD_SECONDS = 60  # limit for a client to send a head
 FEED = 16 << 10  # bytes that are parsed at once: their heads hold up the event loop for a few hundredths of a second
 UNREAD_SECONDS = 60  # limit for a client that reads nothing
+LINGER_SECONDS = 1  # in which a client that was refused may go on sending
 
 
 class Connection(HttpToolsProtocol):
@@ -174,9 +175,15 @@ class Connection(HttpToolsProtocol):
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        if self._refusal is not None and not self.transport.is_closing():
+        """Send it once, and close when the client has, or soon: a close before its bytes are read would reset the
+        connection, and with that could take the response back.
+        """
+        if self._refusal and not self.transport.is_closing():
             self.transport.write(self._refusal)
-            self.transport.close()
+            self._refusal = b""  # further data is discarded
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _feed(self, data: bytes) -> None:
         while data:

@@ -80,7 +80,7 @@ def main() -> None:
     """Say that it is ready, and answer bodies; they and the answers are preceded by their lengths, as 8 bytes."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     if hasattr(os, "nice"):
-        os.nice(NICENESS)
+        os.nice(max(NICENESS - os.nice(0), 0))  # the thread that starts it may have a low priority already
     out.write(b"r")
     out.flush()
     while size := source.read(8):

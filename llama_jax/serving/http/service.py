@@ -31,7 +31,7 @@ from llama_jax.serving.http.request_schema import (
 )
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
-from llama_jax.serving.thread_pool import DaemonThreadPool
+from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
 
@@ -138,9 +138,9 @@ class Service:
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
         self._json = JsonParser()
-        self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS))
-        self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING)
-        self._compiling = DaemonThreadPool("grammars", threads_beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING)
+        self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
+        self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW)
+        self._compiling = DaemonThreadPool("grammars", threads_beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING, LOW)
 
     @property
     def compiling(self) -> int:
@@ -162,7 +162,9 @@ class Service:
             self.engine.check_room(1 + self.compiling)
 
     def start_engine(self) -> None:
-        """Run the engine on a thread of its own."""
+        """Run the engine on a thread of its own, and prepare for grammars before there are streams to be held up."""
+        for grammars in {self._grammars, self._chat_grammars}:
+            self._compiling.submit(grammars.prepare)
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
 
     def _run_engine(self) -> None:

@@ -1,5 +1,5 @@
-"""Imports only go down: a file may use the floors below its own, and files of its own room. Functions take few arguments. A
-name of a type has one meaning."""
+"""Imports only go down: a file may use the floors below its own, and files of its own subpackage. Functions take few
+arguments. A name of a type has one meaning."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ FLOOR = {
     "errors": 0,
     "settings": 0.5,
     "storage": 0.5,  # what is small is read from it, and the kernel for CPUs is a file
-    "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
+    "config": 1,  # on one floor subpackages do not know each other: the operations know no configuration
     "ops": 1,
     "compiled": 1.5,  # knows the kernels that executables call
     "model": 2,
@@ -31,7 +31,7 @@ FLOOR = {
     "child_process": 1,
     "progress": 0,
     "gguf_header": 1,
-    "analysis": 5,  # looks at the programs of all rooms below
+    "analysis": 5,  # looks at the programs of all subpackages below
     "formats": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file
     "evaluation": 5.5,  # measures what is loaded; the training loop evaluates by it
@@ -63,9 +63,9 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path):
     name = path.relative_to(PACKAGE).as_posix()
-    room = name.split("/")[0].removesuffix(".py")
-    floor = FLOOR.get(name, FLOOR[room])
-    for used in imports(path) - {room}:
+    subpackage = name.split("/")[0].removesuffix(".py")
+    floor = FLOOR.get(name, FLOOR[subpackage])
+    for used in imports(path) - {subpackage}:
         assert FLOOR[used] < floor, f"{name} (floor {floor}) uses {used}"
 
 
@@ -74,7 +74,7 @@ MOST_ARGUMENTS = 7
 # What a user writes as keywords, where a bundle would only be one more name to import.
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
-    "inference/generate.py stream": 10,  # those of generate, and turns
+    "inference/generate.py stream": 10,  # those of generate, and max_chunks
     "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
 }
 
@@ -94,7 +94,7 @@ def test_functions_of_the_core_take_few_arguments():
     assert found == MORE_ARGUMENTS
 
 
-def test_rooms_are_reached_from_the_package():
+def test_subpackages_are_reached_from_the_package():
     code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.formats.huggingface.config_from_dict"
     subprocess.run([sys.executable, "-c", code], check=True)
 
