@@ -73,7 +73,7 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` with all tokens one after the other, as rows that read different numbers of them, and whole blocks of them."""
+    """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks."""
     (rows, each), (positions, *rest) = tokens.shape, options
     cache = check_exact(config, cache, options.sharding)
     check_arguments(config, params, tokens, cache, positions)

@@ -55,7 +55,7 @@ class Compute:
         host's memory.
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
       attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or `Sharding.attend`.
-      exact: the static_indexs of a token depend on its own row alone, bit for bit: not on other rows, their static_index or order,
+      exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their order,
         padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. With a cache
         only, and on one device.
 
