@@ -233,22 +233,7 @@ def logits_of(
     config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], sharding: Sharding
 ) -> Float32[Array, "*batch V"]:
     """Logits in float32, also for a float64 model, because sampling uses 32-bit random numbers."""
-    return sharding.constrain(unconstrained_logits(config, params, hidden), "logits")
-
-
-def unconstrained_logits(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
-    """`logits_of`, wherever XLA lays them."""
-    rows = lambda hidden: unembed(config, params, hidden).astype(jnp.float32)
-    if not exact.is_exact():
-        return rows(hidden)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = exact.by_blocks(rows, exact.block_size(), rows_in_use(jnp.all(flat == 0, axis=-1)), flat)
-    return logits.reshape(*hidden.shape[:-1], -1)
-
-
-def rows_in_use(done: Bool[Array, " B"]) -> Int32[Array, ""]:
-    """How many rows there are to the last one that is not done."""
-    return jnp.max(jnp.where(done, 0, jnp.arange(1, len(done) + 1, dtype=jnp.int32)))
+    return sharding.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
 def sample_next(
@@ -273,8 +258,7 @@ def _choose(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None)
     """A token of each row, that of a row that is done again, and its log-probability."""
     token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
     token = jnp.where(state.done, state.token, token)
-    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
-    return token, jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    return token, exact.logprob_of(logits, token)
 
 
 def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
@@ -285,7 +269,7 @@ def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | Non
         return _choose(state, logits, None if mask is None else LogitMask(jnp.bool_(True), lambda _: permitted))
 
     rows = state.replace(cache=None)
-    token, logprobs = exact.by_blocks(choose, exact.row_block_size(), rows_in_use(state.done), rows, logits, permitted)
+    token, logprobs = exact.by_blocks(choose, exact.row_block_size(), exact.rows_in_use(state.done), rows, logits, permitted)
     return jnp.where(state.done, state.token, token), logprobs
 
 

@@ -137,20 +137,19 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what:
         )
 
 
-def check_exact(config: LlamaConfig, cache: KVCache | None, sharding: Sharding) -> KVCache:
-    """The cache, of a pass that can be exact.
+def check_exact(config: LlamaConfig, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
+    """Check that a pass can be exact.
 
     Raises:
-      ConfigError: there is none, or a token's experts are multiplied with other tokens.
+      ConfigError: rows hold several texts, or a token's experts are multiplied with other tokens.
       MeshError: devices would add their parts of sums.
     """
-    if cache is None:
-        raise ConfigError("exact=True is for passes with a cache: generation, serving and scores of both")
+    if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
+        raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
     if config.experts:
         raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
     if sharding.mesh is not None and sharding.mesh.size > 1:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
-    return cache
 
 
 def check_attend(config: LlamaConfig, compute: Compute) -> None:

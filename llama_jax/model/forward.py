@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, gather_pages, is_quantized
+from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
 from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
 from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
@@ -73,10 +73,14 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks."""
+    """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks; without a cache in one
+    that is forgotten."""
     (rows, each), (positions, *rest) = tokens.shape, options
-    cache = check_exact(config, cache, options.sharding)
+    check_exact(config, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
+    if cache is None:
+        kept = init_cache(config, rows, each, options.compute.dtype or params.embedding.dtype)
+        return _forward_exactly(config, params, tokens, kept, options)[0], None
     starts, lengths = positions.starts, positions.rope_lengths
     if starts is None:
         starts = jnp.arange(rows + 1, dtype=jnp.int32) * each
@@ -524,10 +528,18 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-    logits = ops.project(hidden, head, out_dtype=wide)
-    if head.shape[0] == config.vocab_size:
-        return logits
-    return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        logits = ops.project(hidden, head, out_dtype=wide)
+        if head.shape[0] == config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+
+    if not exact.is_exact():
+        return project(hidden)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))
+    return exact.by_blocks(project, exact.block_size(), count, rows).reshape(*hidden.shape[:-1], -1)
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int32
 
 from llama_jax.ops.platform import lowering_platform
 
@@ -47,9 +48,20 @@ def row_block_size() -> int:
     return ROWS_ON_CPU if lowering_platform() == "cpu" else ROWS
 
 
+def logprob_of(logits: Float[jax.Array, "B V"], tokens: Int32[jax.Array, " B"]) -> Float[jax.Array, " B"]:
+    """The log-probability of a token of each row, as a sampler computes it."""
+    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
+    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+
+
 def by_rows(function: Callable[..., Any], count: jax.Array, *trees: Any) -> Any:
     """`function(*trees)`, of rows of logits; in exact programs by blocks, of which those with the first `count` rows."""
     return by_blocks(function, row_block_size(), count, *trees) if is_exact() else function(*trees)
+
+
+def rows_in_use(unused: jax.Array) -> jax.Array:
+    """int32[]: how many rows there are to the last one that is not `unused`, bool[B]."""
+    return jnp.max(jnp.where(unused, 0, jnp.arange(1, len(unused) + 1, dtype=jnp.int32)))
 
 
 def by_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees: Any) -> Any:

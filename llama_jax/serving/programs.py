@@ -18,7 +18,7 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, logits_of, unconstrained_logits
+from llama_jax.inference.decode import DecodeState, logits_of
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
@@ -31,7 +31,6 @@ from llama_jax.serving.row_sampling import (
     ChosenTokens,
     RowSettings,
     choose_packed,
-    logprob_of,
     most_probable,
     pack,
     packed_width,
@@ -147,7 +146,7 @@ def verify_drafts(
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
     with sharding.context(), exact.exactly(model.compute.exact):
-        logits = unconstrained_logits(model.config, params, hidden).reshape(*tokens.shape, -1)
+        logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
@@ -215,10 +214,10 @@ def score(
     """
     state, hidden = _read(model, params, state, batch, settings)
     with model.sharding.context(), exact.exactly(model.compute.exact):
-        logits = unconstrained_logits(model.config, params, hidden)  # [T, V]
+        logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
-            exact.by_rows(logprob_of, batch.starts[1], logits, targets),
+            exact.by_rows(exact.logprob_of, batch.starts[1], logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )

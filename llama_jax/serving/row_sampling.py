@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.inference.decode import DecodeState, Request, rows_in_use, sample_next
+from llama_jax.inference.decode import DecodeState, Request, sample_next
 from llama_jax.inference.sampling import LogitMask
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops import exact
@@ -74,14 +74,9 @@ def _choose_without_cache(
         return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
     chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0), rows_in_use(state.done))
+    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0), exact.rows_in_use(state.done))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
     return chosen, sharding.constrain(pack(choice), "replicated")
-
-
-def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """float32[B], of a token in each row [B, V]. Row by row, so that each device reads only its own rows."""
-    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:

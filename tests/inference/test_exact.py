@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,25 @@ import pytest
 
 import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling
+from llama_jax.data import Corpus
 from llama_jax.errors import ConfigError, MeshError
+from llama_jax.evaluation.measure import cut_windows, measure_windows, measuring, token_nats
 from llama_jax.inference import compiled_decode
+from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.cache import init_cache
+from llama_jax.model.forward_options import Sharding
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.generation_sharding import pad_on_mesh
 from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.runs.tasks.grpo import answer_rows
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
+from llama_jax.training.logprobs import token_logprobs
+from llama_jax.training.loss import LossOptions
+from llama_jax.training.policy_gradient import PolicyOptions
+from llama_jax.training.policy_loss import AnswerLoss
 
 EXACT = Compute(exact=True)
 KINDS = ["float32", "bfloat16", "int8", "q4_0"]
@@ -101,12 +111,12 @@ def test_with_drafts(model, alone):
     assert continued(model, draft=PromptLookup()) == alone
 
 
-def served(model, options, turns):
+def served(model, options, turns, prompts=PROMPTS):
     """What an engine gives each prompt, of which more come at every turn."""
     engine = Engine(*model, options)
     waiting = [
         GenerationRequest(prompt=prompt, max_new_tokens=NEW, sampling=of_row(SAMPLING, row))
-        for row, prompt in enumerate(PROMPTS)
+        for row, prompt in enumerate(prompts)
     ]
     found = {id(request): [] for request in waiting}
     everything = [*waiting]
@@ -133,9 +143,10 @@ def test_served_among_others(model, alone, chunk):
     assert served(model, replace(OPTIONS, prefill_chunk=chunk), 3)[0] == alone
 
 
-def test_served_by_a_full_cache_and_read_again(model, alone):
-    found, stats = served(model, replace(OPTIONS, cache_tokens=160), 4)
-    assert found == alone
+def test_served_by_a_full_cache_and_read_again(model):
+    prompts = some_prompts([28, 29, 30, 31] * 3, seed=6)  # of two pages, and a third one for what follows
+    found, stats = served(model, replace(OPTIONS, cache_tokens=160), 4, prompts)
+    assert found == continued(model, prompts)
     assert stats.preempted
 
 
@@ -198,10 +209,68 @@ def test_a_neighbour_that_is_not_a_number(model, alone):
     assert (np.asarray(both[2, :7], np.float32) == np.asarray(one[0, :7], np.float32)).all()
 
 
+def test_evaluated(model):
+    """The loss of a text is the sum of what generation says of its tokens."""
+    config, params = model
+    (prompt,) = some_prompts([70], seed=8)
+    (answer,) = llama_jax.generate(*model, [prompt], max_new_tokens=NEW, compute=EXACT)
+    texts = [[*prompt, *answer.tokens], *some_prompts([3, 90, 12], seed=7)]
+    found = []
+    for rows in (texts, texts[:1]):
+        ends = np.cumsum([len(row) for row in rows])
+        starts = np.concatenate([[0], ends[:-1]])
+        tokens = np.concatenate(rows).astype(np.int32)
+        corpus = Corpus(tokens, starts, ends, np.ones(len(rows), np.int64), config.vocab_size, "")
+        windows = cut_windows(corpus, 100, 100)
+        measure = jax.jit(partial(token_nats, config, compute=EXACT))
+        with measuring(params, EXACT):
+            measured = measure_windows(corpus, windows, 3, partial(measure, params), None, packed=False)
+            nats, owner = (np.concatenate(parts) for parts in zip(*measured, strict=True))
+        found.append(-nats[owner == 0].astype(np.float32))
+    assert (found[0] == found[1]).all()
+    assert found[0][-NEW:].tolist() == [np.float32(x) for x in answer.logprobs]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_the_sampler_is_the_trainer(kind):
+    """Log-probabilities of answers in a training step are those with which they were sampled."""
+    config, params = model_of(kind)
+    prompts, temperature = some_prompts([5, 17], seed=3), 0.7
+    tokens, lengths = np.zeros((2, 17), np.int32), np.asarray([5, 17], np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    options = RolloutOptions(3, 12, temperature, stop=(2,))
+    rolled = jax.jit(partial(roll_out, config, options=options, compute=EXACT))
+    answers = Completions(*map(np.asarray, rolled(params, RolloutPrompts(tokens, lengths, np.arange(6, dtype=np.uint32)))))
+    rows = answer_rows(prompts, answers, np.ones(6, bool), 28)
+    scored = rows._replace(advantages=jnp.asarray([1.0, -1.0, 0.5, 0.3, -0.2, 0.1]))
+    loss = AnswerLoss(PolicyOptions("dapo"), temperature)
+
+    @jax.jit
+    def first_update(params, scored):
+        total = lambda params: loss(config, params, scored, LossOptions(compute=EXACT), Sharding())
+        gradients = jax.grad(lambda params: total(params).loss)(params)
+        return total(params), gradients, token_logprobs(config, params, scored.batch, LossOptions(compute=EXACT), temperature=temperature)
+
+    sums, gradients, logprobs = first_update(params, scored)
+    mask = np.asarray(scored.batch.loss_mask[:, 1:])
+    assert (np.asarray(logprobs)[mask] == rows.drawn[mask]).all()
+    assert sums.metrics["gap"] == 0
+    # With the sampler's own numbers as those of the policy before, every ratio is 1.
+    again, _, _ = first_update(params, scored._replace(sampled=rows.drawn))
+    assert again.loss == sums.loss
+    plain = jax.jit(jax.grad(lambda params: loss(config, params, scored, LossOptions(), Sharding()).loss))(params)
+    tolerance = 1e-4 if kind == "float32" else 0.1
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        scale = np.abs(np.asarray(other, np.float32)).max()
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=tolerance * scale)
+
+
 class TestRefused:
-    def test_without_a_cache(self):
-        with pytest.raises(ConfigError, match="cache"):
-            llama_jax.logits(*model_of("float32"), np.asarray([[1, 2]]), compute=EXACT)
+    def test_rows_of_several_texts(self):
+        positions = llama_jax.Positions(segment_ids=np.asarray([[1, 2]]), position_ids=np.asarray([[0, 0]]))
+        with pytest.raises(ConfigError, match="one text"):
+            llama_jax.forward(*model_of("float32"), np.asarray([[1, 2]]), positions=positions, compute=EXACT)
 
     def test_another_attention(self):
         with pytest.raises(ConfigError, match="exact"):

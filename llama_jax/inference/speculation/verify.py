@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache, unconstrained_logits
+from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache
 from llama_jax.inference.drafter import Drafter
-from llama_jax.model.forward import forward
+from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
@@ -78,7 +78,7 @@ def verify(
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
     with sharding.context(), exact.exactly(model.compute.exact):
-        logits = unconstrained_logits(model.config, model.params, hidden)
+        logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
         state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), chunk
