@@ -14,7 +14,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
-from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahead, target_nats
+from llama_jax.evaluation.measure import check_batch, check_vocabulary, measuring, run_ahead, target_nats
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward

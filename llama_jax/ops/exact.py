@@ -69,8 +69,7 @@ def by_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees:
 
     Args:
       function: from trees like `trees`, with `size` along the first axis, to a tree with `size` along the first axis.
-      count: int32[], how many of the N are needed; the results of blocks after them are zeros. It is not known when the
-        program is compiled, so that a loop of one block stays a loop, with the code of any other.
+      count: int32[], how many of the N are needed; the results of blocks after them are zeros.
       trees: of arrays [N, ...].
 
     Returns:
@@ -89,5 +88,7 @@ def by_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees:
 
     shapes = jax.eval_shape(lambda: function(*cut(0)))
     empty = jax.tree.map(lambda x: jnp.zeros((total + missing, *x.shape[1:]), x.dtype), shapes)
-    found = lax.fori_loop(0, (count + size - 1) // size, compute, empty)
+    # Hidden from the compiler, so that a loop of one block stays a loop, with the code of any other.
+    blocks = lax.optimization_barrier((count + size - 1) // size)
+    found = lax.fori_loop(0, blocks, compute, empty)
     return jax.tree.map(lambda x: x[:total], found) if missing else found

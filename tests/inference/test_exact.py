@@ -250,7 +250,11 @@ def test_the_sampler_is_the_trainer(kind):
     def first_update(params, scored):
         total = lambda params: loss(config, params, scored, LossOptions(compute=EXACT), Sharding())
         gradients = jax.grad(lambda params: total(params).loss)(params)
-        return total(params), gradients, token_logprobs(config, params, scored.batch, LossOptions(compute=EXACT), temperature=temperature)
+        return (
+            total(params),
+            gradients,
+            token_logprobs(config, params, scored.batch, LossOptions(compute=EXACT), temperature=temperature),
+        )
 
     sums, gradients, logprobs = first_update(params, scored)
     mask = np.asarray(scored.batch.loss_mask[:, 1:])
