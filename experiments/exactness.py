@@ -14,12 +14,24 @@ The price is a ratio of times of the same work, measured by turns.
   served    by an engine with 16 rows, in which requests come and go.
   full      by an engine whose cache is as small as it can be: requests give up their pages and are read again.
   cached    by the first engine again, after all prompts: beginnings of prompts are in its cache.
+
+With --training: do devices change the bits of losses, parameters and the optimizer's state, with and without `exact=true`?
+The same small recipe is trained on each mesh of simulated devices, by pmap and in two processes. It is also stopped on each
+and resumed on the next.
+
+    python experiments/exactness.py --text shakespeare.txt --training
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,13 +47,19 @@ import tyro
 from measuring import machine, settings, text_of, versions, write_report
 
 import llama_jax
-from llama_jax import Compute, Sampling
+from llama_jax import Batch, Compute, OptimizerSettings, Sampling, StepOptions, init_state, make_optimizer, train_step
 from llama_jax.formats.loading import bundled
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference import compiled_decode
 from llama_jax.inference.speculation import PromptLookup
+from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.runs.checkpoint_manager import CheckpointManager
+from llama_jax.runs.overrides import override
+from llama_jax.runs.recipes import find as find_recipe
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
+from llama_jax.training.exact_gradients import VIRTUAL_SHARDS
 
 Row = tuple[list[int], list[int]]  # tokens, and the bits of their log-probabilities
 
@@ -61,6 +79,11 @@ class Arguments:
     new_tokens: int = 16
     price: bool = True
     """Measure the times, too."""
+    training: bool = False
+    """Measure training in place of generation, into exactness_training_cpu.json beside `output`."""
+    steps: int = 50
+    stop: int = 20
+    """The step at which training moves to other devices."""
     repetitions: int = 7
     output: Path = Path("experiments/results/exactness_cpu.json")
 
@@ -225,5 +248,120 @@ def table(report: dict[str, Any], kinds: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+# --- training ------------------------------------------------------------------------------------------------------------
+
+ON_DEVICES = {  # options of `llama-jax train`, by the name of a row; the last one is for each of two processes
+    **{mesh: ["--mesh", mesh] for mesh in ("data=1", "data=2", "data=4", "data=8", "fsdp=2", "fsdp=8", "data=2,fsdp=4")},
+    "pmap over 8": ["--mesh", "data=8", "--backend", "pmap"],
+    "two processes, data=2,fsdp=4": ["--mesh", "data=2,fsdp=4"],
+}
+# Constant rates, so that a run may stop at a step and be prolonged.
+SMALL_RUN = [
+    "vocabulary=byte",
+    "optimizer.schedule=constant",
+    "evaluate_every=0",
+    "save_every=0",
+    "log_every=1",
+    "prompts=[]",
+]
+STEPS_TIMED = (("stories-260k", 16, 256), ("stories-15m", 8, 256), ("stories-15m", 32, 256))  # model, rows, tokens of each
+
+
+def train_in_processes(where: str, changes: list[str], folder: Path, text: Path) -> None:
+    """Train, or go on, in one process with as many devices as its mesh has, or in two."""
+    options = ON_DEVICES[where]
+    processes = 2 if where.startswith("two") else 1
+    devices = parse_mesh(options[1]).devices // processes
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "llama_jax", "train", "tiny", "--workdir", str(folder), "--data", str(text), "--resume"]
+    command += [*options, *SMALL_RUN, *changes]
+    joining = [[]] if processes == 1 else [["--coordinator", address, "--processes", "2", "--process-id", i] for i in "01"]
+    running = [subprocess.Popen([*command, *each], env=environment, stdout=subprocess.DEVNULL) for each in joining]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit(f"training on {where} failed")
+
+
+def bits_of_run(folder: Path, changes: list[str]) -> tuple[list[Any], list[bytes]]:
+    """The loss and the gradient norm of each step, and the arrays of the last state."""
+    recipe = override(find_recipe("tiny"), [*SMALL_RUN, *changes])
+    optimizer = make_optimizer(recipe.optimizer, recipe.steps)
+    shapes = jax.eval_shape(lambda key: init_state(optimizer, llama_jax.init(recipe.model, key)), jax.random.key(0))
+    with CheckpointManager(folder / CHECKPOINTS) as checkpoints:
+        state, _ = checkpoints.restore(shapes)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+    return losses, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[str, Any]:
+    """For every mesh: whether a run on it, and one that is stopped on it and goes on on the next, is that on one device."""
+    found: dict[str, Any] = {}
+    for exact in (True, False):
+        names, changes, expected = list(ON_DEVICES), [f"exact={exact}"], None
+        for where, other in zip(names, [*names[1:], names[0]], strict=True):
+            lives = {"whole": [(where, steps)], "moved": [(where, stop), (other, steps)]}
+            for name, parts in lives.items():
+                place = folder / f"{name}-{exact}-{names.index(where)}"
+                for devices, last in parts:
+                    train_in_processes(devices, [*changes, f"steps={last}"], place, text)
+                bits = bits_of_run(place, [*changes, f"steps={steps}"])
+                expected = expected or bits
+                same = {
+                    "steps": sum(a == b for a, b in zip(bits[0], expected[0], strict=True)),
+                    "state": bits[1] == expected[1],
+                }
+                found.setdefault("exact" if exact else "as usual", {}).setdefault(where, {})[name] = same
+                print(f"{'exact' if exact else 'as usual'}, {where}, {name}: {same}", flush=True)
+    return found
+
+
+def training_price(repetitions: int) -> dict[str, float]:
+    """The time of an exact step by that of a usual one on one device, medians of pairs."""
+    ratios = {}
+    for name, rows, length in STEPS_TIMED:
+        config, optimizer = llama_jax.preset(name), make_optimizer(OptimizerSettings(), 1000)
+        batch = Batch(np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32))
+        state = init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
+        steps = {}
+        for shards in (VIRTUAL_SHARDS, 0):
+            options = StepOptions(virtual_shards=shards)
+            steps[shards] = jax.jit(partial(train_step, config, optimizer, options=options)).lower(state, batch).compile()
+        pairs = []
+        for repetition in range(repetitions + 1):
+            seconds = {}
+            for shards in (VIRTUAL_SHARDS, 0) if repetition % 2 else (0, VIRTUAL_SHARDS):
+                begun = time.perf_counter()
+                jax.block_until_ready(steps[shards](state, batch))
+                seconds[shards] = time.perf_counter() - begun
+            pairs += [seconds[VIRTUAL_SHARDS] / seconds[0]] if repetition else []  # the first is a warm-up
+        ratios[f"{name}, {rows} x {length}"] = statistics.median(pairs)
+        print(f"a step of {name}, {rows} x {length}: {ratios[f'{name}, {rows} x {length}']:.2f} times as long", flush=True)
+    return ratios
+
+
+def main_of_training(arguments: Arguments) -> None:
+    report: dict[str, Any] = {
+        "settings": settings(arguments),
+        "machine": machine(),
+        "versions": versions("jax", "jaxlib", "llama_jax"),
+    }
+    output = arguments.output.with_name("exactness_training_cpu.json")
+    if arguments.price:
+        report["price"] = training_price(arguments.repetitions)
+    with tempfile.TemporaryDirectory() as folder:
+        report |= compare_training(arguments.steps, arguments.stop, arguments.text, Path(folder))
+    write_report(output, report)
+    print("| | exact: whole | moved | as usual: whole | moved |\n|---|---|---|---|---|")
+    for where in ON_DEVICES:
+        cells = [report[kind][where][life] for kind in ("exact", "as usual") for life in ("whole", "moved")]
+        shown = [f"{cell['steps']} steps, {'same' if cell['state'] else 'another'} state" for cell in cells]
+        print(f"| {where} | {' | '.join(shown)} |")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    chosen = tyro.cli(Arguments)
+    (main_of_training if chosen.training else main)(chosen)
