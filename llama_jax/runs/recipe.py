@@ -260,7 +260,7 @@ class Recipe:
         if self.exact_shards:
             self._check_exact()
         elif self.virtual_shards != VIRTUAL_SHARDS:
-            raise TrainingError(f"virtual_shards={self.virtual_shards} is for exact training; set exact=true, too")
+            raise TrainingError(f"virtual_shards={self.virtual_shards} is for exact=true on text and chats; leave it out")
         if self.batch % self.accumulate:
             raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         if self.steps and self.epochs:

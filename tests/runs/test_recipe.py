@@ -231,7 +231,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
 @pytest.mark.parametrize(
     ("name", "changes", "mesh", "message"),
     [
-        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is for exact training; set exact=true, too"),
+        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is for exact=true on text and chats; leave it out"),
         ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, as 8"),
         (
             "tiny",
@@ -258,9 +258,9 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
             "dpo",
             ["exact=true"],
             MeshSizes(),
-            "exact=true trains on text and chats, and not yet on preferences; leave it out",
+            "exact=true trains on text, chats and rewards, and not yet on preferences; leave it out",
         ),
-        ("grpo", ["exact=true"], MeshSizes(), "exact=true trains on text and chats, and not yet on rewards; leave it out"),
+        ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, and the mesh is data=2"),
     ],
 )
 def test_what_exact_training_cannot_have(name, changes, mesh, message):
