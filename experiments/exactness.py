@@ -14,6 +14,7 @@ The price is a ratio of times of the same work, measured by turns.
   served    by an engine with 16 rows, in which requests come and go.
   full      by an engine whose cache is as small as it can be: requests give up their pages and are read again.
   cached    by the first engine again, after all prompts: beginnings of prompts are in its cache.
+  trainer   tokens of sampled answers whose log-probability in a training step has other bits than in the sampler.
 
 With --training: do devices change the bits of losses, parameters and the optimizer's state, with and without `exact=true`?
 The same small recipe is trained on each mesh of simulated devices, by pmap and in two processes. It is also stopped on each
@@ -51,15 +52,19 @@ from llama_jax import Batch, Compute, OptimizerSettings, Sampling, StepOptions, 
 from llama_jax.formats.loading import bundled
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference import compiled_decode
+from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipes import find as find_recipe
+from llama_jax.runs.tasks.grpo import answer_rows
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS
+from llama_jax.training.logprobs import token_logprobs
+from llama_jax.training.loss import LossOptions
 
 Row = tuple[list[int], list[int]]  # tokens, and the bits of their log-probabilities
 
@@ -138,7 +143,8 @@ class Work:
         left = rng.sample(range(len(self.prompts)), len(self.prompts))
         while left or engine.busy:
             for i in [left.pop() for _ in range(min(rng.randrange(4), len(left)))]:
-                request = GenerationRequest(self.prompts[i], max_new_tokens=self.new_tokens, sampling=self.samplings[i])
+                options = {"prompt": self.prompts[i], "sampling": self.samplings[i]}
+                request = GenerationRequest(max_new_tokens=self.new_tokens, **options)  # type: ignore[arg-type]
                 engine.submit(request, lambda update, to=found[i]: to.extend(update.tokens))  # type: ignore[misc]
             engine.turn()
         return [([x.id for x in tokens], in_bits([x.logprob for x in tokens])) for tokens in found]
@@ -204,6 +210,28 @@ def price(work: Work, repetitions: int) -> dict[str, float]:
     return ratios
 
 
+def trainer(work: Work) -> dict[str, int]:
+    """Of answers sampled in groups of 4: tokens whose log-probability in a training step has other bits, or other than 1 as
+    the ratio of the first update."""
+    prompts = [prompt for prompt in work.prompts if len(prompt) <= 200][-8:]
+    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths, seeds = np.asarray([len(prompt) for prompt in prompts], np.int32), np.arange(4 * len(prompts), dtype=np.uint32)
+    options, (config, params) = RolloutOptions(4, 2 * work.new_tokens, 0.8), work.model
+    sample = jax.jit(partial(roll_out, config, options=options, compute=work.compute))
+    answers = Completions(*map(np.asarray, sample(params, RolloutPrompts(padded, lengths, seeds))))
+    length = padded.shape[1] + options.max_new_tokens - 1
+    rows = answer_rows(prompts, answers, np.ones(len(seeds), bool), length)
+    measure = jax.jit(partial(token_logprobs, config, options=LossOptions(work.compute), temperature=options.temperature))
+    own, learned = np.asarray(measure(params, rows.batch)), np.asarray(rows.batch.loss_mask)[:, 1:]
+    other = (own.view(np.int32) != rows.drawn.view(np.int32)) & learned
+    ratios = np.exp(own - rows.drawn)[learned]
+    found = {"tokens": int(learned.sum()), "other bits": int(other.sum()), "other ratios": int((ratios != 1).sum())}
+    print(f"  trainer  {found}", flush=True)
+    return found
+
+
 def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
     """Pieces of the text, with lengths that are spread evenly over their logarithm."""
     ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
@@ -229,7 +257,7 @@ def main(arguments: Arguments) -> None:
         found = report[kind] = {}
         for name, each in (("exact", work), ("as usual", replace(work, compute=Compute()))):
             print(f"{kind}, {name}", flush=True)
-            found[name] = compare(each)
+            found[name] = compare(each) | {"trainer": trainer(each)}
         if arguments.price:
             found["price"] = price(work, arguments.repetitions)
         write_report(arguments.output, report)
@@ -238,10 +266,11 @@ def main(arguments: Arguments) -> None:
 
 def table(report: dict[str, Any], kinds: tuple[str, ...]) -> str:
     ways = ["batches", "chunks", "drafts", "served", "full", "cached"]
-    lines = [f"| | {' | '.join(ways)} | decode 1 | decode 8 | prefill |", "|---" * (len(ways) + 4) + "|"]
+    lines = [f"| | {' | '.join(ways)} | trainer | decode 1 | decode 8 | prefill |", "|---" * (len(ways) + 5) + "|"]
     for kind in kinds:
         for name in ("exact", "as usual"):
             cells = [f"{report[kind][name][way]['other tokens']} / {report[kind][name][way]['other bits']}" for way in ways]
+            cells.append(f"{report[kind][name]['trainer']['other bits']} of {report[kind][name]['trainer']['tokens']}")
             times = report[kind].get("price", {}) if name == "exact" else {}
             cells += [f"{times[work]:.2f}" if work in times else "" for work in ("decode 1", "decode 8", "prefill")]
             lines.append(f"| {kind}, {name} | {' | '.join(cells)} |")
