@@ -46,8 +46,8 @@ def check_exact_mesh(mesh: Mapping[str, int], shards: int) -> None:
     devices = math.prod(mesh.values())
     if shards % devices:
         raise MeshError(
-            f"virtual_shards={shards} cannot be divided over {devices} devices; use a power of two up to {shards} of them, or"
-            " begin the run with more virtual shards"
+            f"virtual_shards={shards} cannot be divided over {devices} devices; use a power of two up to {shards} of them,"
+            " or begin the run with more virtual shards"
         )
 
 
