@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import tyro
 
 from llama_jax.cli.eval_options import Subject, TextOptions, numbers
-from llama_jax.cli.options import AttentionOption, ModelPath, RememberOptions, say_beyond
+from llama_jax.cli.options import ExactOption, ModelPath, RememberOptions, say_beyond
 from llama_jax.cli.output_format import columns, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
@@ -43,7 +43,7 @@ CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instructio
 
 
 @dataclass(frozen=True)
-class Eval(AttentionOption, TextOptions, RememberOptions):
+class Eval(ExactOption, TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
@@ -249,6 +249,8 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
             if by_length:
                 raise UserError(f"{name}={value} needs --lengths")
             raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
+        if self.exact and self.against is not None:
+            raise UserError("exact is for the numbers of one model; leave it or --against out")
         return numbers("lengths", self.lengths, int) if self.lengths else ()
 
     def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:

@@ -78,6 +78,15 @@ class AttentionOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExactOption(AttentionOption):
+    exact: bool = False
+    """The same bits in any company: a text and its log-probabilities do not depend on what else is computed with it."""
+
+    def compute(self) -> Compute:
+        return replace(super().compute(), exact=self.exact)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheOption:
     cache: Literal["auto", "int8"] = "auto"
     """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
@@ -352,7 +361,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(LoadOptions):
+class DraftOptions(ExactOption, LoadOptions):
     draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
     """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same (but for
     near ties of 16-bit and quantized weights), often sooner.
