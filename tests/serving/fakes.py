@@ -10,17 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 
 from llama_jax.errors import GenerationError
-from llama_jax.serving.http.auth import Access
+from llama_jax.serving.engine import EngineStats
 from llama_jax.serving.http.connection import Connection
-from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, Service
+from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -79,8 +77,9 @@ class FakeEngine:
     rows: int = 64
     most_waiting: int = 64
     context: int = 512
+    vocab_size: int = BYTES.vocab_size
     per_turn: int = 1
-    after_turn: Callable[[], None] | None = None
+    after_turn: Callable[[], None] = lambda: None
     fail_at: int | None = None
     admitted: list[GenerationRequest] = field(default_factory=list)
     waiting: list[Running] = field(default_factory=list)
@@ -132,8 +131,7 @@ class FakeEngine:
         worked = bool(gone or self.running)
         self.turns += 1
         self.last_turn = time.monotonic()
-        if self.after_turn:
-            self.after_turn()
+        self.after_turn()
         return worked
 
     def _step(self, ticket: Running) -> None:
@@ -184,38 +182,24 @@ class FakeEngine:
             self.closing = "now"
             for ticket in [*self.waiting, *self.running]:
                 ticket.deliver(Update(finish="cancelled"))
-            if self.after_turn:
-                self.after_turn()
+            self.after_turn()
 
     def close(self, drain: bool = False) -> None:
         with self.changed:
             self.closing = "drain" if drain else "now"
             self.changed.notify_all()
 
-    def stats(self) -> Any:
-        return SimpleNamespace(
-            rows=self.rows,
-            running=len(self.running),
-            reading=0,
-            waiting=len(self.waiting),
-            waiting_tokens=sum(len(ticket.request.prompt) for ticket in self.waiting),
-            cache_fill=len(self.running) / self.rows,
-            prompt_tokens=0,
-            generated_tokens=self.generated,
-            cached_tokens=0,
-            drafted=0,
-            accepted=0,
-            finished=dict(self.finished),
-            refused=0,
-            compilations_after_ready=0,
-            turns=self.turns,
-            turn_seconds=0.0,
-            last_turn=self.last_turn,
-            busy=bool(self.waiting or self.running),
-            prefix_entries=0,
-            prefix_bytes=0,
-            evicted=0,
-        )
+    def stats(self) -> EngineStats:
+        known = {
+            "rows": self.rows,
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "generated_tokens": self.generated,
+            "finished": dict(self.finished),
+            "last_turn": self.last_turn,
+            "busy": bool(self.waiting or self.running),
+        }
+        return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
 
 
 def scored(token: int, step: int, alternatives: int) -> ScoredToken:
@@ -324,16 +308,16 @@ def talk(
     engine: FakeEngine,
     conversation: Callable[[Client], Any],
     *,
-    access: Access = Access(),
-    limits: Limits = Limits(vocab_size=259, context=512),
     thread: bool = True,
     shown: Served | None = None,
+    connections: int = 0,
+    **options: Any,
 ) -> Any:
     """What a conversation with an application gives; without `thread` it takes the engine's turns itself."""
 
     async def main() -> Any:
-        service = Service(engine, shown or served(), limits, wedged_after=5.0)
-        client = Client(make_app(service, access), service)
+        service = Service(engine, shown or served(), ServerOptions(wedged_after=5.0, **options))
+        client = Client(make_app(service, lambda: connections), service)
         with on_a_thread(engine) if thread else contextlib.nullcontext(), contextlib.closing(service):
             return await conversation(client)
 
@@ -341,7 +325,7 @@ def talk(
 
 
 @contextlib.contextmanager
-def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259, context=512)) -> Iterator[str]:
+def listening(engine: Any, shown: Served) -> Iterator[str]:
     """A server of its own threads on a free port of this machine: its address."""
     started, stop, where = threading.Event(), [], []
 
@@ -356,8 +340,8 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
             log_level="warning",
         )
         server = uvicorn.Server(config)
-        service = Service(engine, shown, limits)
-        app = make_app(service, Access())
+        service = Service(engine, shown)
+        app = make_app(service)
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0)

@@ -430,14 +430,10 @@ class TestCancelling:
         engine = Engine(*model, SMALL)
         late = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() - 1)
         soon = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() + 3600)
-        exhaust_but_timed(engine)
+        while engine.busy:
+            engine.turn()
         assert (late.finish, soon.finish) == ("timeout", "length")
         assert late.ids == []
-
-
-def exhaust_but_timed(engine):
-    while engine.busy:
-        engine.turn()
 
 
 class TestQueue:
@@ -665,7 +661,11 @@ class TestOptions:
         config, _ = model
         assert SMALL.steps == ((1, 1), (4, 4), (4, 20))
         assert EngineOptions(prefill_chunk=64).steps == ((1, 1), (4, 4), (16, 16), (16, 32), (16, 80))
-        assert EngineOptions().steps[-1] == (16, 48)  # on a CPU
+        for rows in (1, 4, 16, 64):
+            steps = EngineOptions(rows=rows).steps
+            assert len(steps) + 2 <= 8  # programs, with those of scores and seen tokens
+            assert steps[-1] == (rows, rows + 32)  # on a CPU
+            assert list(steps) == sorted(set(steps))
         assert SMALL.pages(config) == 4 * 128 // 16
         assert EngineOptions(rows=2, context=500).pages(config) == 63
         assert EngineOptions(rows=2, cache_tokens=600).pages(config) == 38

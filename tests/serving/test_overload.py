@@ -21,7 +21,7 @@ from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_process, service
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
-from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
@@ -158,6 +158,17 @@ def test_one_process_of_low_priority_compiles_the_grammars_of_completions_and_ch
     assert found == [10]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux alone")
+def test_only_threads_that_are_to_wait_have_a_low_priority():
+    """Not those of the start, whose priority XLA's own threads have."""
+
+    def priority():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert DaemonThreadPool("as others", 1).submit(priority).result() == priority()
+    assert DaemonThreadPool("low", 1, niceness=LOW).submit(priority).result() == min(priority() + LOW, 19)
+
+
 def test_a_process_ends_although_grammars_compile():
     """It waits for no thread and no other process, and says nothing of those that it left."""
     pytest.importorskip("llguidance")
@@ -231,7 +242,7 @@ def unfinished(client, content):
 
 def test_all_bodies_share_a_budget():
     """What is beyond it is refused at once; small bodies need no room in it, and what a client leaves is free again."""
-    limits, size = Limits(vocab_size=259, context=512, largest_body=10**6), 10**6 // 2
+    size = 10**6 // 2
     fit = service.BODIES * 10**6 // (size - SMALL_BODY)
 
     async def conversation(client):
@@ -250,7 +261,7 @@ def test_all_bodies_share_a_budget():
         assert bodies.held == 0
         return refused, small, whole
 
-    refused, small, whole = talk(FakeEngine(), conversation, limits=limits)
+    refused, small, whole = talk(FakeEngine(), conversation, largest_body=10**6)
     assert {error_of(each, 429)["code"] for each in refused} == {"bodies_full"}
     assert refused[0].headers["connection"] == "close"
     assert small.status == 200

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.serving.http import json_process
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.thread_pool import LOW
 
 BODY_SECONDS = 60  # limit for a client to send a body
 SMALL_BODY = 64 << 10  # bytes; so much of each body is outside the budget, and is parsed on the event loop
@@ -95,7 +96,7 @@ class JsonParser:
     """Parses JSON bodies, from any thread: large ones in a process of their own."""
 
     def __init__(self) -> None:
-        self._child = ChildProcess(*isolated(Path(json_process.__file__), ()), PARSE_SECONDS)
+        self._child = ChildProcess(*isolated(Path(json_process.__file__), (), niceness=LOW), PARSE_SECONDS)
 
     def close(self) -> None:
         """Kill the process, if there is one; another body starts another."""

@@ -14,11 +14,10 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames
+from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames, ToolCall
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.request_schema import ApiRequest
 from llama_jax.serving.http.service import AdmittedRequest, Service, until_disconnected
-from llama_jax.serving.http.tools import ToolCall
 from llama_jax.serving.requests import ScoredToken, Update
 
 DONE = b"data: [DONE]\n\n"

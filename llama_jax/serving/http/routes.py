@@ -31,7 +31,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, access: Access, connections: Callable[[], int] = lambda: 0) -> Starlette:
+def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> Starlette:
     """The ASGI application of a service.
 
     Args:
@@ -51,7 +51,7 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
         "/openapi.json": ("GET", routes.openapi),
     }
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected_error}
-    return guarded(table, access, service.metrics, connections, handlers)
+    return guarded(table, service.options.access, service.metrics, connections, handlers)
 
 
 def guarded(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ from starlette.types import Receive
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
 from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
-from llama_jax.serving.http.completion_choice import Choice, TokenNames
+from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.completion_choice import Choice, TokenNames, grammar_of_calls
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
@@ -29,12 +30,12 @@ from llama_jax.serving.http.request_schema import (
     Limits,
     request_schemas,
 )
-from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
 
+LONGEST_PROMPT = 1_000_000  # characters, and more where the context is long
 CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
 # Threads at most, see `threads_beside_engine`.
@@ -73,6 +74,27 @@ class Served:
         return (self.name, *self.adapters)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server is reached, what a request may take, and how it ends.
+
+    Attributes:
+      access: who may ask.
+      most_choices: continuations per HTTP request: prompts times n.
+      largest_body: bytes.
+      seconds: limit for a request, 0 for no limit.
+      drain_seconds: limit for running requests to end once shutdown was requested.
+      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+    """
+
+    access: Access = Access()
+    most_choices: int = 128
+    largest_body: int = 16 << 20
+    seconds: float = 0.0
+    drain_seconds: float = 30.0
+    wedged_after: float = 120.0
+
+
 @dataclass(frozen=True)
 class AdmittedRequest:
     """An HTTP request that the engine has taken.
@@ -95,13 +117,12 @@ class Service:
     """Everything that the routes share. Made on the event loop that is to run it.
 
     Attributes:
-      seconds: limit for a request, 0 for no limit.
       draining: no new requests are accepted.
       failure: why the engine has failed.
       ended: resolved when the engine's thread ends, with the exception that ended it or None.
 
     Args:
-      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+      engine: an `Engine` that is warm.
       metrics: those that have counted before there was an engine.
     """
 
@@ -109,33 +130,34 @@ class Service:
         self,
         engine: Any,
         served: Served,
-        limits: Limits,
-        *,
-        seconds: float = 0.0,
-        wedged_after: float = 120.0,
+        options: ServerOptions = ServerOptions(),
         metrics: ServerMetrics | None = None,
     ) -> None:
-        longest = max(limits.longest_prompt, CHARACTERS_OF_A_TOKEN * engine.context)
-        self.limits = limits = replace(limits, context=engine.context, longest_prompt=longest)
-        self.engine, self.served, self.seconds = engine, served, seconds
-        self.schemas = request_schemas(limits)
+        longest = max(LONGEST_PROMPT, CHARACTERS_OF_A_TOKEN * engine.context)
+        self.engine, self.served, self.options = engine, served, options
+        self.limits = Limits(
+            vocab_size=engine.vocab_size,
+            context=engine.context,
+            most_choices=options.most_choices,
+            longest_prompt=longest,
+        )
+        self.schemas = request_schemas(self.limits)
         self.names = TokenNames(served.tokenizer)
         self.created = int(time.time())
         self.draining = False
         self.failure: str | None = None
         self.bridge = EngineBridge(engine, asyncio.get_running_loop())
         self.ended: asyncio.Future[BaseException | None] = self.bridge.loop.create_future()
-        self.bodies = BodyReader(limits.largest_body, BODIES * limits.largest_body)
+        self.bodies = BodyReader(options.largest_body, BODIES * options.largest_body)
         self.metrics = ServerMetrics() if metrics is None else metrics
         self.metrics.stats, self.metrics.compiling = engine.stats, lambda: self.compiling
-        self._wedged_after = wedged_after
         self._busy_since = 0.0
         self._drain_begun: asyncio.Future[None] = self.bridge.loop.create_future()
         self._ends = served.tokenizer.stop_ids
         self._chat_ends = () if served.chat is None else reply_ends(served.tokenizer, served.chat)
-        self._grammars = Grammars(served.tokenizer, limits.vocab_size, self._ends)
+        self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
         same = set(self._ends) == set(self._chat_ends)
-        self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, limits.vocab_size, self._chat_ends)
+        self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
         self._renderer = Renderer()
         self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
@@ -339,7 +361,7 @@ class Service:
                         score_prompt=scores,
                         constraint=constraints[-1] if constraints else None,
                         adapter=self.served.names.index(name) - 1,
-                        deadline=arrived + self.seconds if self.seconds else None,
+                        deadline=arrived + self.options.seconds if self.options.seconds else None,
                     )
                 )
                 choices.append(
@@ -398,7 +420,7 @@ class Service:
             return self.failure
         stats = self.engine.stats()
         since = time.monotonic() - max(stats.last_turn, self._busy_since)
-        if stats.busy and self.bridge.open and since > self._wedged_after:
+        if stats.busy and self.bridge.open and since > self.options.wedged_after:
             return f"the engine has work, and has ended no turn for {since:.0f} s"
         return None
 
