@@ -114,20 +114,6 @@ def test_a_grammar_whose_client_left_is_not_compiled(monkeypatch):
     assert len(engine.admitted) == 1
 
 
-def test_what_is_being_prepared_is_refused_when_the_server_drains(monkeypatch):
-    compiling = Compiling(monkeypatch)
-
-    async def conversation(client):
-        calls = await compiling.begin(client, THREADS + 1)
-        client.service.begin_drain()
-        answers = [await call.response() for call in calls]
-        compiling.told.set()
-        return answers
-
-    for answer in talk(FakeEngine(), conversation):
-        assert error_of(answer, 503)["code"] == "draining"
-
-
 def children(script):
     """The priorities of the processes of a script that this process has started, as differences from its own."""
     if sys.platform != "linux":
@@ -185,31 +171,29 @@ def test_a_process_ends_although_grammars_compile():
         assert running.stderr.read() == ""
 
 
-def test_bodies_that_are_not_whole_are_refused_when_the_server_drains():
+@pytest.mark.parametrize("stage", ["body", "text", "grammar"])
+def test_what_the_engine_has_not_taken_is_refused_when_the_server_drains(monkeypatch, stage):
+    """A body that is not whole, a long text that is being encoded, grammars that compile or wait; and what comes then."""
+    compiling, begun = Compiling(monkeypatch), threading.Event()
+    encode = lambda self, *given: (begun.set(), compiling.told.wait(20), [])[2]
+
     async def conversation(client):
-        call = unfinished(client, b" " * 100)
-        await until(lambda: call.messages.empty())
+        if stage == "body":
+            calls = [unfinished(client, b" " * 100)]
+            await until(calls[0].messages.empty)
+        elif stage == "text":
+            monkeypatch.setattr(type(BYTES), "encode", encode)
+            calls = [client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})]
+            await until(begun.is_set)
+        else:
+            calls = await compiling.begin(client, THREADS + 1)
         client.service.begin_drain()
-        return [await call.response(), await client.post("/tokenize", {"prompt": "a"})]
+        answers = [await call.response() for call in calls]
+        compiling.told.set()
+        return [*answers, await client.post("/tokenize", {"prompt": "a"})]
 
     for answer in talk(FakeEngine(), conversation):
         assert error_of(answer, 503)["code"] == "draining"
-
-
-def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(monkeypatch):
-    told, begun = threading.Event(), threading.Event()
-    encode = lambda self, *given: (begun.set(), told.wait(20), [])[2]
-    monkeypatch.setattr(type(BYTES), "encode", encode)
-
-    async def conversation(client):
-        call = client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})
-        await until(lambda: begun.is_set())
-        client.service.begin_drain()
-        answer = await call.response()
-        told.set()
-        return answer
-
-    assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
 
 
 @pytest.mark.parametrize(("cores", "at_once"), [(2, 1), (64, service.LONG_THREADS)])
