@@ -156,6 +156,7 @@ def test_a_stop_text_cancels_what_the_engine_still_does():
 
     async def conversation(client):
         call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stop": "two"})
+        await until(lambda: engine.waiting)
         for _ in range(9):
             await asyncio.sleep(0)
             engine.turn()

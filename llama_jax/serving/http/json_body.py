@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.serving.http import json_process
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.errors import ApiError, refused
 from llama_jax.serving.thread_pool import LOW
 
 BODY_SECONDS = 60  # limit for a client to send a body
@@ -30,8 +30,6 @@ class BodyReader:
 
     def __init__(self, largest: int, most_bytes: int) -> None:
         self.held = 0
-        self._reading: set[asyncio.Timeout] = set()
-        self._ended = False
         self._largest = largest
         self._most_bytes = most_bytes
 
@@ -44,36 +42,23 @@ class BodyReader:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._largest:
             raise self._too_large()
-        if self._ended:
-            raise shutting_down()
         content, held = bytearray(), 0
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS) as limit:
-                    self._reading.add(limit)
+                async with asyncio.timeout(BODY_SECONDS):
                     async for part in request.stream():
                         content += part
                         held += self._take(max(len(content) - SMALL_BODY, 0) - held)
                         if len(content) > self._largest:
                             raise self._too_large()
             except TimeoutError:
-                if self._ended:
-                    raise shutting_down() from None
                 close = {"Connection": "close"}
                 raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers=close) from None
             except ClientDisconnect:
                 raise ApiError(400, "the client disconnected before its body was complete") from None
-            finally:
-                self._reading.discard(limit)
             yield content
         finally:
             self.held -= held
-
-    def end(self) -> None:
-        """Refuse all bodies that are not whole, because the server is shutting down."""
-        self._ended = True
-        for limit in self._reading:
-            limit.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, more: int) -> int:
         if self.held + more > self._most_bytes:

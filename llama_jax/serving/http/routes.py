@@ -24,7 +24,7 @@ from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import read_chat, read_completion
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, GeneratedResponse, ResponseFormat
 from llama_jax.serving.http.schema import Schema
-from llama_jax.serving.http.service import AdmittedRequest, Service
+from llama_jax.serving.http.service import Service, Submit, unless_disconnected
 
 T = TypeVar("T")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -88,14 +88,14 @@ class Routes:
         path: str,
         request: Request,
         read: Callable[..., Any],
-        submit: Callable[..., Coroutine[Any, Any, AdmittedRequest]],
+        prepare: Callable[[Any], Coroutine[Any, Any, Submit]],
         format: type[ResponseFormat],
     ) -> Response:
         """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
         arrived, service = time.monotonic(), self._service
         service.check_open()  # before a body is read for nothing
-        use = lambda typed: service.unless_ended(submit(typed, arrived=arrived), request.receive)
-        return GeneratedResponse(service, await self._post(path, request, read, use), format)  # type: ignore[return-value]
+        submit = await self._post(path, request, read, lambda typed: unless_disconnected(prepare(typed), request.receive))
+        return GeneratedResponse(service, submit(arrived), format)  # type: ignore[return-value]
 
     async def _post(
         self, path: str, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]
@@ -108,10 +108,11 @@ class Routes:
           use: is called with that request.
         """
         service = self._service
-        async with service.bodies.read(request) as body:
-            typed = await service.parse(body, partial(read, service.schemas[path]))
-            service.check_model(typed.model)
-            return await use(typed)
+        with service.preparing():
+            async with service.bodies.read(request) as body:
+                typed = await service.parse(body, partial(read, service.schemas[path]))
+                service.check_model(typed.model)
+                return await use(typed)
 
     async def tokenize(self, request: Request) -> Response:
         use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens)

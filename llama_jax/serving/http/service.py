@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +113,9 @@ class AdmittedRequest:
     arrived: float
 
 
+Submit = Callable[[float], AdmittedRequest]  # called with the time at which the request arrived
+
+
 class Service:
     """Everything that the routes share. Made on the event loop that is to run it.
 
@@ -152,7 +155,7 @@ class Service:
         self.metrics = ServerMetrics() if metrics is None else metrics
         self.metrics.stats, self.metrics.compiling = engine.stats, lambda: self.compiling
         self._busy_since = 0.0
-        self._drain_begun: asyncio.Future[None] = self.bridge.loop.create_future()
+        self._preparing: set[asyncio.Task[Any]] = set()
         self._ends = served.tokenizer.stop_ids
         self._chat_ends = () if served.chat is None else reply_ends(served.tokenizer, served.chat)
         self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
@@ -203,9 +206,8 @@ class Service:
     def begin_drain(self) -> None:
         """Accept no new requests; those that the engine has not taken yet are refused."""
         self.draining = True
-        self.bodies.end()
-        if not self._drain_begun.done():
-            self._drain_begun.set_result(None)
+        for task in self._preparing:
+            task.cancel()
 
     async def drain(self, seconds: float) -> None:
         """Accept no new requests, wait so many seconds for the running ones, and then end the others."""
@@ -218,22 +220,23 @@ class Service:
         if not self.ended.done():
             self.bridge.cancel()
 
-    async def unless_ended(self, preparation: Coroutine[Any, Any, T], receive: Receive) -> T:
-        """The result of preparing an answer; cancelled, with an ApiError, if the client disconnects or the server drains."""
-        task = asyncio.ensure_future(preparation)
-        disconnected = asyncio.ensure_future(until_disconnected(receive))
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """For what a request needs before it is answered: its task is cancelled, with an ApiError, if the server drains."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self.draining:
+            raise shutting_down()
+        self._preparing.add(task)
         try:
-            futures: set[asyncio.Future[Any]] = {task, disconnected, self._drain_begun}
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                result = task.result()
-                if disconnected.done() and isinstance(result, AdmittedRequest):  # at the same time: not reported again
-                    result.updates.disconnect()
-                return result
-            raise shutting_down() if self.draining else ApiError(400, "the client disconnected before its request was taken")
+            yield
+        except asyncio.CancelledError:
+            if self.draining:
+                task.uncancel()
+                raise shutting_down() from None
+            raise
         finally:
-            task.cancel()
-            disconnected.cancel()
+            self._preparing.discard(task)
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
         """The result of `read` for the value of a JSON body, a large one in a thread."""
@@ -244,8 +247,8 @@ class Service:
         """Where so many characters or tokens are converted: None for the event loop."""
         return None if size <= SHORT else self._texts if size <= SMALL_BODY else self._long_texts
 
-    async def complete(self, body: CompletionRequest, arrived: float) -> AdmittedRequest:
-        """Hand a completion to the engine.
+    async def complete(self, body: CompletionRequest) -> Submit:
+        """The function that hands a completion to the engine.
 
         Raises:
           ApiError: the request is invalid, or there is no room.
@@ -263,10 +266,10 @@ class Service:
         scores = body.echo and (body.alternatives is not None or body.max_tokens == 0)
         constraint = await self._constraint(body.format, self._grammars)
         settings: dict[str, Any] = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
-        return await self._submit(body, prompts, self._ends, constraint, arrived, **settings)
+        return partial(self._submit, body, prompts, self._ends, constraint, **settings)
 
-    async def chat(self, body: ChatRequest, arrived: float) -> AdmittedRequest:
-        """Hand a chat to the engine; raises as `complete` does."""
+    async def chat(self, body: ChatRequest) -> Submit:
+        """The function that hands a chat to the engine; raises as `complete` does."""
         self.check_open()
         tokenizer, format = self.served.tokenizer, self.served.chat
         if format is None:
@@ -285,7 +288,7 @@ class Service:
         else:
             constraint = await self._constraint(body.format, self._chat_grammars)
         tools = [tool["function"]["name"] for tool in body.tools]
-        return await self._submit(body, [prompt], self._chat_ends, constraint, arrived, tools=tools)
+        return partial(self._submit, body, [prompt], self._chat_ends, constraint, tools=tools)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> bytes:
         """The JSON of a text's ids."""
@@ -306,29 +309,17 @@ class Service:
         return await self._convert(run, param, self._pool(len(ids)))
 
     async def _convert(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
-        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400).
-
-        Raises:
-          ApiError: also once the server drains, for which the thread need not end.
-        """
+        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
         try:
             if pool is None:
                 return run()
             with _as_api_errors():
                 future = pool.submit(run)
-            converted = asyncio.wrap_future(future)
-            try:
-                futures: set[asyncio.Future[Any]] = {converted, self._drain_begun}
-                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-                if converted.done():
-                    return converted.result()
-            finally:
-                converted.cancel()
-            raise shutting_down()
+            return await asyncio.wrap_future(future)
         except UserError as error:
             raise refused(str(error), param) from None
 
-    async def _submit(
+    def _submit(
         self,
         body: ApiRequest,
         prompts: Sequence[Sequence[int]],
@@ -374,8 +365,6 @@ class Service:
                         tools=tools,
                     )
                 )
-        if self.draining:
-            raise shutting_down()
         if not self.bridge.open:
             self._busy_since = time.monotonic()
         with _as_api_errors():
@@ -435,9 +424,23 @@ def threads_beside_engine(most: int) -> int:
     return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
-async def until_disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+async def until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_disconnected(preparation: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of preparing an answer; cancelled, with an ApiError, if the client disconnects before."""
+    task = asyncio.ensure_future(preparation)
+    disconnected = asyncio.ensure_future(until_disconnected(receive))
+    try:
+        await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():  # which is not reported again
+            raise ApiError(400, "the client disconnected before its request was taken")
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
 
 
 @contextmanager
