@@ -20,18 +20,15 @@ class UpdateStream:
 
     def __init__(self, closed: Callable[[UpdateStream], None]) -> None:
         self.tickets: list[Ticket] = []
-        self.disconnected = False
         self._updates: dict[int, Update] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = closed
 
     async def next(self) -> dict[int, Update]:
-        """What is new, by choice; nothing once the client has disconnected."""
-        while not self._updates and not self.disconnected:
+        """What is new, by choice."""
+        while not self._updates:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self.disconnected:
-            return {}
         updates, self._updates = self._updates, {}
         return updates
 
@@ -43,7 +40,8 @@ class UpdateStream:
             merged.prompt = merged.prompt if update.prompt is None else update.prompt
             merged.cached = max(merged.cached, update.cached)
             merged.finish, merged.error, merged.ended_by = update.finish, update.error, update.ended_by
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self) -> None:
         """End every choice that has not ended, where the engine cannot."""
@@ -51,20 +49,11 @@ class UpdateStream:
             if index not in self._updates or self._updates[index].finish is None:
                 self.put(index, Update(finish="cancelled"))
 
-    def disconnect(self) -> None:
-        """Record that the client has disconnected."""
-        self.disconnected = True
-        self._wake()
-
     def close(self) -> None:
         """End the response: cancel the requests that still run."""
         for ticket in self.tickets:
             ticket.cancel()
         self._closed(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineBridge:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.serving.http import json_process
-from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused
 from llama_jax.serving.thread_pool import LOW
 
 BODY_SECONDS = 60  # limit for a client to send a body
@@ -55,7 +55,7 @@ class BodyReader:
                 close = {"Connection": "close"}
                 raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers=close) from None
             except ClientDisconnect:
-                raise ApiError(400, "the client disconnected before its body was complete") from None
+                raise DisconnectedError from None
             yield content
         finally:
             self.held -= held

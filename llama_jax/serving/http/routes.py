@@ -252,11 +252,7 @@ def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: b
 
 
 def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+    return f.object_of(properties, *properties)
 
 
 def _list(schema: Schema) -> Schema:
@@ -274,20 +270,20 @@ def _schemas() -> Schema:
     logprob = {"type": "number", "maximum": 1e-3}  # because of float32 rounding
     token = {"token": TEXT, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
     of_tokens = {"type": "object", "additionalProperties": logprob}
-    message = _object(role={"const": "assistant"}, content=_or_null(TEXT), refusal={"type": "null"})
+    message = _object(role={"const": "assistant"}, content=f.or_null(TEXT), refusal={"type": "null"})
     function = _object(name=TEXT, arguments=TEXT)
     message["properties"]["tool_calls"] = _list(_object(id=TEXT, type={"const": "function"}, function=function))
     of_completion = _object(
         tokens=_list(TEXT),
-        token_logprobs=_list(_or_null(logprob)),
-        top_logprobs=_list(_or_null(of_tokens)),
+        token_logprobs=_list(f.or_null(logprob)),
+        top_logprobs=_list(f.or_null(of_tokens)),
         text_offset=_list(COUNT),
     )
     of_chat = _object(content=_list(_object(**token, top_logprobs=_list(_object(**token)))), refusal={"type": "null"})
     return {
-        "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
-        "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(of_completion)}),
-        "Chat": _answer("chat.completion", {"message": message, "logprobs": _or_null(of_chat)}),
+        "Error": _object(error=_object(message=TEXT, type=TEXT, param=f.or_null(TEXT), code=f.or_null(TEXT))),
+        "Completion": _answer("text_completion", {"text": TEXT, "logprobs": f.or_null(of_completion)}),
+        "Chat": _answer("chat.completion", {"message": message, "logprobs": f.or_null(of_chat)}),
         "Usage": _object(
             prompt_tokens=COUNT,
             completion_tokens=COUNT,
@@ -304,7 +300,7 @@ def _schemas() -> Schema:
                     owned_by=TEXT,
                     max_model_len=COUNT,
                     chat={"type": "boolean"},
-                    parent=_or_null(TEXT),
+                    parent=f.or_null(TEXT),
                 )
             ),
         ),

@@ -41,20 +41,18 @@ LAST_WORDS = 0.5  # seconds after the engine has ended in which clients can read
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; UserError if that fails. Opened before a model is loaded, which may take minutes."""
-    remedy = "choose another --port, 0 for a free one, or --host"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {host} port {port} ({reason_of(error)}); {remedy}") from None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        raise UserError(f"cannot listen on {host} port {port} ({error.strerror or error}); {remedy}") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            listening = stack.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except (OSError, OverflowError) as error:
+            reason = reason_of(getattr(error, "strerror", None) or error)
+            remedy = "choose another --port, 0 for a free one, or --host"
+            raise UserError(f"cannot listen on {host} port {port} ({reason}); {remedy}") from None
+        stack.pop_all()
     listening.setblocking(False)
     return listening
 

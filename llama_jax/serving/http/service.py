@@ -19,7 +19,7 @@ from llama_jax.serving.grammar import GrammarConstraint, Grammars
 from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.completion_choice import Choice, TokenNames, grammar_of_calls
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused, shutting_down
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import (
@@ -424,19 +424,20 @@ def threads_beside_engine(most: int) -> int:
     return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
-async def until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects before."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # is no surprise where nobody asks for it
 
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def unless_disconnected(preparation: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of preparing an answer; cancelled, with an ApiError, if the client disconnects before."""
-    task = asyncio.ensure_future(preparation)
-    disconnected = asyncio.ensure_future(until_disconnected(receive))
+    disconnected = asyncio.ensure_future(until_disconnected())
     try:
         await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
         if disconnected.done():  # which is not reported again
-            raise ApiError(400, "the client disconnected before its request was taken")
+            raise DisconnectedError
         return task.result()
     finally:
         task.cancel()
