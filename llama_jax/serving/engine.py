@@ -67,7 +67,6 @@ class Engine:
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
         self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
-        self._timed: list[Ticket] = []
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
         self._accepting: list[ServedRow] = []  # rows whose constraint took a token in since the last turn
         self._changed = threading.Condition()
@@ -111,8 +110,6 @@ class Engine:
             self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel, digests)
             self._queue.add(ticket)
-            if request.deadline is not None:
-                self._timed.append(ticket)
             self._changed.notify()
         return ticket
 
@@ -131,9 +128,7 @@ class Engine:
             while True:
                 with self._changed:
                     while not self.busy and self._closing is None:
-                        self._changed.wait(self._until_deadline())
-                        if self._timed:
-                            break
+                        self._changed.wait()
                     if self._closing == "now" or (self._closing == "drain" and not self.busy):
                         break
                 self.turn()
@@ -165,12 +160,13 @@ class Engine:
     def turn(self) -> bool:
         """Read chunks of prompts, and give every other row a token or more; False when there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
-        if not self.busy and not self._timed:
+        if not self.busy:
             return False
         kinds = [] if self._pending is None else [self._pending.kind]
         if self._pending is not None and self._pending.settle is not None:  # nothing can follow before that is known
             self._collect()
-        self._sweep(begun)
+        while self._cancelled:
+            self._finish(self._cancelled.popleft(), "cancelled")
         readers = self._next_readers()
         alone = not readers and not any(row.reads for row in scheduler.rows)
         number = scheduler.drafted() if alone else 0
@@ -324,21 +320,6 @@ class Engine:
         with self._changed:
             self._cancelled.append(ticket)
             self._changed.notify()
-
-    def _sweep(self, now: float) -> None:
-        """End requests that were cancelled or are past their deadline."""
-        while self._cancelled:
-            self._finish(self._cancelled.popleft(), "cancelled")
-        if self._timed:
-            late = [ticket for ticket in self._timed if (ticket.request.deadline or now) <= now]
-            for ticket in late:
-                self._finish(ticket, "timeout")
-            with self._changed:
-                self._timed = [ticket for ticket in self._timed if not ticket.ended]
-
-    def _until_deadline(self) -> float | None:
-        ends = [ticket.request.deadline for ticket in self._timed if ticket.request.deadline is not None]
-        return max(min(ends) - time.monotonic(), 0) if ends else None
 
 
 class EngineStats(NamedTuple):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, saying, served, talk, until
@@ -10,7 +9,6 @@ from fakes import BYTES, FakeEngine, ids, logprob, saying, served, talk, until
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.response import SLICE
-from llama_jax.serving.requests import Update
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 
@@ -627,18 +625,22 @@ def test_unexpected_exceptions(monkeypatch):
     assert b'http_responses_total{path="/v1/completions",status="500"} 1.0' in metrics.body
 
 
-def test_a_request_that_takes_too_long():
-    engine = FakeEngine()
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_request_that_takes_too_long_frees_its_row(turns):
+    """While it waits (no turn), and while it is decoded, by an engine that does not answer any more."""
+    engine = FakeEngine(says=saying("x" * 300), rows=1)
 
     async def conversation(client):
-        call = client.begin("POST", "/v1/completions", {"prompt": "a"})
+        call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 300})
         await until(lambda: engine.waiting)
-        assert 4 < engine.admitted[0].deadline - time.monotonic() < 6
-        engine.waiting.pop().deliver(Update(finish="timeout"))
-        engine.after_turn()
-        return await call.response()
+        for _ in range(turns):
+            engine.turn()
+        answer = await call.response()
+        engine.turn()
+        return answer
 
-    assert error_of(talk(engine, conversation, thread=False, seconds=5.0), 504)["code"] == "timeout"
+    assert error_of(talk(engine, conversation, thread=False, seconds=0.05), 504)["code"] == "timeout"
+    assert engine.finished == {"cancelled": 1}
 
 
 def test_health_and_readiness():

@@ -352,7 +352,6 @@ class Service:
                         score_prompt=scores,
                         constraint=constraints[-1] if constraints else None,
                         adapter=self.served.names.index(name) - 1,
-                        deadline=arrived + self.options.seconds if self.options.seconds else None,
                     )
                 )
                 choices.append(
@@ -369,6 +368,8 @@ class Service:
             self._busy_since = time.monotonic()
         with _as_api_errors():
             updates = self.bridge.submit(requests)
+        if self.options.seconds:
+            updates.end_after(arrived + self.options.seconds - time.monotonic())
         self.metrics.requests[name] += len(requests)
         return AdmittedRequest(body, prompts, choices, constraints, updates, arrived)
 
