@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
-from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.draft_length import MARGIN, SOFTENING, Pace
 from llama_jax.inference.speculation.prompt_lookup import Following
 
 GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn
-MARGIN = 1.05  # factor by which drafts must be faster
 MEMORY = 256  # tokens after which the weight of an older draft is half
-SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
 FORGETTING = 1.001  # factor by which the estimate for drafts falls after each plain turn, so that they are tried again
 CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
 
@@ -56,7 +54,7 @@ class Drafting(ABC):
     def propose(self, rows: Sequence[Any], number: int) -> np.ndarray:
         """The input of the device for this number of drafts, int32[B, any], -1 for a row without any."""
 
-    def settle(self, rows: Sequence[Any], number: int, counts: Sequence[int]) -> None:
+    def settle(self, number: int, counts: Sequence[int]) -> None:
         """Record how many tokens each running row got in a turn with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
@@ -154,9 +152,9 @@ class ModelDrafting(Drafting):
         self.offered += number * sum(row is not None for row in rows)
         return np.array([(-1, -1) if row is None else row[-2:] for row in rows], np.int32)
 
-    def settle(self, rows: Sequence[list[int] | None], number: int, counts: Sequence[int]) -> None:
+    def settle(self, number: int, counts: Sequence[int]) -> None:
         """Record the tokens; a row that may not have drafts counts as one whose drafts are wrong."""
-        super().settle(rows, number, counts)
+        super().settle(number, counts)
         right = [max(count - 1, 0) for count in counts]
         self._rows += len(counts)
         self._right += sum(right)

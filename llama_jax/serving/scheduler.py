@@ -379,7 +379,7 @@ class Scheduler:
         """Record how many tokens a step with drafts has given each row."""
         assert self.drafting is not None
         counts = counts[: len(rows)]
-        self.drafting.settle([row.followed for row in rows], number, counts)
+        self.drafting.settle(number, counts)
         for row, count in zip(rows, counts, strict=True):
             row.read_by_draft = row.read + min(count, number)
             row.read += count

@@ -247,7 +247,7 @@ class TestHowMuchIsDrafted:
             seconds = cost(number) if number else 1.0
             if number:
                 drafting.propose(ROWS, number)
-                drafting.settle(ROWS, number, (right + 1).tolist())
+                drafting.settle(number, (right + 1).tolist())
             drafting.observe([(shape, number)], seconds / 1000 if turns % every == 0 else None)
             made, taken, turns = made + 1 + right.mean(), taken + seconds, turns + 1
         assert 0 <= drafting.accepted <= drafting.offered
@@ -280,7 +280,7 @@ class TestHowMuchIsDrafted:
                     count += 1
                     for _ in range(reading):
                         drafting.observe([(shape, CATCHING_UP)], 0.002)
-                    drafting.settle(ROWS, number, [1, 1])
+                    drafting.settle(number, [1, 1])
                 drafting.observe([(shape, number)], 0.003 if number else 0.001)
             tries.append(count)
         assert tries[0] > tries[1] >= 6
