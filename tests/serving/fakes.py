@@ -88,7 +88,7 @@ class FakeEngine:
     generated: int = 0
     turns: int = 0
     last_turn: float = field(default_factory=time.monotonic)
-    closing: str | None = None
+    closing: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def room(self, length):
@@ -102,7 +102,7 @@ class FakeEngine:
             ticket = Running(request, deliver, iter(self.says(request)), self.notify)
             self.waiting.append(ticket)
             self.admitted.append(request)
-            self.changed.notify_all()
+        self.notify()
         return ticket
 
     def check_room(self, requests: int = 1) -> None:
@@ -165,29 +165,25 @@ class FakeEngine:
         ticket.deliver(update)
 
     def run(self) -> None:
+        last = Update(finish="cancelled")
         try:
-            while True:
+            while not self.closing:
                 with self.changed:
-                    while not (self.waiting or self.running) and not self.closing:
-                        self.changed.wait()
-                    if self.closing == "now" or (self.closing and not (self.waiting or self.running)):
-                        break
-                self.turn()
+                    self.changed.wait_for(lambda: self.waiting or self.running or self.closing)
+                if not self.closing:
+                    self.turn()
         except BaseException as error:
-            for ticket in [*self.waiting, *self.running]:
-                ticket.deliver(Update(finish="failed", error=str(error)))
-            self.waiting, self.running = [], []
+            last = Update(finish="failed", error=str(error))
             raise
         finally:
-            self.closing = "now"
+            self.closing = True
             for ticket in [*self.waiting, *self.running]:
-                ticket.deliver(Update(finish="cancelled"))
+                ticket.deliver(last)
             self.after_turn()
 
-    def close(self, drain: bool = False) -> None:
-        with self.changed:
-            self.closing = "drain" if drain else "now"
-            self.changed.notify_all()
+    def close(self) -> None:
+        self.closing = True
+        self.notify()
 
     def stats(self) -> EngineStats:
         known = {
@@ -294,7 +290,7 @@ def on_a_thread(engine: FakeEngine) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             engine.run()
 
-    engine.closing = None
+    engine.closing = False
     thread = threading.Thread(target=run)
     thread.start()
     try:
