@@ -77,14 +77,6 @@ def test_what_is_no_matrix_stays_and_sizes_are_counted(stories_model):
         np.testing.assert_allclose(was, back, atol=float(jnp.abs(was).max()) / 200)
 
 
-@pytest.mark.slow
-def test_stacked_layers_are_those_one_by_one(stories_model):
-    _, params, _ = stories_model
-    one_by_one = [quantize(params.replace(blocks=stack([block])), "q8_0").blocks for block in layers_of(params)]
-    for layer, block in zip(layers_of(quantize(params, "q8_0")), one_by_one, strict=True):
-        same(layer, jax.tree.map(lambda a: a[0], block))
-
-
 def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
     config, params, tokenizer = llama_jax.load(Q4_K_M)  # floats are asked for
     same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
@@ -230,27 +222,6 @@ def test_whatever_makes_int4_leaves_it_groups_first_for_a_tpu(as_on_a_tpu, tmp_p
     joined = found.replace(blocks=stack(layers_of(found)))
     assert groups_first(joined)
     same(joined, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [None, MeshSizes(tensor=2)])
-def test_int4_that_lies_groups_first_generates_the_same(sizes, as_on_a_tpu, monkeypatch, stories_model):
-    _, _, tokenizer = stories_model
-    prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("The dog")]
-
-    def load_and_generate():
-        loaded = llama_jax.load(bundled(), "float32", quantize="int4", mesh=sizes)
-        rows = llama_jax.generate(loaded.config, loaded.params, prompts, max_new_tokens=8)
-        return loaded.params, [row.tokens for row in rows]
-
-    there, found = load_and_generate()
-    assert sizes is not None or groups_first(there)
-    monkeypatch.undo()
-    plain, wanted = load_and_generate()
-    assert not groups_first(plain)
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
-    same(jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, there, is_leaf=is_weight), plain)
-    assert found == wanted
 
 
 # --- orbax ---------------------------------------------------------------------------------------------------------------

@@ -40,24 +40,6 @@ def test_what_the_hub_has_in_its_cache_is_read_there(hub, tmp_path):
     assert hub.ranges == []
 
 
-@pytest.mark.parametrize(
-    ("url", "kind", "message"),
-    [
-        (
-            "hf://org/gated",
-            PermissionError,
-            "its license must be accepted first: accept it at http.*/org/gated, then log in with `hf auth login`",
-        ),
-        ("hf://org/private", PermissionError, "no such repository, or it is private"),
-        ("hf://org/name@none", FileNotFoundError, "no such revision"),
-    ],
-)
-def test_what_may_not_be_read(hub, url, kind, message):
-    with pytest.raises(kind, match=message) as named:
-        locate(url).exists()
-    assert named.value.filename == url
-
-
 def test_a_hub_that_fails_is_named(hub):
     hub.fault = 500
     with pytest.raises(OSError, match="no whole answer in 2 tries, the last: the hub answers 500") as named:

@@ -19,10 +19,10 @@ from llama_jax.model.trees import layers_of, quantize, stack
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight
 from llama_jax.verify import rounding_error
-from llama_jax.verify.activations import Origin
 from llama_jax.verify.rounding_error import (
     EXACT,
     ROUNDING,
+    Origin,
     Rounding,
     matrix_errors,
     origin_of,
