@@ -25,7 +25,6 @@ from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.scaled_formats import GROUPS
 from llama_jax.storage import StoredPath
 
-METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
 MIN_GROUP = 32
 COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -58,16 +57,11 @@ def scheme_from_dict(found: Any) -> Scheme:
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
     method = found.get("quant_method")
-    read = {
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fp8,
-        "gptq": _gptq,
-        "awq": _awq,
-        "bitsandbytes": _bitsandbytes,
-    }.get(method if isinstance(method, str) else "")
-    if read is None:
-        raise _unsupported("quant_method", method, f"{METHODS} are read; use such a release, or the unquantized one")
-    return read(found)
+    if not isinstance(method, str) or method not in METHODS:
+        raise _unsupported(
+            "quant_method", method, f"{', '.join(METHODS)} are read; use such a release, or the unquantized one"
+        )
+    return METHODS[method](found)
 
 
 def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
@@ -177,6 +171,15 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     _need({"strategy": strategy}, f"{format} weights", strategy=known)
     block = _block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
     return Scheme(COMPRESSED_TENSORS, layout, block=block)
+
+
+METHODS = {
+    COMPRESSED_TENSORS: _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+}
 
 
 PER_WORD = 8  # integers of 4 bits in one of 32

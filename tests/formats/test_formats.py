@@ -4,7 +4,6 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import make_format_goldens as formats
 import make_goldens
 import numpy as np
@@ -395,9 +394,3 @@ def test_a_tied_model_that_kept_the_other_name(tmp_path, models):
     tensors = make_goldens.random_tensors(config)
     tensors[formats.NAMES["lm_head"]] = tensors.pop(formats.NAMES["embedding"])
     same(params_of(config, tensors), models["tied"][1])
-
-
-@pytest.mark.parametrize("name", ["meta-2", "pytorch", "ckpt.pt"])
-def test_dtype(name):
-    _, params, _ = llama_jax.load(FORMATS / name, "bfloat16")
-    same(params, params_of(SMALL, TENSORS, jnp.bfloat16))

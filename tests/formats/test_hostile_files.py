@@ -75,30 +75,6 @@ def test_tensors_of_a_gguf_that_share_their_bytes(tmp_path):
         read_file(path)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_position_embeddings": 10**400},
-        {"max_position_embeddings": 10**400, "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 3}},
-        {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},
-        {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
-        {"rope_theta": 10**400},
-        {"rms_norm_eps": 10**400},
-        {"head_dim": 10**400},
-        {"layer_types": [[[]]]},
-    ],
-)
-def test_settings_out_of_all_bounds(settings, tmp_path):
-    path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
-    found = json.loads((path / "config.json").read_text())
-    for name in ("rope_parameters", "rope_scaling"):
-        found.pop(name, None)
-    (path / "config.json").write_text(json.dumps(found | settings))
-    found_out = outcome(path)
-    assert found_out != "valid"
-    assert len(found_out) < 300 + len(str(path))
-
-
 @pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
 @pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
 def test_a_ggufs_rope_scaling_of_another_kind(name, value):
@@ -296,7 +272,13 @@ LEAST = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_at
 WRONG = [
     *(-1, 0, 10**8, 2**63, 10**400, 1.5, 1e-320, 1e308, math.nan, math.inf, "x", "", True, None, [], [1, 2], ["x"], [None]),
     *({}, {"a": 1}, [[1]], "full_attention", {"full_attention": 3}, {"full_attention": [], "sliding_attention": 1}),
-    *({"rope_type": ["x"]}, {"rope_type": "yarn", "factor": "8"}, {"rope_type": "yarn", "llama_4_scaling_beta": []}),
+    *(
+        {"rope_type": ["x"]},
+        {"rope_type": "yarn", "factor": "8"},
+        {"rope_type": "linear", "factor": 10**400},
+        {"rope_type": "yarn", "llama_4_scaling_beta": []},
+    ),
+    *([[[]]], {"rope_type": "yarn", "original_max_position_embeddings": 10**400}),
     *({"partial_rotary_factor": math.nan}, {"rope_type": "longrope", "short_factor": "x", "long_factor": [1]}),
 ]
 UNWRITTEN = ("no_rope_layer_interval", "sliding_window_pattern", "rope_scaling", "rope_local_base_freq", "text_config")
@@ -350,9 +332,3 @@ def test_what_must_be_a_number_is_named(kind, name, value):
 def test_others_are_named(kind, changes, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(WRITTEN[kind] | changes)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(kind):
-    with pytest.raises(ConfigError, match="num_hidden_layers=100000000 must be at most"):
-        config_from_dict({name: WRITTEN[kind][name] for name in LEAST} | {"num_hidden_layers": 10**8})

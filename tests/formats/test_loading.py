@@ -33,12 +33,6 @@ def test_hf_folder_of_every_kind(kind, tmp_path, models):
         same(params, models[kind][1])
 
 
-def test_sharded_with_index(tmp_path, models):
-    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"])
-    shard(folder, 3)
-    same(llama_jax.load(folder).params, models["gqa"][1])
-
-
 def shard(folder, n):
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
@@ -82,19 +76,7 @@ def test_weights_do_not_change_with_the_file(tmp_path):
         np.testing.assert_array_equal(leaf, old)
 
 
-def test_stories_260k(stories):
-    config, params, tokenizer = stories
-    assert config == llama_jax.preset("stories-260k")
-    assert tokenizer.vocab_size == config.vocab_size == 512
-    assert params.lm_head is None
-
-
 # -- configuration ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_config_round_trip(kind):
-    assert config_from_dict(config_to_dict(KINDS[kind])) == KINDS[kind]
 
 
 def published(hidden, inter, layers, heads, kv=None, eps=1e-5, context=4096, vocab=32_000, tied=False, **more):

@@ -99,16 +99,6 @@ def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_written_in_blocks_and_kept(kind, tmp_path, stories_model):
-    config, params, tokenizer = stories_model
-    llama_jax.save(tmp_path / "a.gguf", config, params, tokenizer, dtype=kind)
-    _, kept, _ = llama_jax.load(tmp_path / "a.gguf", quantize="keep")
-    same(kept, quantize(params, kind))
-    llama_jax.save(tmp_path / "b.gguf", config, kept, tokenizer)
-    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
-
-
 def test_parts_of_one_kind_lie_side_by_side(tmp_path):
     """Queries, keys and values of several heads, those of a GGUF in another order of rows: every block is at its place."""
     config = replace(llama_jax.preset("stories-260k"), n_heads=4, n_kv_heads=2, hidden_dim=128, n_layers=1)
@@ -149,17 +139,6 @@ def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
             np.testing.assert_allclose([row.logprobs[0] for row in found], [row.logprobs[0] for row in wanted], atol=0.1)
         llama_jax.save(tmp_path / f"{sizes.fsdp}.gguf", config, there.params, tokenizer, dtype="float32")
         same(llama_jax.load(tmp_path / f"{sizes.fsdp}.gguf").params, jit_dequantize(alone.params))
-
-
-@pytest.mark.slow
-def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model):
-    config, params, _ = stories_model
-    there = llama_jax.load(bundled(), "float32", quantize="int4", mesh=MeshSizes(tensor=2)).params
-    block = there.blocks
-    assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
-    logits = jit_logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
-    found = jit_logits(config, jit_dequantize(unpad_params(config, there)), jnp.asarray([[1, 5, 9]]))
-    np.testing.assert_allclose(found, logits, atol=2)
 
 
 def test_what_cannot_be_is_one_line(tmp_path, stories_model):

@@ -126,15 +126,6 @@ def test_special_tokens_in_a_message_are_text(all_kinds, special_in_plain, text)
             assert chat[0]["content"] in tokenizer.decode(ids), how
 
 
-@pytest.mark.parametrize(("format", "end"), [("llama2", "</s>"), ("llama3", "<|eot_id|>"), ("zephyr", "</s>")])
-def test_what_ends_a_reply(all_kinds, format, end):
-    tokenizer = all_kinds[format]
-    for how in ("auto", format):
-        ends = reply_ends(tokenizer, how)
-        assert tokenizer.special_tokens[end] in ends
-        assert set(tokenizer.stop_ids) <= set(ends)
-
-
 def test_the_end_that_only_the_template_knows(tmp_path):
     template = "{% for m in messages %}<|python_tag|>{{ m.role }}\n{{ m.content }}<|reserved_special_token_9|>\n{% endfor %}"
     tokenizer = load_tokenizer(vocabularies.write(tmp_path, "ranks", tokenizer_config={"chat_template": template}))

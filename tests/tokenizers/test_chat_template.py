@@ -57,13 +57,6 @@ def test_json_is_not_escaped_for_html():
     assert text("{{ messages[0] | tojson }}") == '{"role": "user", "content": "Hi <there> & \'é\'"}'
 
 
-def test_messages_are_not_changed():
-    chat = [dict(message) for message in CHAT]
-    with pytest.raises(GenerationError):
-        text("{{ messages[0].update(role='x') }}", chat)
-    assert chat == CHAT
-
-
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), EVERYTHING.replace("{% break %}", "")])
 @pytest.mark.parametrize(("count", "times"), [(1001, 100), (3, 33_000)])
 def test_a_chat_of_megabytes_is_rendered(template, count, times):

@@ -142,13 +142,6 @@ MADE = {
         "",
         {"prefix_token_id": 32000},
     ),
-    "in the manner of Code Llama, by text": (
-        [("▁<PRE>", NORMAL), ("▁<SUF>", NORMAL), ("▁<MID>", NORMAL), ("▁<EOT>", NORMAL)],
-        {},
-        "",
-        {},
-    ),
-    "of gpt-oss's ends": ([(f"<|{name}|>", CONTROL) for name in ("end", "return", "call", "channel", "start")], {}, "", {}),
     "of few fields": (
         [],
         {},

@@ -11,7 +11,6 @@ from tiktoken.load import load_tiktoken_bpe
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import TiktokenTokenizer
 from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, MAX_RUN, MAX_TEXT, cut, merges
-from llama_jax.tokenizers.tokenizer_config import Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -58,12 +57,6 @@ def test_special_tokens(llama3):
     assert llama3.encode(text, special=True) == [128000, 128006, 882, 128007, 271, 13347, 128009]
     assert llama3.decode(llama3.encode(text, bos=False)) == text
     assert llama3.decode(llama3.encode(text, special=True)) == "user\n\nHi"
-
-
-def test_the_files_beside_it_name_other_ends():
-    tokenizer = TiktokenTokenizer(vocabularies.rank_file(), "here", Settings(eos_token="<|eot_id|>", stop_ids=(300,)))
-    assert tokenizer.eos_id == tokenizer.special_tokens["<|eot_id|>"]
-    assert 300 in tokenizer.stop_ids
 
 
 @given(st.lists(st.tuples(st.sampled_from("a \n"), st.integers(1, 3 * MAX_RUN)), max_size=20))
