@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llama_jax.cli.jax_setup import CompileClock
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.model.params import Llama
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer

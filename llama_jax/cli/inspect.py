@@ -18,8 +18,9 @@ from llama_jax.config.presets import PRESETS, SHAPE_FIELDS
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from llama_jax.formats.lazy_tensors import Opened, TensorInfo
+    from llama_jax.formats.lazy_tensors import TensorInfo
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 

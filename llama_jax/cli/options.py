@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig, RopeScalingKind
     from llama_jax.data import DocumentFormat
     from llama_jax.formats.build_params import Progress
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.cache import CacheOptions

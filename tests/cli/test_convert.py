@@ -82,7 +82,7 @@ def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.formats.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
+    "import os, signal; from llama_jax.formats.build_params import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
     "    return rows(self, dtype)\n"
