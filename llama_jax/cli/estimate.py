@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import tyro
 
 from llama_jax.cli.options import QUANTIZE, AttentionOption, CompileOptions, unless_auto
-from llama_jax.cli.output_format import columns
+from llama_jax.cli.terminal import columns
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.settings import at_least
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_jax.data.token_stream import examine
+from llama_jax.data.load_corpus import examine
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved

@@ -75,7 +75,7 @@ def _forward_exactly(
 ) -> tuple[jax.Array, Any]:
     """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks; without a cache in one
     that is forgotten."""
-    (rows, each), (positions, *rest) = tokens.shape, options
+    (rows, each), positions = tokens.shape, options.positions
     check_exact(config, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
     if cache is None:
@@ -88,7 +88,7 @@ def _forward_exactly(
             lengths = jnp.repeat(jnp.asarray(lengths), each)
     missing = -tokens.size % exact.block_size()
     flat = Positions(starts=starts, rope_lengths=None if lengths is None else _in_column(jnp.asarray(lengths), missing))
-    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, PassOptions(flat, *rest))
+    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, options._replace(positions=flat))
     if positions.lengths is not None:
         filled = filled.replace(length=cache.length + positions.lengths)
     return hidden[: tokens.size].reshape(rows, each, -1), filled

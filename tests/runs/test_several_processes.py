@@ -30,9 +30,8 @@ from running import (  # noqa: F401  # two are fixtures
 )
 
 import llama_jax
-from llama_jax.cli.argv import changes_last
 from llama_jax.cli.inspect import describe
-from llama_jax.cli.plot import Plot
+from llama_jax.cli.train import Plot
 from llama_jax.errors import TrainingError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.orbax_index import read_index
@@ -399,10 +398,6 @@ def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, n
             assert code == 0, said
     check_the_same(tmp_path, whole, "steps=20")
     assert [line["step"] for line in all_lines(tmp_path) if line.get("event") == "resume"] in ([4], [8])
-
-
-def test_changes_may_stand_after_the_flag():
-    assert changes_last(["tiny", "--distributed", "steps=5", "--workdir", "a=b"])[-1] == "steps=5"
 
 
 def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
