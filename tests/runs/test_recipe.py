@@ -252,7 +252,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
             "name='muon' multiplies matrices.*exact=true needs adamw",
         ),
         ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; leave lora out"),
-        ("tiny", ["exact=true"], MeshSizes(tensor=2), "and tensor=2 would divide sums within a row; use data and fsdp"),
+        ("tiny", ["exact=true"], MeshSizes(tensor=2), "but tensor=2 divides sums within a row; use data and fsdp"),
         ("tiny", ["exact=true", "virtual_shards=4"], MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
         (
             "dpo",
