@@ -274,3 +274,14 @@ def test_an_exact_batch_fits_any_mesh():
     found = [fit_to_data(recipe, mesh, 100, lambda length: 40) for mesh in (MeshSizes(), MeshSizes(8), MeshSizes(2, 4))]
     assert found[0].batch == 8
     assert found[0] == found[1] == found[2]
+
+
+def test_exact_training_needs_the_same_threads_on_every_mesh(monkeypatch):
+    """On a CPU XLA divides the sums of a matmul by its threads."""
+    recipe = override(tiny(), ["exact=true"])
+    check_task(recipe, MeshSizes(), "jit")
+    monkeypatch.setenv("PJRT_NPROC", "1000")
+    with pytest.raises(
+        TrainingError, match=r"XLA has 1000 threads here, and exact training on this CPU needs (\d+) on every"
+    ):
+        check_task(recipe, MeshSizes(), "jit")
