@@ -10,6 +10,7 @@ and the rest by exchange between devices.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from llama_jax.config.validation import require_positive_int
-from llama_jax.errors import ConfigError, MeshError
+from llama_jax.errors import ConfigError, MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
 
@@ -42,13 +43,38 @@ def check_exact_mesh(mesh: Mapping[str, int], shards: int) -> None:
     """Raise MeshError if the devices of a mesh, axis sizes by name, cannot each take the same number of virtual shards."""
     within = ", ".join(f"{axis}={mesh[axis]}" for axis in ("context", "tensor") if mesh.get(axis, 1) > 1)
     if within:
-        raise MeshError(f"exact training divides rows, and {within} would divide sums within a row; use data and fsdp")
+        raise MeshError(f"exact training divides rows, but {within} divides sums within a row; use data and fsdp")
     devices = math.prod(mesh.values())
     if shards % devices:
         raise MeshError(
-            f"virtual_shards={shards} cannot be divided over {devices} devices; use a power of two up to {shards} of them,"
-            " or begin the run with more virtual shards"
+            f"virtual_shards={shards} cannot be divided over {devices} devices; use a power of two up to {shards}, or"
+            " begin the run with more virtual shards"
         )
+
+
+def exact_threads(shards: int) -> int:
+    """Threads that XLA must have for exact training on CPUs: one per core, or one per virtual shard if that is more.
+
+    Its matmuls divide their sums by the number of threads, which otherwise depends on the number of simulated devices.
+    """
+    return max(_cores(), shards)
+
+
+def check_exact_threads(shards: int) -> None:
+    """Raise TrainingError if XLA has another number of threads than `exact_threads` in this process, on CPUs."""
+    if jax.default_backend() != "cpu":
+        return
+    wanted = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or str(_cores())
+    threads = max(int(wanted), jax.local_device_count())
+    if threads != exact_threads(shards):
+        raise TrainingError(
+            f"XLA has {threads} threads here, and exact training on this CPU needs {exact_threads(shards)} on every mesh;"
+            f" set PJRT_NPROC={exact_threads(shards)} before JAX starts, with at most virtual_shards={shards} devices"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def exact_gradients(

@@ -252,7 +252,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
             "name='muon' multiplies matrices.*exact=true needs adamw",
         ),
         ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; leave lora out"),
-        ("tiny", ["exact=true"], MeshSizes(tensor=2), "and tensor=2 would divide sums within a row; use data and fsdp"),
+        ("tiny", ["exact=true"], MeshSizes(tensor=2), "but tensor=2 divides sums within a row; use data and fsdp"),
         ("tiny", ["exact=true", "virtual_shards=4"], MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
         (
             "dpo",
@@ -274,3 +274,14 @@ def test_an_exact_batch_fits_any_mesh():
     found = [fit_to_data(recipe, mesh, 100, lambda length: 40) for mesh in (MeshSizes(), MeshSizes(8), MeshSizes(2, 4))]
     assert found[0].batch == 8
     assert found[0] == found[1] == found[2]
+
+
+def test_exact_training_needs_the_same_threads_on_every_mesh(monkeypatch):
+    """On a CPU XLA divides the sums of a matmul by its threads."""
+    recipe = override(tiny(), ["exact=true"])
+    check_task(recipe, MeshSizes(), "jit")
+    monkeypatch.setenv("PJRT_NPROC", "1000")
+    with pytest.raises(
+        TrainingError, match=r"XLA has 1000 threads here, and exact training on this CPU needs (\d+) on every"
+    ):
+        check_task(recipe, MeshSizes(), "jit")
