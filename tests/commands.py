@@ -6,6 +6,7 @@ What belongs to a process (signals, pipes, terminals, devices, what is imported)
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from llama_jax.cli import main
 
 DEVICES = 8
 """CPU devices that the tests' process has; see conftest."""
+PROGRAM = (sys.executable, "-c", "from llama_jax.cli import main; main()")
 
 
 def outcome(*arguments: object) -> tuple[int, str, str]:
@@ -70,3 +72,14 @@ def run_here(*arguments: object, lines: bytes = b"") -> subprocess.CompletedProc
                 signal.signal(name, handler)
     texts = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
     return subprocess.CompletedProcess(arguments, code, *texts)
+
+
+def environment(**more: object) -> dict[str, str]:
+    """The variables of a process of its own, which looks for no accelerator."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"} | {name: str(value) for name, value in more.items()}
+
+
+def process(*arguments: object, lines: str | None = None, **variables: object) -> subprocess.CompletedProcess[str]:
+    """`llama-jax ARGUMENTS` as a process of its own, with `lines` as its input."""
+    command, variables_ = [*PROGRAM, *map(str, arguments)], environment(**variables)
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=600, env=variables_, check=False)

@@ -200,7 +200,7 @@ def _digest(config: Any, params: Any, tokenizer: Any) -> str:
     import jax
     import numpy as np
 
-    from llama_jax.data.token_stream import examine
+    from llama_jax.data.load_corpus import examine
 
     found = sha256(repr(None if tokenizer is None else examine(tokenizer).fingerprint).encode())
     for leaf in jax.tree.leaves(params):

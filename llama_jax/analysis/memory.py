@@ -33,7 +33,6 @@ from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import FormatName, PureFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_config, padded_shapes_config
-from llama_jax.parallel.pmap import pmap_over
 from llama_jax.parallel.ring_attention import BATCH, check_length
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import (
@@ -86,21 +85,17 @@ class Program:
 
     Attributes:
       known: its memory as far as it is known without compiling, without temporaries.
-      beside: bytes that are alive on each device while it runs, but are not arguments.
       layers: of the model.
       per_token: for a program that decodes, the bytes that a device must read for a token of each row: its weights, without
         the embedding if that is only looked up, and its cache; 0 for others.
-      by_pmap: the function is one of `jax.pmap`, which has its own devices.
     """
 
     name: str
     function: Any
     arguments: tuple[Any, ...]
     known: Memory
-    beside: int = 0
     layers: int = 0
     per_token: int = 0
-    by_pmap: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -114,8 +109,6 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it for the platform of its mesh."""
-        if self.by_pmap:
-            return self.function.lower(*self.arguments)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.function.lower(*self.arguments)
 
@@ -153,7 +146,7 @@ class Program:
         # The plan leaves out arguments that the program does not read, which are alive all the same; a TPU fills others up.
         arguments = max(bytes_per_device(self.arguments), plan.argument_size_in_bytes)
         alive = arguments + plan.output_size_in_bytes - plan.alias_size_in_bytes
-        total = alive + plan.temp_size_in_bytes + self.beside
+        total = alive + plan.temp_size_in_bytes
         known = replace(self.known, gradients=min(self.known.gradients, plan.temp_size_in_bytes))
         scratch = 0 if accelerator or self.platform != "cpu" else kernel_scratch(compiled.as_text() or "")
         return replace(known, temporaries=total - known.total, scratch=scratch)
@@ -220,37 +213,6 @@ def _in_kinds(params: Llama, weights: FormatName | PureFormatName | Llama | None
     if weights is None:
         return params
     return planned_in_kinds(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
-
-
-def pmap_programs(
-    config: LlamaConfig,
-    mesh: Mesh,
-    batch: int,
-    length: int,
-    *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    remat: Remat = "full",
-) -> list[Program]:
-    """The step that `train --backend pmap` runs: packed rows, and the whole state on every device.
-
-    Raises:
-      MeshError: a mesh that splits over more than `data`, or rows that cannot be divided.
-    """
-    sizes = MeshSizes(**mesh.shape)
-    if sizes.devices != sizes.data or batch % sizes.data:
-        raise MeshError(f"pmap divides batch={batch} rows over data alone, which mesh {sizes} does not")
-    optimizer = clipped(adamw(1e-4), 1.0)
-    everywhere, shares = shardings(mesh, (P(), P("data")))
-    shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
-    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
-    row = jax.ShapeDtypeStruct((sizes.data, batch // sizes.data, length + 1), jnp.int32, sharding=shares)
-    options = StepOptions(LossOptions(Compute(dtype, remat)))
-    step = partial(train_step, config, optimizer, options=options)
-    mapped = pmap_over(step, list(mesh.devices.flat))
-    share = bytes_per_device(state.params)
-    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
-    arguments = (state, Batch(row, row, row))
-    return [Program("train step", mapped, arguments, known, layers=config.n_layers, by_pmap=True)]
 
 
 def decode_programs(

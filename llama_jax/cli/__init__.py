@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_jax
-from llama_jax.cli.interrupts import end_at_once
+from llama_jax.cli.terminal import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
@@ -39,7 +39,7 @@ COMMANDS = {
         "data": ("data.Data", "Show training data as tokens, or tokenize it ahead."),
         "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats, preferences."),
         "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
-        "plot": ("plot.Plot", "Draw the curves of training runs."),
+        "plot": ("train.Plot", "Draw the curves of training runs."),
     },
     "Plan and set up": {
         "estimate": ("estimate.Estimate", "Compute memory, communication and time before a run."),

@@ -11,14 +11,14 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from llama_jax.cli.output_format import paragraphs
+from llama_jax.cli.terminal import paragraphs
 from llama_jax.errors import UserError
 from llama_jax.settings import check_bounds, help_of
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options without a value, of the commands that `arranged` knows.
 HELP = ("--help", "-h")
-FLAGS = ("--resume", "--reweigh", "--distributed", "--json", "--no-cache", *HELP)
+FLAGS = ("--resume", "--reweigh", "--distributed", "--exact", "--json", "--no-cache", *HELP)
 LISTS = ("--data", "--validation-data")
 # An optional setting is not written as None, and a flag has one name.
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
@@ -97,40 +97,25 @@ def check_settings(options: Collection[str], arguments: Sequence[str]) -> None:
 def arranged(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command, its name first, in the order that tyro accepts.
 
-    With ``train`` and ``eval`` one ``--data`` may be followed by several files, or each file by its own
-    ``--data``; the changes of the recipe of ``train`` may be anywhere.
+    With ``train`` and ``eval`` one ``--data`` may be followed by several files, or each file by its own ``--data``. If no
+    other word could be the command's recipe or model, that is the last of the files. The changes of the recipe of ``train``
+    may be anywhere.
     """
-    if arguments[:1] == ["train"]:
-        return changes_last(repeat_option(arguments, changes=True))
-    return repeat_option(arguments) if arguments[:1] == ["eval"] else list(arguments)
-
-
-def changes_last(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the changes of the recipe at the end."""
-    options: list[str] = []
+    if arguments[:1] not in (["train"], ["eval"]):
+        return list(arguments)
+    found: list[str] = [arguments[0]]
     changes: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        value = before.startswith("--") and "=" not in before and before not in FLAGS
-        (changes if CHANGE.match(argument) and not value else options).append(argument)
-    return [*options, *changes]
-
-
-def repeat_option(arguments: Sequence[str], *, changes: bool = False) -> list[str]:
-    """The same with ``--data a b`` as ``--data a --data b``, the command's name being the first argument.
-
-    If no other word could be the command's recipe or model, that is the last of the files.
-    """
-    found: list[str] = list(arguments[:1])
     further: list[int] = []  # where in `found` a list goes on
     option, listing, about = "", "", False
     for word in arguments[1:]:
-        if word.startswith("-") and not option:
+        if option:
+            listing, option = option if option in LISTS else "", ""
+        elif word.startswith("-"):
             option = "" if "=" in word or word in FLAGS else word
             listing = ""
-        elif option:
-            listing, option = option if option in LISTS else "", ""
-        elif changes and CHANGE.match(word):
-            pass
+        elif arguments[0] == "train" and CHANGE.match(word):
+            changes.append(word)
+            continue
         elif listing:
             further.append(len(found))
             found.append(listing)
@@ -139,4 +124,4 @@ def repeat_option(arguments: Sequence[str], *, changes: bool = False) -> list[st
         found.append(word)
     if further and not about:
         del found[further[-1]]
-    return found
+    return [*found, *changes]

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+import llama_jax
+from llama_jax.cli.generate import PromptLine, read_lines
 from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
-from llama_jax.cli.output_format import note
-from llama_jax.cli.prompts import PromptLine, read_lines
+from llama_jax.cli.terminal import note
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
+from llama_jax.storage.atomic_write import cannot_write, lock_descriptor
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers.interface import Text
 
 if TYPE_CHECKING:
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.offline import Job
-    from llama_jax.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +49,14 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
     """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
 
     def run(self) -> None:
-        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
-        from llama_jax.serving.options import EngineOptions
-
-        use_compilation_cache(self.no_cache)
-        options = EngineOptions(
+        options = llama_jax.EngineOptions(
             rows=self.rows,
             prefix_bytes=self.prefix_cache * 2**20,
             cache=self.cache_options(),
             compute=self.compute(),
         )
         self.check_stops()
-        self.check_draft_name()
+        self.parse_draft()
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:
@@ -74,7 +73,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         if not left:
             return
 
-        start_backend()
+        self.start_jax()
         from llama_jax.serving.engine import Engine
 
         self.check_draft()
@@ -110,7 +109,6 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
     ) -> Iterator[Job]:
         from llama_jax.serving.offline import Job, run_jobs
         from llama_jax.serving.requests import GenerationRequest
-        from llama_jax.tokenizers.interface import Text
 
         numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
 
@@ -188,7 +186,8 @@ class _Output:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab") as file:
-                self._lock(file.fileno())
+                if not lock_descriptor(file.fileno()):  # two batches would mix their lines; it ends with the process
+                    raise UserError(f"{self.path} is being written by another batch; choose another file to write")
                 if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
                     raise UserError(f"{self.path} was written to since it was read; the same command again continues it")
                 file.truncate(self._whole)
@@ -209,14 +208,5 @@ class _Output:
                     made += 1
                 os.fsync(file.fileno())
         except OSError as error:
-            from llama_jax.storage.atomic_write import cannot_write
-
             raise UserError(cannot_write(self.path, error)) from None
         return made
-
-    def _lock(self, descriptor: int) -> None:
-        """Lock the file: two batches that write it would mix their lines. The lock ends with the process."""
-        from llama_jax.storage.atomic_write import lock_descriptor
-
-        if not lock_descriptor(descriptor):
-            raise UserError(f"{self.path} is being written by another batch; choose another file to write")

@@ -8,20 +8,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from llama_jax.cli.draft import draft_statistics, draft_summary
+import llama_jax
+from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
-from llama_jax.cli.output_format import note
+from llama_jax.cli.terminal import note
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.settings import at_least
-from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
-
-if TYPE_CHECKING:
-    from llama_jax.inference.decode import TokenChunk
-    from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
+from llama_jax.tokenizers.interface import Text
 
 USUAL_REPLY = 512  # tokens
 COMMANDS = """\
@@ -55,17 +53,14 @@ class Chat(ModelOptions):
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
-        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
-        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
+        import jax
 
-        use_compilation_cache(self.no_cache)
-        import llama_jax
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        self.check_draft_name()
-
-        start_backend()
+        self.parse_draft()
+        self.start_jax()
         config, params, tokenizer = self.load()
         draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
@@ -83,8 +78,6 @@ class Chat(ModelOptions):
         system = _system(self.system)
         if system:  # an error now rather than at the first message
             encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format)
-
-        import jax
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
@@ -113,8 +106,12 @@ class Chat(ModelOptions):
                 except UserError as error:
                     note(f"error: {error}")
                     continue
-                if len(kept) < len(messages):
-                    note(_dropped(messages[: len(messages) - len(kept)], context))
+                if dropped := len(messages) - len(kept):
+                    first = " ".join(messages[0]["content"].split())
+                    note(
+                        f"the context of {context} tokens is full: dropped the {dropped} oldest messages, from"
+                        f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
+                    )
                 chunks = llama_jax.stream(
                     config,
                     params,
@@ -151,17 +148,17 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, chunks: Iterator[TokenChunk], ends: Sequence[int], *, at_start: bool = True) -> str:
+def reply(
+    tokenizer: Tokenizer, chunks: Iterator[llama_jax.TokenChunk], ends: Sequence[int], *, at_start: bool = True
+) -> str:
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
       at_start: whether the reply is a text of its own; otherwise it continues one, and keeps its leading space.
     """
-    from llama_jax.tokenizers.interface import Text
-
-    text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     from llama_jax.inference.drafter import DraftedChunk
 
+    text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     drafted: list[DraftedChunk] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
@@ -231,11 +228,3 @@ def _lines() -> Iterator[str]:
 
 def _system(text: str | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text and text.strip() else []
-
-
-def _dropped(messages: Sequence[Message], context: int) -> str:
-    first = " ".join(messages[0]["content"].split())
-    return (
-        f"the context of {context} tokens is full: dropped the {len(messages)} oldest messages, from"
-        f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
-    )

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.interrupts import ending_in_order
 from llama_jax.cli.options import BLOCKS, QUANTIZE, CompileOptions, ModelPath, unless_auto
-from llama_jax.cli.output_format import size
+from llama_jax.cli.terminal import ending_in_order, size
 from llama_jax.progress import progress_bar
 from llama_jax.storage import Location, resolved
 
@@ -125,16 +124,15 @@ class Merge(CompileOptions):
     """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
 
     def run(self) -> None:
-        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats import load, load_adapter, open_checkpoint, save
         from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.model_folder import check_room
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
-        from llama_jax.formats.tensor_export import check_room
         from llama_jax.model.lora import merge
 
-        use_compilation_cache(self.no_cache)
-        start_backend()
+        self.start_jax()
         dtype: WrittenDtype | None = unless_auto(self.dtype)
         format = unless_auto(self.format)
         folder = (format or format_of(self.destination)) in FOLDERS

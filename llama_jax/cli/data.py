@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.options import DocumentOptions, ModelPath
-from llama_jax.cli.output_format import columns, note, printable
+from llama_jax.cli.options import DocumentOptions, ModelPath, stored_tokenizer
+from llama_jax.cli.terminal import columns, note, printable
 from llama_jax.errors import UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import at_least
+from llama_jax.tokenizers import EncodedExample, ReplyEncoder, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
-    from llama_jax.data.chat_tokens import ChatReading, ExampleCounts
-    from llama_jax.tokenizers import EncodedExample, Tokenizer
 
 SHOW = "Show chats and preferences as a model is taught them, token by token."
 BUILD = "Tokenize files into a corpus of token ids, on all cores."
@@ -64,62 +63,26 @@ class ShowData:
     """Print one JSON object a line for each example."""
 
     def run(self) -> None:
-        from llama_jax.data.chat_tokens import ChatReading
+        from llama_jax.data.chat_jsonl import read_chats, read_preferences
+        from llama_jax.data.chat_tokens import ChatReading, encode_example, open_chats, open_preferences, shortened
+        from llama_jax.data.data_files import find_files
+        from llama_jax.data.documents import jsonl_objects
+        from llama_jax.formats.loading import bundled, open_checkpoint
 
         if self.length is None and self.too_long == "drop":
             raise UserError("--too-long drop needs --length, the predicted tokens of a row")
-        tokenizer = self._tokenizer()
-        shown = 0
-        for example, encoded in self._encoded_examples(tokenizer):
-            shown += 1
-            print(
-                json.dumps(as_facts(tokenizer, example, encoded)) if self.json else self._page(tokenizer, example, encoded)
-            )
-        if not shown:
-            raise UserError(f"{self.file} has no example from line {self.line} on")
-        if self.count:
-            reading = ChatReading(self.format, self.too_long, self.special)
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                print(self._counts(tokenizer, reading), file=sys.stderr)
-            for warning in warned:
-                note(str(warning.message))
-
-    def _tokenizer(self) -> Tokenizer:
-        from llama_jax.cli.eval_options import stored_tokenizer
-        from llama_jax.formats.loading import bundled, open_checkpoint
-        from llama_jax.tokenizers import load_tokenizer
-
         if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer)
-        path = bundled() if self.model is None else self.model
-        return stored_tokenizer(path, open_checkpoint(path))
-
-    def _is_preferences(self) -> bool:
-        """Whether lines are read as preferences: as --kind says, or where the first line has two answers."""
-        from llama_jax.data.documents import jsonl_objects
-
-        if self.kind != "auto":
-            return self.kind == "preferences"
-        first, _, _ = next(jsonl_objects(self._checked()), ({}, 0, 0))
-        return "chosen" in first and "rejected" in first
-
-    def _checked(self) -> Path:
-        from llama_jax.data.data_files import find_files
-
-        files = find_files(self.file)
-        if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
+            tokenizer = load_tokenizer(self.tokenizer)
+        else:
+            path = bundled() if self.model is None else self.model
+            tokenizer = stored_tokenizer(path, open_checkpoint(path))
+        file, *_ = find_files(self.file)
+        if file.suffix.lower() != ".jsonl" or self.file.is_dir():
             raise UserError(f"{self.file} is not a .jsonl file of one object a line")
-        return files[0]
-
-    def _encoded_examples(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[EncodedExample | None, ...]]]:
-        """The selected examples, and the tokens of their answers; None for one that is dropped."""
-        from llama_jax.data.chat_jsonl import read_chats, read_preferences
-        from llama_jax.data.chat_tokens import encode_example, shortened
-        from llama_jax.tokenizers import ReplyEncoder
-
-        read = read_preferences if self._is_preferences() else read_chats
-        wanted = (example for example in read(self._checked()) if example.line >= self.line)
+        first, _, _ = next(jsonl_objects(file), ({}, 0, 0))
+        is_preferences = self.kind == "preferences" or (self.kind == "auto" and {"chosen", "rejected"} <= first.keys())
+        wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
+        found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
         with ReplyEncoder(tokenizer, self.format) as encoder:
             for example in islice(wanted, self.examples):
                 try:
@@ -127,17 +90,20 @@ class ShowData:
                 except UserError as error:
                     raise UserError(f"{self.file}, line {example.line}: {error}") from None
                 if self.length is not None:
-                    yield example, tuple(shortened(encoded, self.length, self.too_long) for encoded in found)
-                else:
-                    yield example, found
-
-    def _counts(self, tokenizer: Tokenizer, reading: ChatReading) -> ExampleCounts:
-        from llama_jax.data.chat_tokens import open_chats, open_preferences
-
-        length = self.length or 1 << 30
-        if self._is_preferences():
-            return open_preferences(self.file, tokenizer, length, reading).counts
-        return open_chats(self.file, tokenizer, length, reading).counts
+                    found = tuple(one and shortened(one, self.length, self.too_long) for one in found)
+                print(
+                    json.dumps(as_facts(tokenizer, example, found)) if self.json else self._page(tokenizer, example, found)
+                )
+        if found is None:
+            raise UserError(f"{self.file} has no example from line {self.line} on")
+        if self.count:
+            reading = ChatReading(self.format, self.too_long, self.special)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                read = open_preferences if is_preferences else open_chats
+                print(read(self.file, tokenizer, self.length or 1 << 30, reading).counts, file=sys.stderr)
+            for warning in warned:
+                note(str(warning.message))
 
     def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> str:
         colored = self.color == "always"

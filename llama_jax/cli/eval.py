@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,23 +13,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from llama_jax.cli.eval_options import Subject, TextOptions, numbers
-from llama_jax.cli.options import AttentionOption, ModelPath, RememberOptions, say_beyond
-from llama_jax.cli.output_format import columns, printable
+import llama_jax
+from llama_jax.cli.options import (
+    DocumentOptions,
+    ExactOption,
+    ModelPath,
+    RememberOptions,
+    SingleAdapterOption,
+    WeightOptions,
+    stored_tokenizer,
+    unless_auto,
+    with_rope,
+)
+from llama_jax.cli.terminal import as_json, columns, ending_in_order, note, printable
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
+from llama_jax.settings import at_least
+from llama_jax.storage import Location
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.data.chat_tokens import ExampleCounts
-    from llama_jax.evaluation.loss_by_length import LengthLoss
-    from llama_jax.evaluation.perplexity import Divergence, Evaluation, PreferenceAccuracy
-    from llama_jax.model.params import Llama
-    from llama_jax.storage import Location
-    from llama_jax.tokenizers import Tokenizer
+    from llama_jax.evaluation.perplexity import PreferenceAccuracy
 
-Measure = Callable[["Llama", "Llama | None"], "Measured"]
+Measure = Callable[["llama_jax.Llama", "llama_jax.Llama | None"], "Measured"]
+CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 class Measured(NamedTuple):
@@ -39,11 +51,8 @@ class Measured(NamedTuple):
     page: Callable[[dict[str, Any]], str]
 
 
-CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
-
-
-@dataclass(frozen=True)
-class Eval(AttentionOption, TextOptions, RememberOptions):
+@dataclass(frozen=True, kw_only=True)
+class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
@@ -60,6 +69,16 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
+    data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
+    """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin,
+    .array_record or .corpus, which `data build` makes; several after one --data, or one after each. Tokenized once, then
+    cached."""
+    max_documents: Annotated[int, at_least(1)] | None = None
+    """Use only this many documents, the first ones."""
+    token_type: Literal["auto", "uint16", "uint32"] = "auto"
+    """Type of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+    json: bool = False
+    """Print one JSON object; what is not a number is null."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
     """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
@@ -83,51 +102,127 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
     """With --lengths: most tokens to predict at each, in windows spread evenly over the text; by default all of it."""
 
     def run(self) -> None:
-        lengths = self._check()
+        import jax
+
+        from llama_jax.cli.jax_setup import CompileClock, loading_bar
+        from llama_jax.formats.loading import load, open_checkpoint
+        from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
 
+        lengths = self._check()
+        self.start_jax()
+        compiling = CompileClock()
         # Quick checks come first: no mistake should be found after minutes of loading.
-        subject = self.open(self.path)
+        config, tokenizer = self._open()
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
         self._check_kind(kind)
-        reference = None if self.against is None else self._reference_config(self.against, subject)
-        shorter = min([subject.config, reference or subject.config], key=lambda one: one.max_seq_len)
+        reference = None if self.against is None else self._reference_config(self.against, config, tokenizer)
+        shorter = min([config, reference or config], key=lambda one: one.max_seq_len)
         if kind == "preferences":
-            settings, measure = self._preferences(subject, reference, shorter.max_seq_len)
+            settings, measure = self._preferences(config, tokenizer, reference, shorter.max_seq_len)
         else:
-            corpus, settings = self._corpus(subject, kind, lengths)
+            corpus, settings = self._corpus(config, tokenizer, kind, lengths)
             prepare = self._by_length if lengths else self._by_window
-            sizes, measure = prepare(subject, reference, shorter, corpus, lengths)
-            settings |= {**sizes, "unknown_tokens": _unknown(subject.tokenizer, corpus)}
-        params = self.load(subject)
-        other = None if self.against is None else self.load_dense(self.against)
+            sizes, measure = prepare(config, reference, shorter, corpus, lengths)
+            settings |= {**sizes, "unknown_tokens": _unknown(tokenizer, corpus)}
+        dtype = unless_auto(self.dtype)
+        other: llama_jax.Llama | None = None
+        params = load(
+            self.path,
+            dtype,
+            quantize=unless_auto(self.quantize),
+            tokenizer=self.tokenizer,
+            adapter=self.adapter,
+            progress=loading_bar,
+        ).params
+        if self.against is not None:  # as floats, where it is quantized
+            floats = "float32" if dtype is None and quantized_kinds(open_checkpoint(self.against).tensors) else dtype
+            other = load(self.against, floats, progress=loading_bar).params
 
-        seconds = subject.stopwatch()
+        started, compiled = time.perf_counter(), compiling.seconds
         with record_backends() as attention:
             result = measure(params, other)
+        seconds = time.perf_counter() - started - (compiling.seconds - compiled)
         for name, value in result.finite.items():
             if not math.isfinite(value):
-                raise self.not_finite(name, value)
+                remedy = "is the model whole?" if self.dtype == "float32" else "try --dtype float32"
+                raise UserError(f"the {name} is {value}: the model's outputs are not finite; {remedy}")
         facts = {
-            **self.facts(subject, params, result.tokens, seconds()),
+            "model": str(self.path),
+            "adapter": None if self.adapter is None else str(self.adapter),
+            "data": list(map(str, self.data)),
+            "rope": self.rope or None,
+            "context": config.max_seq_len,
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+            "dtype": str(params.embedding.dtype),
+            "weights": kinds_in_memory(params),
+            "weight_bytes": bytes_in_memory(params),
+            "seconds": round(seconds, 3),
+            "compile_seconds": round(compiling.seconds, 3),
+            "tokens_per_second": round(result.tokens / seconds, 1) if seconds > 0 else 0.0,
             **result.facts,
             **settings,
             "attention": " and ".join(attention),
             "kind": kind,
         }
-        self.show(facts, result.page(facts))
+        if self.json:
+            print(as_json(facts))
+            return
+        print(result.page(facts))
+        said = f" · attention {facts['attention']}" if attention else ""
+        print(
+            f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · weights {facts['weights']},"
+            f" {facts['weight_bytes'] / 1e6:,.1f} MB{said} · compile {facts['compile_seconds']:.2f} s"
+            f" · {seconds:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s",
+            file=sys.stderr,
+        )
 
-    def _corpus(self, subject: Subject, kind: str, lengths: tuple[int, ...]) -> tuple[Corpus, dict[str, Any]]:
-        """Texts; or conversations whose targets are the assistant's messages, with the counts of examples."""
+    def _open(self) -> tuple[LlamaConfig, Tokenizer]:
+        """The model without its weights, with the rope scaling of the options, and its vocabulary.
+
+        Raises:
+          UserError: no vocabulary, or one of another model.
+        """
+        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.loading import open_checkpoint
+        from llama_jax.model.checks import check_attend
+
+        opened = open_checkpoint(self.path)
+        config = with_attend(opened.config, () if self.adapter is None else [self.adapter])
+        check_attend(config, llama_jax.Compute())
+        config = with_rope(config, self.rope)
+        tokenizer = stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"{self.tokenizer or self.path} has a vocabulary of {tokenizer.vocab_size}, the model one of"
+                f" {config.vocab_size}; pass the model's own with --tokenizer"
+            )
+        return config, tokenizer
+
+    def _corpus(
+        self, config: LlamaConfig, tokenizer: Tokenizer, kind: str, lengths: tuple[int, ...]
+    ) -> tuple[Corpus, dict[str, Any]]:
+        """Texts, long enough for rows of these lengths where they are; or conversations whose targets are the assistant's
+        messages, with the counts of examples."""
         import numpy as np
 
+        from llama_jax.data import open_corpus
         from llama_jax.data.chat_tokens import ChatReading, open_chats
 
+        settings: dict[str, Any] = {}
         if kind == "text":
-            return self.corpus(subject.tokenizer, lengths), {}
-        reading = ChatReading(self.format, self.too_long)
-        corpus, counts = open_chats(self.data, subject.tokenizer, self._length(subject.config), reading)
-        return corpus.select(np.arange(corpus.document_count)[: self.max_documents]), {"examples": asdict(counts)}
+            reading = self.document_format(lengths, unless_auto(self.token_type))
+            with ending_in_order("stopped"):
+                corpus = open_corpus(self.data, tokenizer, reading=reading, progress=progress_bar("tokenizing", "MB"))
+        else:
+            chats = ChatReading(self.format, self.too_long)
+            corpus, counts = open_chats(self.data, tokenizer, self._length(config), chats)
+            settings["examples"] = asdict(counts)
+        if self.max_documents is not None:
+            corpus = corpus.select(np.arange(corpus.document_count)[: self.max_documents])
+        return corpus, settings
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
@@ -136,7 +231,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         return min(config.max_seq_len, LONGEST) if self.length is None else self.length
 
     def _by_window(
-        self, subject: Subject, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
+        self, config: LlamaConfig, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
     ) -> tuple[dict[str, Any], Measure]:
         """Through a sliding window, alone or against a reference."""
         from llama_jax.evaluation.measure import choose_sizes
@@ -144,17 +239,13 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
-        options: dict[str, Any] = {
-            **sizes,
-            "compute": self.compute(),
-            "progress": progress_bar("evaluating", "batches"),
-        }
+        options: dict[str, Any] = {**sizes, "compute": self.compute(), "progress": progress_bar("evaluating", "batches")}
 
-        def measure(params: Llama, other: Llama | None) -> Measured:
+        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
             if reference is None or other is None:
-                alone = evaluate(subject.config, params, corpus, **options)
+                alone = evaluate(config, params, corpus, **options)
                 return Measured({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
-            found = divergence(subject.config, params, other, corpus, reference_config=reference, **options)
+            found = divergence(config, params, other, corpus, reference_config=reference, **options)
             between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
             held = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
             against = {"model": str(self.against), **held, **asdict(found.reference), **between}
@@ -164,18 +255,22 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         return sizes, measure
 
     def _by_length(
-        self, subject: Subject, _: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, lengths: Sequence[int]
+        self, config: LlamaConfig, _: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, lengths: Sequence[int]
     ) -> tuple[dict[str, Any], Measure]:
-        """Windows of each length."""
+        """Windows of each length; lengths beyond the model's context are reported on stderr."""
         from llama_jax.evaluation.loss_by_length import choose_lengths, evaluate_lengths
 
         choose_lengths(shorter, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        if self.window is None:  # with a window no distance is longer than it
-            say_beyond(shorter, lengths)
+        beyond = [f"{length:,}" for length in sorted(lengths) if length > shorter.max_seq_len]
+        if beyond and self.window is None:  # with a window no distance is longer than it
+            note(
+                f"{', '.join(beyond)}: beyond the model's context of {shorter.max_seq_len:,} tokens, for which it was not"
+                " made; this measures what happens"
+            )
 
-        def measure(params: Llama, other: Llama | None) -> Measured:
+        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
             found = evaluate_lengths(
-                subject.config,
+                config,
                 params,
                 corpus,
                 lengths,
@@ -188,7 +283,7 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
             names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
             rows = [
                 {name: getattr(one, name) for name in names}
-                | {"beyond_context": one.length > subject.config.max_seq_len}
+                | {"beyond_context": one.length > config.max_seq_len}
                 | {"by_context": [bucket._asdict() for bucket in one.buckets]}
                 for one in found
             ]
@@ -198,7 +293,9 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         names = ("batch", "max_tokens", "cache", "window", "sinks")
         return {name: getattr(self, name) for name in names}, measure
 
-    def _preferences(self, subject: Subject, reference: LlamaConfig | None, context: int) -> tuple[dict[str, Any], Measure]:
+    def _preferences(
+        self, config: LlamaConfig, tokenizer: Tokenizer, reference: LlamaConfig | None, context: int
+    ) -> tuple[dict[str, Any], Measure]:
         """Accuracy and margin on pairs."""
         import numpy as np
 
@@ -208,23 +305,23 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
         from llama_jax.evaluation.perplexity import pair_logprobs, preference_accuracy
         from llama_jax.model.lora import base_of
 
-        length, batch = self._length(subject.config), self.batch or default_batch()
+        length, batch = self._length(config), self.batch or default_batch()
         if not 1 <= length <= context:
             raise UserError(f"length={length} must be at least 1 and within the context of {context}")
         check_batch(batch, length)
         reading = ChatReading(self.format, self.too_long)
-        chosen, rejected, counts = open_preferences(self.data, subject.tokenizer, length, reading)
+        chosen, rejected, counts = open_preferences(self.data, tokenizer, length, reading)
         pairs = Pairs(chosen, rejected)
         pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
         bar = progress_bar("evaluating", "batches")
         score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 
-        def measure(params: Llama, other: Llama | None) -> Measured:
-            own, theirs, name = score(subject.config, params), None, None
+        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
+            own, theirs, name = score(config, params), None, None
             if reference is not None and other is not None:
                 name, theirs = str(self.against), score(reference, other)
             elif self.adapter is not None:
-                name, theirs = f"{self.path} without the adapter", score(subject.config, base_of(params))
+                name, theirs = f"{self.path} without the adapter", score(config, base_of(params))
             found = preference_accuracy(own, theirs)
             page = partial(page_of_preferences, found, counts=counts)
             return Measured({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
@@ -249,22 +346,32 @@ class Eval(AttentionOption, TextOptions, RememberOptions):
             if by_length:
                 raise UserError(f"{name}={value} needs --lengths")
             raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
-        return numbers("lengths", self.lengths, int) if self.lengths else ()
+        if self.exact and self.against is not None:
+            raise UserError("exact is for the numbers of one model; leave it or --against out")
+        found = []
+        for part in self.lengths.split(",") if self.lengths else ():
+            try:
+                found.append(int(part))
+            except ValueError:
+                raise UserError(
+                    f"lengths={shown(self.lengths)} has {shown(part, 20)} where a number is needed, as in 256,512,1024"
+                ) from None
+        return tuple(found)
 
-    def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
+    def _reference_config(self, path: ModelPath, config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
         from llama_jax.formats.loading import open_checkpoint
         from llama_jax.verify.activations import TEXT
 
         opened = open_checkpoint(path)
-        sizes = opened.config.vocab_size, subject.config.vocab_size
-        if sizes[0] != sizes[1]:
+        size = opened.config.vocab_size
+        if size != config.vocab_size:
             raise UserError(
-                f"against={path} has a vocabulary of {sizes[0]}, the model one of {sizes[1]}: their predictions cannot be"
-                " compared; choose a model with the same vocabulary"
+                f"against={path} has a vocabulary of {size}, the model one of {config.vocab_size}: their predictions cannot"
+                " be compared; choose a model with the same vocabulary"
             )
         theirs = opened.tokenizer()
-        if theirs is not None and theirs.encode(TEXT, bos=False) != subject.tokenizer.encode(TEXT, bos=False):
+        if theirs is not None and theirs.encode(TEXT, bos=False) != tokenizer.encode(TEXT, bos=False):
             raise UserError(
                 f"against={path} has another vocabulary than the model: its tokens stand for other text; choose a model with"
                 " the same vocabulary"
@@ -285,12 +392,10 @@ def _plus_minus(error: float) -> str:
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 
-def as_page(result: Evaluation | Divergence, facts: dict[str, Any]) -> str:
+def as_page(result: llama_jax.Evaluation | llama_jax.Divergence, facts: dict[str, Any]) -> str:
     """The three numbers, the data they are about, and their distance from a reference's."""
-    from llama_jax.evaluation.perplexity import Divergence
-
-    compared = result if isinstance(result, Divergence) else None
-    found = result.model if isinstance(result, Divergence) else result
+    compared = result if isinstance(result, llama_jax.Divergence) else None
+    found = result.model if isinstance(result, llama_jax.Divergence) else result
     bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
     rows = [
         ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],
@@ -311,7 +416,7 @@ def as_page(result: Evaluation | Divergence, facts: dict[str, Any]) -> str:
     return f"{about}\n\n{columns(rows)}"
 
 
-def _rows_of_comparison(found: Divergence) -> list[list[str]]:
+def _rows_of_comparison(found: llama_jax.Divergence) -> list[list[str]]:
     """The distance of a model from a reference."""
     difference = f"{found.loss_difference:+.4f}{_plus_minus(found.loss_difference_error)}"
     spread = f"half of the tokens at most {found.kl_median:.1e}, 99 in 100 {found.kl_99:.1e}, largest {found.kl_max:.2g}"
@@ -323,7 +428,7 @@ def _rows_of_comparison(found: Divergence) -> list[list[str]]:
     ]
 
 
-def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
+def page_of_lengths(found: Sequence[llama_jax.LengthLoss], facts: dict[str, Any]) -> str:
     """A line for each length, then the loss by how much context there was, a column for each length."""
     # Through a window no distance is longer than it, however long the text.
     context = facts["context"] if facts["window"] is None else math.inf

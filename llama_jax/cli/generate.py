@@ -1,36 +1,34 @@
-"""``llama-jax generate``: continue a prompt, streaming the text."""
+"""``llama-jax generate``: continue a prompt, streaming the text; the prompts of a file."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import tyro
 
-from llama_jax.cli.draft import draft_statistics, draft_summary
+import llama_jax
 from llama_jax.cli.options import ModelOptions, StopOptions
-from llama_jax.cli.prompts import read_prompts
-from llama_jax.errors import GenerationError, UserError
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.settings import at_least
+from llama_jax.tokenizers.interface import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import jax.numpy as jnp
-
     from llama_jax.cli.jax_setup import Clock
-    from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafter import Counts
-    from llama_jax.model.cache import CacheOptions
-    from llama_jax.model.params import Llama
-    from llama_jax.tokenizers.interface import Text
 
 BATCH = 8  # prompts that are continued at once
+STDIN = "-"
+LARGEST = 256 << 20  # bytes of prompts; ten million tokens have 40
+EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +51,25 @@ class Generate(ModelOptions, StopOptions):
 
     def run(self) -> None:
         started = time.perf_counter()
-        from llama_jax.cli.jax_setup import Clock, CompileClock, start_backend, use_compilation_cache
+        import jax
+
+        from llama_jax.cli.jax_setup import Clock, CompileClock
         from llama_jax.inference.prepare_inputs import prepare_inputs
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
-        from llama_jax.tokenizers.interface import Text
-
-        use_compilation_cache(self.no_cache)
-        compiling = CompileClock()
 
         # Invalid values end the command before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        self.check_draft_name()
+        self.parse_draft()
         several = self._several()
         if self.batch is not None and not several:
             raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")
         self.check_stops()
         prompts = read_prompts(self.prompt, self.prompt_file)
 
-        start_backend()
+        self.start_jax()
+        compiling = CompileClock()
         config, params, tokenizer = self.load()
         draft = self.drafter(tokenizer)
         loaded = time.perf_counter()
@@ -84,7 +81,7 @@ class Generate(ModelOptions, StopOptions):
         if draft is not None:
             draft.check(config, params, lengths, request, options)
         rows = [
-            _Row(prompt, ids, Text(tokenizer, self.stop, write=_discard if several or self.json else _print), ends)
+            _Row(prompt, ids, Text(tokenizer, self.stop, write=(lambda _: None) if several or self.json else _print), ends)
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
         if not (several or self.json):
@@ -99,8 +96,6 @@ class Generate(ModelOptions, StopOptions):
                 if several:
                     for row, own in zip(rows[part], seeds, strict=True):
                         print(json.dumps(row.as_dict() | {"seed": own}, ensure_ascii=False), flush=True)
-
-        import jax
 
         read, made = sum(map(len, encoded)), sum(len(row.tokens) for row in rows)
         longest = max(rows, key=lambda row: len(row.ids) + len(row.tokens))
@@ -149,14 +144,13 @@ class Generate(ModelOptions, StopOptions):
     def _continue(
         self,
         config: LlamaConfig,
-        params: Llama,
+        params: llama_jax.Llama,
         rows: list[_Row],
         limits: list[int],
         settings: dict[str, Any],
         clock: Clock,
     ) -> list[Counts]:
         """Generate for rows together until all have ended; the counts of each chunk."""
-        import llama_jax
         from llama_jax.inference.drafter import counts_of
 
         chunks = llama_jax.stream(
@@ -222,20 +216,15 @@ def _print(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _discard(text: str) -> None:
-    pass
-
-
 def _rate(count: int, seconds: float) -> float:
     return round(count / seconds, 1) if count > 0 and seconds > 0 else 0.0
 
 
-def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
+def _cache_bytes(config: LlamaConfig, options: llama_jax.CacheOptions, prompt: int, new: int, dtype: Any) -> int:
     from llama_jax.inference.compiled_decode import prefill_chunk, round_capacity
-    from llama_jax.model.cache import cache_bytes
 
     capacity = round_capacity(prompt, new)
-    return cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
+    return llama_jax.cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
 
 
 def _summary(s: dict) -> str:
@@ -258,3 +247,124 @@ def _errors_below(printed: str) -> Iterator[None]:
     except UserError:
         _print("\n" if printed else "")
         raise
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------------
+
+
+def draft_statistics(text: str, tokens: int, counts: Sequence[Counts]) -> dict[str, Any]:
+    """The statistics of drafting for `tokens` generated after the first of each row, from the counts of each chunk."""
+    passes, drafted, accepted = (sum(int(each.sum()) for each in part) for part in zip(*counts, strict=True))
+    return {
+        "draft": text,
+        "passes": passes,
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_pass": round(tokens / passes, 3) if passes else 0.0,
+    }
+
+
+def draft_summary(statistics: dict[str, Any]) -> str:
+    """The same as words."""
+    accepted, drafted = statistics["accepted"], statistics["drafted"]
+    return f"{statistics['tokens_per_pass']:.2f} tokens per pass, {accepted} of {drafted} drafted tokens accepted"
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------------
+
+
+class PromptLine(NamedTuple):
+    """A line of a .jsonl: the prompt, and the name of the adapter that it asks for, if any."""
+
+    prompt: str
+    adapter: str | None
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts, checked: one, or those of a .jsonl.
+
+    Args:
+      prompt: the text itself; ``-`` reads stdin.
+      file: text in UTF-8, or a .jsonl whose lines are objects with "prompt"; ``-`` reads stdin as text. One line end at the
+        end of a text is dropped, as a shell drops it from the output of a command.
+
+    Raises:
+      GenerationError: both or neither, a file that cannot be read, a prompt that is empty or not text, or a line that asks
+        for an adapter.
+    """
+    if (prompt is None) == (file is None):
+        both = "not both" if file else f"or {STDIN} for stdin"
+        raise GenerationError(f"pass a prompt or --prompt-file FILE, {both}")
+    if file is not None and str(file) != STDIN:
+        where, content = str(file), _content(file)
+        if file.suffix.lower() == ".jsonl":
+            lines = _of_lines(content, where)
+            adapter = next((line.adapter for line in lines if line.adapter is not None), None)
+            if adapter is not None:
+                raise GenerationError(
+                    f"{where} asks for the adapter {shown(adapter, 40)}, and generate has one for all prompts; use llama-jax"
+                    " batch, whose --adapter NAME=PATH names several"
+                )
+            return [line.prompt for line in lines]
+    elif file is not None or prompt == STDIN:
+        where, content = "stdin", _bounded("stdin", sys.stdin.buffer)
+    else:
+        assert prompt is not None
+        try:
+            content = prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
+        if not prompt:
+            raise GenerationError(f"the prompt is empty; {EXAMPLE}")
+        return [prompt]
+    try:
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise GenerationError(f"{where}, line {line} is not valid UTF-8; save the text as UTF-8") from None
+    if not text:
+        raise GenerationError(f"the prompt in {where} is empty; {EXAMPLE}")
+    return [text]
+
+
+def read_lines(file: Path) -> list[PromptLine]:
+    """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
+    if file.suffix.lower() != ".jsonl":
+        raise GenerationError(f"{file} is not a .jsonl, whose lines are objects with a prompt")
+    return _of_lines(_content(file), str(file))
+
+
+def _content(file: Path) -> bytes:
+    with reading(file, GenerationError), file.open("rb") as opened:
+        return _bounded(str(file), opened)
+
+
+def _bounded(where: str, file: BinaryIO) -> bytes:
+    """The content of a file that may have no end."""
+    content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; split it into several files")
+    return content
+
+
+def _of_lines(content: bytes, where: str) -> list[PromptLine]:
+    from llama_jax.data.documents import json_objects
+
+    found = []
+    for value, number in json_objects(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), where):
+        prompt = value.get("prompt")
+        if not (isinstance(prompt, str) and prompt):
+            raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError(
+                f"{where}, line {number}: the prompt has half a surrogate pair, which is not text"
+            ) from None
+        adapter = value.get("adapter")
+        if not (adapter is None or isinstance(adapter, str)):
+            raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or be left out")
+        found.append(PromptLine(prompt, adapter))
+    if not found:
+        raise GenerationError(f"{where} holds no prompt; {EXAMPLE}")
+    return found

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from llama_jax.cli.options import ModelPath
-from llama_jax.cli.output_format import columns, printable, size
+from llama_jax.cli.terminal import columns, printable, size
 from llama_jax.config import LlamaConfig
 from llama_jax.config.presets import PRESETS, SHAPE_FIELDS
 from llama_jax.errors import UserError
+from llama_jax.storage import Location
+from llama_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from llama_jax.formats.lazy_tensors import Opened, TensorInfo
+    from llama_jax.formats.lazy_tensors import TensorInfo
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.storage import Location
-    from llama_jax.tokenizers import Tokenizer
+    from llama_jax.formats.weight_format import Opened
 
 CACHE_DTYPES = ("bfloat16", "float32")
 FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
@@ -114,6 +115,10 @@ def page(facts: Mapping[str, Any]) -> str:
 
 def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
     c, files, kinds = facts["config"], facts["files"], facts["kinds"]
+    presets = [
+        f"the sizes of {one['name']}, but not {', '.join(one['differs'])}" if one["differs"] else one["name"]
+        for one in facts["presets"]
+    ]
     rows = [
         ["layers", f"{c['n_layers']:,}"],
         ["embedding width", f"{c['dim']:,}"],
@@ -128,7 +133,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["RMSNorm epsilon", f"{c['norm_eps']:g}"],
         ["tied embeddings", "yes" if c["tie_embeddings"] else "no"],
         *_only_in_siblings(c),
-        ["preset", "; ".join(_preset(**each) for each in facts["presets"]) or "none of these sizes"],
+        ["preset", "; ".join(presets) or "none of these sizes"],
         ["", ""],
         ["parameters", f"{facts['parameters']:,}"],
         ["files", f"{len(files):,}, {size(sum(files.values()))}"],
@@ -238,10 +243,6 @@ def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
     sizes = {*SHAPE_FIELDS, "tie_embeddings"}
     least = [] if [] in differing.values() else [name for name in differing if sizes.isdisjoint(differing[name])]
     return [{"name": name, "differs": differs} for name, differs in differing.items() if not differs or name in least]
-
-
-def _preset(name: str, differs: list[str]) -> str:
-    return f"the sizes of {name}, but not {', '.join(differs)}" if differs else name
 
 
 def _scaling(scaling: Mapping[str, Any] | None) -> str:

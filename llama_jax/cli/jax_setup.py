@@ -15,7 +15,7 @@ import jax
 import platformdirs
 
 from llama_jax import compiled
-from llama_jax.cli.output_format import note
+from llama_jax.cli.terminal import note
 from llama_jax.errors import UserError, reason_of
 from llama_jax.xla_flags import keep_freed_memory, set_flags
 

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+import llama_jax
 from llama_jax.cli.options import FormatOption, LoadOptions, ModelPath, SingleAdapterOption
-from llama_jax.cli.output_format import note, printable
+from llama_jax.cli.terminal import note, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.settings import at_least
+from llama_jax.storage.atomic_write import write_atomically
+from llama_jax.tokenizers import resolve_format
 
 if TYPE_CHECKING:
     from llama_jax.evaluation.text_model import TextModel
@@ -65,12 +68,9 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
     def run(self) -> None:
         started = time.perf_counter()
         self._check()
-        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
-
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks, manager = self._find_tasks()
-        use_compilation_cache(self.no_cache)
-        start_backend()
+        self.start_jax()
         import lm_eval
 
         from llama_jax.evaluation.lm_eval_adapter import HarnessModel
@@ -132,8 +132,6 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
 
     def _texts(self) -> TextModel:
         from llama_jax.evaluation.text_model import TextModel
-        from llama_jax.serving.options import EngineOptions
-        from llama_jax.tokenizers import resolve_format
 
         config, params, tokenizer = self.load_beside(self.adapter)
         if self.apply_chat_template:
@@ -146,14 +144,12 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             format=self.format,
             batch=self.batch,
             seed=self.seed,
-            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=self.compute()),
+            options=llama_jax.EngineOptions(rows=self.batch or llama_jax.EngineOptions.rows, compute=self.compute()),
         )
 
     def _show(self, found: dict[str, Any], texts: TextModel) -> None:
         """The harness' own tables on stdout, and all in the file."""
         from lm_eval.utils import handle_non_serializable, make_table
-
-        import llama_jax
 
         about = {
             "version": llama_jax.__version__,
@@ -165,8 +161,6 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             "cut": texts.cut,
         }
         if self.output is not None:
-            from llama_jax.storage.atomic_write import write_atomically
-
             whole = json.dumps({"llama_jax": about, **found}, indent=2, ensure_ascii=False, default=handle_non_serializable)
             with write_atomically(self.output) as target:
                 target.write_text(whole + "\n", encoding="utf-8")

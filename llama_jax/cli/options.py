@@ -1,4 +1,4 @@
-"""The options that several commands share: the model, its types, sampling, adapters, texts, processes."""
+"""The options that several commands share: the model, its types, sampling, adapters, texts, drafts, processes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from llama_jax.cli.draft import check_draft, load_draft, parse_draft
-from llama_jax.cli.output_format import note
-from llama_jax.errors import GenerationError, UserError, shown
+import llama_jax
+from llama_jax.config import ROPE_FIELDS, LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.errors import GenerationError, MeshError, UserError, shown
 from llama_jax.storage import Location, StoredPath, locate
-from llama_jax.tokenizers import Format
+from llama_jax.tokenizers import Format, Tokenizer
 
 if TYPE_CHECKING:
-    from llama_jax.config import LlamaConfig, RopeScalingKind
     from llama_jax.data import DocumentFormat
     from llama_jax.formats.build_params import Progress
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.inference.sampling import Sampling
-    from llama_jax.inference.speculation import DraftModel, PromptLookup
-    from llama_jax.model.cache import CacheOptions
-    from llama_jax.model.forward_options import Compute
-    from llama_jax.model.params import Llama
-    from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.parallel.multihost import Processes
-    from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 BLOCKS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
 QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCKS, "keep"]
 ATTENTION = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
+PROMPT = "prompt"  # a draft that is no model
 PLACE: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
     nargs=1,
     metavar="PATH",
@@ -57,6 +50,14 @@ def unless_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
+def stored_tokenizer(path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
+    """The vocabulary that is stored with a model; UserError if there is none."""
+    tokenizer = opened.tokenizer()
+    if tokenizer is None:
+        raise UserError(f"no vocabulary is stored with {path}; pass one with --tokenizer")
+    return tokenizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
     SHOWN_LAST: ClassVar[tuple[str, ...]] = ("no_cache",)
@@ -64,17 +65,31 @@ class CompileOptions:
     no_cache: bool = False
     """Trace and compile every program anew: none is taken from the cache folder, and none is kept there."""
 
+    def start_jax(self) -> None:
+        """Open the cache of compiled programs, and start the backend of the devices."""
+        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
+
+        use_compilation_cache(self.no_cache)
+        start_backend()
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOption:
     attention: ATTENTION = "auto"
     """The implementation of attention; auto uses the device's kernel where it can, and the output names it."""
 
-    def compute(self) -> Compute:
+    def compute(self) -> llama_jax.Compute:
         """The options of a forward pass."""
-        from llama_jax.model.forward_options import Compute
+        return llama_jax.Compute(attention=self.attention)
 
-        return Compute(attention=self.attention)
+
+@dataclass(frozen=True, kw_only=True)
+class ExactOption(AttentionOption):
+    exact: bool = False
+    """The same bits in any company: a text and its log-probabilities do not depend on what else is computed with it."""
+
+    def compute(self) -> llama_jax.Compute:
+        return replace(super().compute(), exact=self.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +98,9 @@ class CacheOption:
     """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
     position."""
 
-    def cache_options(self) -> CacheOptions:
+    def cache_options(self) -> llama_jax.CacheOptions:
         """The options of the cache; GenerationError for an invalid value."""
-        from llama_jax.model.cache import CacheOptions
-
-        return CacheOptions(dtype=unless_auto(self.cache))
+        return llama_jax.CacheOptions(dtype=unless_auto(self.cache))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +110,7 @@ class RememberOptions(CacheOption):
     sinks: int = 0
     """With --window: this many first tokens stay visible (attention sinks), which keeps a long text fluent; 4 are usual."""
 
-    def cache_options(self) -> CacheOptions:
+    def cache_options(self) -> llama_jax.CacheOptions:
         return replace(super().cache_options(), window=self.window, sinks=self.sinks)
 
 
@@ -210,9 +223,15 @@ class LoadOptions(AttentionOption, WeightOptions):
     mesh: Annotated[str, tyro.conf.arg(metavar="tensor=N")] = ""
     """Shard the model over devices, as in tensor=8. By default it is on one device."""
 
-    def mesh_sizes(self) -> MeshSizes | None:
+    @property
+    def model_path(self) -> Location:
+        """The model's folder or file, or that of the bundled one."""
+        from llama_jax.formats.loading import bundled
+
+        return bundled() if self.model is None else self.model
+
+    def mesh_sizes(self) -> llama_jax.MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for a mesh that shards more than the model."""
-        from llama_jax.errors import MeshError
         from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
         if not self.mesh:
@@ -233,7 +252,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         from llama_jax.formats.quantize_on_load import can_be_kept
         from llama_jax.ops.cpu import compile_native
 
-        dtype = None if self.dtype == "auto" else jax.numpy.dtype(self.dtype)
+        dtype = unless_auto(self.dtype)
         if self.quantize not in ("auto", "keep"):
             kinds = {self.quantize.removesuffix("-pure")}
         else:
@@ -245,23 +264,19 @@ class LoadOptions(AttentionOption, WeightOptions):
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
-    ) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    ) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
 
         Args:
           adapter, adapters: for all rows, or a table of them, see `formats.load`.
           progress: wraps the layers as they are read; by default in a bar.
         """
-        import jax.numpy as jnp
-
-        import llama_jax
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.adapters import with_attend
-        from llama_jax.formats.loading import BUNDLED_NAME, bundled
+        from llama_jax.formats.loading import BUNDLED_NAME
         from llama_jax.model.checks import check_attend
 
-        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
-        path = bundled() if self.model is None else self.model
+        path = self.model_path
         # Invalid options end the command before minutes go into loading.
         mesh = self.mesh_sizes()
         opened = llama_jax.formats.open_checkpoint(path)
@@ -270,7 +285,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         self.compile_native(opened)
         config, params, tokenizer = llama_jax.load(
             path,
-            dtype,
+            unless_auto(self.dtype),
             quantize=unless_auto(self.quantize),
             tokenizer=self.tokenizer,
             adapter=adapter,
@@ -279,7 +294,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             progress=progress or loading_bar,
         )
         if self.model is None:
-            size = llama_jax.parameter_count(llama_jax.formats.open_checkpoint(path).config) / 1e6
+            size = llama_jax.parameter_count(opened.config) / 1e6
             print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); pass another with --model", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(
@@ -318,7 +333,7 @@ class AdapterOptions(LoadOptions):
             found[name] = locate(path)
         return found
 
-    def load(self, progress: Progress | None = None) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    def load(self, progress: Progress | None = None) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model, with its adapters, and its vocabulary, see `load_beside`."""
         return self.load_beside(self.for_all(), tuple(self.named().values()), progress)
 
@@ -341,10 +356,8 @@ class SamplingOptions:
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
 
-    def sampling(self, seed: int) -> Sampling:
+    def sampling(self, seed: int) -> llama_jax.Sampling:
         """The sampling; GenerationError for an invalid value."""
-        import llama_jax
-
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
         sampling = llama_jax.Sampling(**values | {"seed": seed})
         sampling.per_row(1)
@@ -352,36 +365,62 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(LoadOptions):
+class DraftOptions(ExactOption, LoadOptions):
     draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
     """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same (but for
     near ties of 16-bit and quantized weights), often sooner.
     prompt looks for the last words earlier in the text; PATH is a smaller model with the same vocabulary. prompt:8 or PATH:4
     limits the tokens of a draft; fewer are drafted, or none, where that is faster."""
 
-    def drafter(self, tokenizer: Tokenizer) -> PromptLookup | DraftModel | None:
-        """The drafter, or None; GenerationError for a draft with another vocabulary than the model's."""
-        if not self.draft:
-            return None
-        return load_draft(self.draft, unless_auto(self.dtype), tokenizer, self.mesh_sizes())
+    def parse_draft(self) -> tuple[str, int | None]:
+        """What --draft names, and its number of tokens or None; GenerationError for an invalid number."""
+        found = re.fullmatch(r"(.+):(-?\d{1,18})", self.draft)
+        if not found:
+            return self.draft, None
+        from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, check_number
 
-    def check_draft_name(self) -> None:
-        """Raise GenerationError for an invalid number of tokens; nothing is opened."""
-        if self.draft:
-            parse_draft(self.draft)
+        number = int(found[2])
+        check_number("tokens", number, MAX_DRAFT_TOKENS)
+        return found[1], number
 
     def check_draft(self) -> None:
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
-        if self.draft:
-            from llama_jax.formats import open_checkpoint
-            from llama_jax.formats.loading import bundled
+        name, _ = self.parse_draft()
+        if name in ("", PROMPT):
+            return
+        own, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
+        if size != own:
+            raise GenerationError(
+                f"--draft {shown(name, 80)} has a vocabulary of {size}, the model one of {own}; use a draft with the model's"
+                " own tokenizer"
+            )
 
-            check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
+    def drafter(self, tokenizer: Tokenizer) -> llama_jax.PromptLookup | llama_jax.DraftModel | None:
+        """The drafter, or None; GenerationError for a model whose vocabulary has other pieces."""
+        from llama_jax.cli.jax_setup import loading_bar
+
+        name, tokens = self.parse_draft()
+        limit = {} if tokens is None else {"tokens": tokens}
+        if not name:
+            return None
+        if name == PROMPT:
+            return llama_jax.PromptLookup(**limit)
+        dtype = unless_auto(self.dtype)
+        config, params, own = llama_jax.load(name, dtype, mesh=self.mesh_sizes(), progress=loading_bar)
+        if own is not None:
+            pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]
+            different = next((i - 1 for i, (a, b) in enumerate(zip(*pieces, strict=False)) if a != b), None)
+            if different is not None:
+                what = "is of another size" if different < 0 else f"differs at token {different}"
+                raise GenerationError(
+                    f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's own tokenizer"
+                )
+        return llama_jax.DraftModel(config, params).replace(**limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SingleAdapterOption, DraftOptions, RememberOptions, SamplingOptions, LoadOptions):
-    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    def load(self) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
         self.check_draft()
         return self.load_beside(self.adapter)
@@ -403,8 +442,6 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
       UserError: a text that is not a rope scaling.
       ConfigError: an invalid one.
     """
-    from llama_jax.config import ROPE_FIELDS, RopeScaling
-
     if not text:
         return config
     original = _trained(config)
@@ -445,13 +482,3 @@ def _value(text: str, value: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise UserError(f"rope={shown(text)} has {shown(value, 40)} where a number is needed, or true or false") from None
-
-
-def say_beyond(config: LlamaConfig, lengths: Sequence[int]) -> None:
-    """Report on stderr which lengths are beyond the model's context, where that is allowed."""
-    beyond = [f"{length:,}" for length in sorted(lengths) if length > config.max_seq_len]
-    if beyond:
-        note(
-            f"{', '.join(beyond)}: beyond the model's context of {config.max_seq_len:,} tokens, for which it was not made;"
-            " this measures what happens"
-        )

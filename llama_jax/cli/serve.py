@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from llama_jax.cli.draft import PROMPT, parse_draft
+import llama_jax
 from llama_jax.cli.options import (
+    PROMPT,
     AdapterOptions,
     CacheOption,
     DraftOptions,
@@ -23,24 +24,20 @@ from llama_jax.cli.options import (
     unless_auto,
     with_rope,
 )
-from llama_jax.cli.output_format import note
+from llama_jax.cli.terminal import note
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.storage import StoredPath
-from llama_jax.tokenizers import reply_ends, resolve_format
+from llama_jax.tokenizers import Tokenizer, reply_ends, resolve_format
 
 if TYPE_CHECKING:
     from socket import socket
 
-    from llama_jax.config import LlamaConfig
-    from llama_jax.inference.speculation import DraftModel, PromptLookup
-    from llama_jax.model.params import Llama
     from llama_jax.parallel.multihost import Processes
     from llama_jax.serving.http.server import Mounted, Started, Startup
     from llama_jax.serving.http.service import Served, ServerOptions
-    from llama_jax.serving.options import EngineOptions, MemoryPlan
-    from llama_jax.tokenizers import Tokenizer
+    from llama_jax.serving.options import MemoryPlan
 
 KEY = "LLAMA_JAX_API_KEY"
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
@@ -197,7 +194,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
             joined.agree("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
-    def _load(self, joined: Processes, startup: Startup) -> tuple[LlamaConfig, Llama, Tokenizer]:
+    def _load(self, joined: Processes, startup: Startup) -> tuple[llama_jax.LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
         from llama_jax.cli.jax_setup import loading_bar
 
@@ -210,7 +207,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         joined.agree("the model", {"the model": repr(config)})
         return config, params, tokenizer
 
-    def _planned(self, joined: Processes) -> tuple[EngineOptions, MemoryPlan]:
+    def _planned(self, joined: Processes) -> tuple[llama_jax.EngineOptions, MemoryPlan]:
         """Options of the engine for which the memory is large enough, before anything is allocated, without a drafter.
 
         Raises:
@@ -218,16 +215,16 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """
         import jax
 
-        from llama_jax.formats.loading import bundled, open_checkpoint, planned_weights
+        from llama_jax.formats.loading import open_checkpoint, planned_weights
         from llama_jax.serving.options import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
 
         dtype = unless_auto(self.dtype)
-        opened = open_checkpoint(bundled() if self.model is None else self.model)
+        opened = open_checkpoint(self.model_path)
         target, weights = planned_weights(opened, dtype, unless_auto(self.quantize))
         config = with_rope(opened.config, self.rope)
         models = [(config, target)]
-        draft = parse_draft(self.draft)[0] if self.draft else PROMPT
-        if draft != PROMPT:
+        draft, _ = self.parse_draft()
+        if draft not in ("", PROMPT):
             opened = open_checkpoint(draft)
             target, more = planned_weights(opened, dtype)
             models.append((replace(opened.config, max_seq_len=config.max_seq_len), target))  # if it is shorter, see `Engine`
@@ -239,7 +236,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         if device.platform == "cpu":
             parts, shares = 1 if joined.on_one_host else joined.count, MACHINE_SHARES
 
-        def plan_of(options: EngineOptions) -> MemoryPlan:
+        def plan_of(options: llama_jax.EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
             programs = options.programs * sum(program_bytes(each, device.platform) for each, _ in models)
             programs += 4 * options.for_platform(device.platform).chunk * config.vocab_size  # logits of a scored prompt
@@ -293,8 +290,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
     def _check(self) -> None:
         check_bounds(self)
-        if self.draft:
-            parse_draft(self.draft)
+        self.parse_draft()
         if self._name() in self.named():
             raise GenerationError(f"adapter {self._name()!r} has the model's name; choose another, or set --name")
         if self._key() == "":
@@ -303,10 +299,8 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     def _key(self) -> str | None:
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
-    def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
-        from llama_jax.serving.options import EngineOptions
-
-        return EngineOptions(
+    def _engine_options(self, draft: llama_jax.PromptLookup | llama_jax.DraftModel | None = None) -> llama_jax.EngineOptions:
+        return llama_jax.EngineOptions(
             rows=16 if self.rows is None else self.rows,
             cache_tokens=self.cache_tokens,
             context=self.context,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
+import llama_jax
 from llama_jax.cli.argv import MARKERS, RULES
 from llama_jax.cli.options import LoadOptions, ModelPath
 from llama_jax.errors import GenerationError
@@ -42,8 +43,6 @@ class Quickstart:
 
     def run(self) -> None:
         import jax
-
-        import llama_jax
 
         config = llama_jax.LlamaConfig(
             vocab_size=1000,
@@ -81,12 +80,11 @@ class Compile(LoadOptions):
 
     def run(self) -> None:
         from llama_jax import compiled
-        from llama_jax.cli.jax_setup import start_backend, use_compilation_cache
         from llama_jax.compiled import store
 
         if self.no_cache:
             raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
-        use_compilation_cache()
+        self.start_jax()
         folder = store.folder()
         if folder is None or compiled.reason_unsafe(folder):
             reason = (
@@ -99,10 +97,13 @@ class Compile(LoadOptions):
         logging.basicConfig(format="llama-jax: %(message)s")
         logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)
         started, before = time.perf_counter(), _sizes(folder)
-        if self.purpose == "serve":
-            self._serve()
+        if self.purpose == "serve":  # its engine compiles all that requests can need
+            from llama_jax.cli.serve import Serve
+            from llama_jax.parallel.multihost import Processes
+
+            options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
+            Serve(**options).start(Processes()).engine.close()
         else:
-            start_backend()
             for step in self._generate():
                 made = _sizes(folder).keys() - before.keys()
                 print(f"{step}: {len(made)} programs so far, {time.perf_counter() - started:.1f} s", file=sys.stderr)
@@ -113,7 +114,6 @@ class Compile(LoadOptions):
 
     def _generate(self) -> Iterator[str]:
         """Generate a few tokens after prompts of every size; says each time which."""
-        import llama_jax
         from llama_jax.inference.decode import STEPS_PER_CHUNK
 
         config, params, tokenizer = self.load_beside()
@@ -135,16 +135,6 @@ class Compile(LoadOptions):
             if size >= longest:
                 return
             size *= 2
-
-    def _serve(self) -> None:
-        """Start the engine of `serve`, which compiles all that requests can need."""
-        from llama_jax.cli.jax_setup import start_backend
-        from llama_jax.cli.serve import Serve
-        from llama_jax.parallel.multihost import Processes
-
-        start_backend()
-        options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
-        Serve(**options).start(Processes()).engine.close()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
+import llama_jax
 from llama_jax.cli.options import QUANTIZE, CompileOptions, ModelPath, unless_auto
-from llama_jax.cli.output_format import as_json, columns, printable
-from llama_jax.config import RopeScaling
+from llama_jax.cli.terminal import as_json, columns, printable
+from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import UserError
 from llama_jax.settings import at_least
+from llama_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.config import LlamaConfig
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.model.params import Llama
-    from llama_jax.tokenizers import Tokenizer
-    from llama_jax.verify.activations import Origin, Trace
+    from llama_jax.formats.weight_format import Opened
+    from llama_jax.verify.activations import Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
-    from llama_jax.verify.rounding_error import MatrixError
+    from llama_jax.verify.rounding_error import MatrixError, Origin
 
 TOKENS = 64
 LARGEST_TEXT = 1 << 20  # characters
@@ -65,17 +64,24 @@ class Verify(CompileOptions):
 
     def run(self) -> None:
         self._check_options()
-        from llama_jax.cli.jax_setup import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.cli.jax_setup import loading_bar
+        from llama_jax.formats.build_params import plan
         from llama_jax.formats.loading import load, open_checkpoint
-        from llama_jax.verify.activations import trace
+        from llama_jax.formats.quantize_on_load import check_kept
+        from llama_jax.formats.weight_format import Opened
+        from llama_jax.model.trees import param_shapes
+        from llama_jax.model.trees import quantize as quantize_params
+        from llama_jax.verify.activations import check_room, read_oracle, run_transformers, trace, write_oracle
         from llama_jax.verify.compare import compare
-        from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
+        from llama_jax.verify.rounding_error import matrix_errors, rounding_of
 
         # Quick checks come first: no mistake should be found after minutes of loading.
-        use_compilation_cache(self.no_cache)
-        start_backend()
+        self.start_jax()
         opened = open_checkpoint(self.path)
-        self._check_quantize(opened)
+        if self.quantize == "keep":
+            check_kept(list(opened.tensors.values()), opened.path)
+        elif self.quantize != "auto":
+            quantize_params(param_shapes(opened.config), self.quantize)  # raises for a kind that its matrices cannot have
         origin = self._origin(opened)
         config, tokenizer = opened.config, opened.tokenizer()
         reference: Trace | None = None
@@ -100,44 +106,19 @@ class Verify(CompileOptions):
             reference = trace(dense, tokens, origin)
             del dense
         params = load(self.path, self.dtype, quantize=quantize, adapter=self.adapter, progress=loading_bar).params
-        ours = trace(params, tokens, replace(origin, quantized=self._quantized(config)))
+        rounding = None if quantize is None else (quantize, rounding_of(quantize, max(config.dim, config.hidden_dim)))
+        ours = trace(params, tokens, replace(origin, quantized=rounding))
         if self.write_oracle is not None:
             write_oracle(self.write_oracle, ours if reference is None else reference)
             print(f"{self.write_oracle}: {self.write_oracle.stat().st_size / 1e6:.1f} MB written", file=sys.stderr)
         if reference is None:
             self._end_alone(ours, tokenizer, read, len(opened.tensors))
         else:
-            errors = () if quantize is None else self._matrix_errors(opened, params)
+            errors: tuple[MatrixError, ...] = ()
+            if quantize is not None:  # the originals are read again, by orbax as a whole model
+                dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
+                errors = matrix_errors(params, dense)
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
-
-    def _check_quantize(self, opened: Opened | OrbaxCheckpoint) -> None:
-        """Raise an error if the model cannot be quantized this way."""
-        from llama_jax.formats.quantize_on_load import check_kept
-        from llama_jax.model.trees import param_shapes, quantize
-
-        if self.quantize == "keep":
-            check_kept(list(opened.tensors.values()), opened.path)
-        elif self.quantize != "auto":
-            quantize(param_shapes(opened.config), self.quantize)
-
-    def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
-        """What the weights are rounded by while they are read."""
-        from llama_jax.verify.rounding_error import rounding_of
-
-        if self.quantize == "auto":
-            return None
-        return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
-
-    def _matrix_errors(self, opened: Opened | OrbaxCheckpoint, params: Llama) -> tuple[MatrixError, ...]:
-        """The error of every quantized matrix; the originals are read again."""
-        from llama_jax.formats.build_params import plan
-        from llama_jax.formats.lazy_tensors import Opened
-        from llama_jax.formats.loading import load
-        from llama_jax.verify.rounding_error import matrix_errors
-
-        # Orbax reads whole models alone.
-        dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
-        return matrix_errors(params, dense)
 
     def _check_options(self) -> None:
         if self.against is not None and self.oracle is not None:
@@ -155,7 +136,6 @@ class Verify(CompileOptions):
         """The origin of this model's numbers; names and shapes are checked."""
         import jax
 
-        import llama_jax
         from llama_jax.formats.loading import check_names
         from llama_jax.verify.rounding_error import origin_of
 
@@ -168,7 +148,7 @@ class Verify(CompileOptions):
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
         from llama_jax.formats.huggingface import open_folder
-        from llama_jax.verify.reference import check_transformers
+        from llama_jax.verify.activations import check_transformers
 
         assert self.against is not None
         if not (self.against / "config.json").is_file():

@@ -25,10 +25,9 @@ import numpy as np
 
 from llama_jax.data.corpus import fingerprints
 from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_corpus, write_corpus
-from llama_jax.data.data_cache import UNFINISHED
-from llama_jax.data.data_files import Paths, describe, find_files, untouched
+from llama_jax.data.data_files import UNFINISHED, Paths, describe, find_files, untouched
 from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, spans_of
-from llama_jax.data.token_stream import Vocabulary, examine, read_tokens
+from llama_jax.data.load_corpus import Vocabulary, examine, read_tokens
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import cannot_write, hold_lock, remove, sign_lock, write_atomically

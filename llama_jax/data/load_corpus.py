@@ -1,4 +1,4 @@
-"""Files to a corpus, tokenized once."""
+"""Files to tokens with the beginnings of documents, and to a corpus, tokenized once."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import hashlib
 import json
 import os
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.corpus_file import CORPUS_SUFFIX, TokenBlock, read_corpus, write_corpus
-from llama_jax.data.data_cache import CORPORA, cache_folder, cannot_cache, make_room, note_use
-from llama_jax.data.data_cache import cache_limit as limit_of_environment
-from llama_jax.data.data_files import Paths, Source, describe, find_files, unchanged, untouched
-from llama_jax.data.documents import DocumentFormat, kind_of
-from llama_jax.data.token_stream import Vocabulary, check_corpus, examine, read_tokens
-from llama_jax.errors import DataError
+from llama_jax.data.corpus_file import CORPUS_SUFFIX, CorpusInfo, TokenBlock, blocks_of, read_corpus, write_corpus
+from llama_jax.data.data_files import (
+    CORPORA,
+    Paths,
+    Source,
+    cache_folder,
+    cannot_cache,
+    describe,
+    find_files,
+    make_room,
+    note_use,
+    unchanged,
+    untouched,
+)
+from llama_jax.data.data_files import cache_limit as limit_of_environment
+from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, read_documents
+from llama_jax.errors import DataError, TokenizerError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
 Progress = Callable[[range], Iterable[int]]
+BIN_TOKENS = 1 << 20  # tokens of a .bin that are read at once
+BATCH_CHARACTERS = 1 << 18  # characters of documents that are encoded at once
+BATCH_DOCUMENTS = 1024  # documents of them
+# White space, digits, contractions and scripts, where vocabularies with the same tokens may still cut a text differently.
+PROBE = "It's  12345 o'clock,\n\n\tDON'T\r\n   \u00e9te\u0301 \u4f60\u597d \U0001f999 x=1; foo_bar "
 
 
 def open_corpus(
@@ -114,3 +132,218 @@ def _read_all(
         before += source.size
     for _ in walk:  # lets a progress bar see its end
         pass
+
+
+# --- tokens of a file ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer described by its behavior.
+
+    Attributes:
+      size: V.
+      bos, eos: ids of the tokens that begin and end a document, or -1. A document begins with the BOS where the vocabulary's
+        own rule says that a text does, and ends with the EOS wherever there is one.
+      lengths: int64[V], bytes of text that each token stands for; 0 for special tokens.
+      space_prefix: whether a document's text has one byte less than its tokens.
+      fingerprint: of everything that determines which tokens a text becomes.
+    """
+
+    size: int
+    bos: int
+    eos: int
+    lengths: np.ndarray
+    space_prefix: bool
+    fingerprint: str
+
+
+def examine(tokenizer: Tokenizer) -> Vocabulary:
+    """The vocabulary of a tokenizer, and a fingerprint from its behavior.
+
+    The fingerprint covers the bytes of every token, the special ones, and the ids of a text in which all tokens occur, so
+    that other merges or another pre-tokenization change it. The file that the tokenizer came from does not matter.
+    """
+    bos = tokenizer.bos_id if tokenizer.add_bos else -1
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + PROBE, bos=False, eos=False)
+    shape = [
+        len(tokens),
+        bos,
+        tokenizer.eos_id,
+        tokenizer.space_prefix,
+        sorted(tokenizer.special_tokens.items()),
+    ]
+    lengths = np.array([len(token) for token in tokens], np.int64)
+    digest = hashlib.sha256(json.dumps(shape).encode())
+    for part in (lengths.astype("<i8").tobytes(), b"".join(tokens), np.array(probe, "<i8").tobytes()):
+        digest.update(part)
+    return Vocabulary(
+        size=len(tokens),
+        bos=bos,
+        eos=tokenizer.eos_id,
+        lengths=lengths,
+        space_prefix=tokenizer.space_prefix,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def read_tokens(
+    path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat, span: Span | None = None
+) -> Iterator[TokenBlock]:
+    """The tokens of a file, or of a span of a text.
+
+    Text becomes BOS, its tokens, EOS, each end where the vocabulary has it (`Vocabulary`). Ids in ``.bin`` (nothing but
+    ids, as nanoGPT and llama2.c write them), in ``.array_record`` (the ids of one document a record) and in ``.corpus``
+    (what `build` writes) are taken as they are; in a ``.bin`` a document begins with every BOS and after every EOS.
+
+    Raises:
+      DataError: a file that is damaged or of another kind, by its line or the place of the token.
+    """
+    match kind_of(path):
+        case ".bin":
+            return _from_bin(path, vocabulary, reading)
+        case ".array_record":
+            return _from_records(path, vocabulary, reading)
+        case ".corpus":
+            corpus, info = read_corpus(path)
+            check_corpus(path, info, vocabulary, reading)
+            size = path.stat().st_size
+            return (block._replace(read=size) for block in blocks_of(corpus))
+        case _:
+            return _from_text(path, tokenizer, vocabulary, reading, span)
+
+
+def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: DocumentFormat) -> None:
+    """Raise DataError for a corpus of another vocabulary, or with other ids than `reading.token_type`."""
+    made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
+    if reading.token_type not in (None, info.token_type):
+        raise DataError(f"{path} has ids of {info.token_type}, and not of token_type='{reading.token_type}'; leave that out")
+    if made == vocabulary.fingerprint and info.vocab_size > vocabulary.size:
+        raise DataError(
+            f"{path} says that its vocabulary has {info.vocab_size} tokens, and it has {vocabulary.size}; build again"
+        )
+    if made != vocabulary.fingerprint:
+        raise DataError(
+            f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), and is read with another one"
+            f" (fingerprint {vocabulary.fingerprint[:12]}); use --tokenizer {name}, or build with yours"
+        )
+
+
+def _from_text(
+    path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat, span: Span | None
+) -> Iterator[TokenBlock]:
+    begin, end = (array("I", [token] if token >= 0 else []) for token in (vocabulary.bos, vocabulary.eos))
+    for documents in _batches(read_documents(path, reading, span)):
+        tokens, starts = array("I"), []  # of the types of arrays a list of ints becomes this one soonest
+        for ids in _encode(path, tokenizer, documents, span):
+            starts.append(len(tokens))
+            tokens += begin + array("I", ids) + end
+        byte_counts = np.array([len(document.text.encode()) for document in documents])
+        yield TokenBlock(np.frombuffer(tokens, np.uint32), np.array(starts), byte_counts, documents[-1].read)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in lists of about BATCH_CHARACTERS."""
+    some: list[Document] = []
+    size = 0
+    for document in documents:
+        some.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS or len(some) == BATCH_DOCUMENTS:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _encode(path: Path, tokenizer: Tokenizer, documents: list[Document], span: Span | None) -> list[list[int]]:
+    try:
+        return tokenizer.encode_batch([document.text for document in documents])
+    except TokenizerError:
+        for document in documents:
+            try:
+                tokenizer.encode_batch([document.text])
+            except TokenizerError as error:
+                where = "" if span is None or not span.start else f" from byte {span.start} on"
+                raise DataError(f"{path}, line {document.line}{where}: {error}") from None
+        raise
+
+
+def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[TokenBlock]:
+    dtype = _token_type(vocabulary, reading)
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it whole?"
+        )
+    bos, eos = vocabulary.bos, vocabulary.eos
+    offset = 0
+    ended = True  # whether a document ended with the last token of the block before
+    silent = True  # whether the document that goes on has had no text so far
+    with path.open("rb") as file:
+        while len(block := np.fromfile(file, dtype, BIN_TOKENS)):
+            _check_ids(f"{path}, token", block, offset, vocabulary)
+            if offset == 0 and bos == eos:  # one token for both: it begins documents if it begins the file
+                bos, eos = (bos, -1) if block[0] == bos else (-1, eos)
+            begins = block == bos
+            begins[1:] |= block[:-1] == eos
+            begins[0] |= ended
+            ended = bool(block[-1] == eos)
+            starts = np.flatnonzero(begins)
+            parts = starts if begins[0] else np.concatenate([[0], starts])
+            byte_counts = np.add.reduceat(vocabulary.lengths[block], parts)
+            first = np.full(len(parts), True)  # where the text of a document begins, which may have a space before it
+            first[0] = begins[0] or silent
+            silent = bool(first[-1] and not byte_counts[-1])
+            byte_counts -= vocabulary.space_prefix & first & (byte_counts > 0)
+            offset += len(block)
+            yield TokenBlock(block, starts, byte_counts, offset * dtype.itemsize)
+
+
+def _from_records(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[TokenBlock]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    dtype = _token_type(vocabulary, reading)
+    size = path.stat().st_size
+    damaged = f"{path} is not a whole array-record; copy it again"
+    reader = ArrayRecordReader(str(path))
+    if not reader.ok():
+        raise DataError(damaged)
+    count = reader.num_records()
+    for number in range(count):
+        try:
+            record = reader.read()
+        except (RuntimeError, IndexError) as error:
+            raise DataError(f"{damaged} (record {number}: {reason_of(error)})") from None
+        where = f"{path}, record {number}"
+        if not record or len(record) % dtype.itemsize:
+            raise DataError(f"{where} has {len(record)} bytes; it must be the {dtype.name} ids of a document, at least one")
+        ids = np.frombuffer(record, dtype)
+        _check_ids(f"{where}, token", ids, 0, vocabulary)
+        text_bytes = int(vocabulary.lengths[ids].sum())
+        text_bytes -= vocabulary.space_prefix and text_bytes > 0
+        yield TokenBlock(ids, np.array([0]), np.array([text_bytes]), size * (number + 1) // count)
+
+
+def _token_type(vocabulary: Vocabulary, reading: DocumentFormat) -> np.dtype:
+    name = reading.token_type or ("uint16" if vocabulary.size <= 1 << 16 else "uint32")
+    return np.dtype(name).newbyteorder("<")
+
+
+def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary) -> None:
+    """Ids within the vocabulary, and of the width they were written with.
+
+    Raises:
+      DataError: others.
+    """
+    outside = np.flatnonzero(ids >= vocabulary.size)
+    if len(outside):
+        at = int(outside[0])
+        raise DataError(
+            f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; use the tokenizer that wrote"
+            " it, or the token_type it was written with"
+        )
+    # The upper halves of uint32 read as uint16, where a small vocabulary leaves them empty.
+    if ids.dtype.itemsize == 2 and len(ids) >= 16 and len(ids) % 2 == 0 and not ids[1::2].any():
+        raise DataError(f"{where} {offset + 1} and every second one is 0: the ids are uint32; say so by token_type='uint32'")

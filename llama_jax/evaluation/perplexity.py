@@ -24,6 +24,7 @@ from llama_jax.evaluation.measure import (
     cut_windows,
     map_in_chunks,
     measure_windows,
+    measuring,
     sum_windows,
     token_mean,
     token_nats,
@@ -105,8 +106,8 @@ def evaluate(
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    with tracing_for(params):
-        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress)
+    with measuring(params, compute):
+        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress, not compute.exact)
     return summary(corpus, windows, sums)
 
 
@@ -297,6 +298,7 @@ def pair_logprobs(
     length: int,
     batch: int,
     compute: Compute = Compute(),
+    measure: TokenMeasure | None = None,
     progress: Progress | None = None,
 ) -> AnswerLogprobs:
     """The log-probability of each answer after its prompt.
@@ -305,6 +307,7 @@ def pair_logprobs(
       pairs: of texts of `length` + 1 tokens at most.
       length: T, tokens of a row, in which several texts may be.
       batch: B, rows that are read at once.
+      compute, measure, progress: see `evaluate`.
 
     Raises:
       DataError: an invalid batch.
@@ -312,9 +315,9 @@ def pair_logprobs(
     check_batch(batch, length)
     texts = concatenate((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
-    measure = partial(jax.jit(partial(token_nats, config, compute=compute)), params)
-    with tracing_for(params):
-        sums = sum_windows(texts, windows, batch, measure, progress)
+    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
+    with measuring(params, compute):
+        sums = sum_windows(texts, windows, batch, partial(measure, params), progress, not compute.exact)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
     logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)

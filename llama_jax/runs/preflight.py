@@ -20,7 +20,7 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.documents import TOKENS, kind_of, read_documents
-from llama_jax.data.token_stream import examine
+from llama_jax.data.load_corpus import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
 from llama_jax.model.lora import adapter_count
@@ -345,6 +345,8 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
         raise TrainingError(
             f"mesh {mesh} divides rows over context, and {kind.name} need whole ones; use data, fsdp and tensor"
         )
+    if recipe.exact and not kind.exact:
+        raise TrainingError(f"exact=true trains on text, chats and rewards, and not yet on {kind.name}; leave it out")
     kind.check(recipe, mesh)
 
 

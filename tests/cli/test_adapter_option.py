@@ -7,7 +7,6 @@ import jax
 import pytest
 from adapters import LORA, random_adapters
 
-import llama_jax
 from llama_jax.cli.convert import Merge
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
@@ -89,13 +88,3 @@ def test_it_is_merged_into_other_formats(calling, stories, stories_folder, adapt
     config, tensors = (merged := open_checkpoint(tmp_path / "merged.gguf")).config, merged.tensors
     assert tensors["token_embd.weight"].kind == tensors["blk.0.attn_output.weight"].kind == "F16"
     assert config.dim == stories.config.dim
-
-
-@pytest.mark.slow
-def test_it_is_served(stories, stories_folder, adapter):
-    """By the engine, for all requests: each is what `generate` gives it with the adapter."""
-    config, params, tokenizer = llama_jax.load(stories_folder, adapter=adapter)
-    prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("The old llama")]
-    wanted = [row.tokens for row in llama_jax.generate(config, params, prompts, max_new_tokens=8)]
-    assert wanted != [row.tokens for row in llama_jax.generate(config, stories.params, prompts, max_new_tokens=8)]
-    assert [row.tokens for _, row in sorted(llama_jax.batch(config, params, prompts, max_new_tokens=8))] == wanted

@@ -36,11 +36,11 @@ def test_several_files_after_one_option_or_each_after_its_own(command, data):
 
 
 def test_changes_and_other_options_between_the_files():
-    found = parsed("train tiny steps=3 --data a seed=1 b --resume --validation-data c d --workdir w model.dim=8")
+    found = parsed("train tiny steps=3 --data a seed=1 b --resume --validation-data c d --workdir w=1 model.dim=8")
     assert list(map(str, found.data)) == ["a", "b"]
     assert list(map(str, found.validation_data)) == ["c", "d"]
     assert found.changes == ("steps=3", "seed=1", "model.dim=8")
-    assert found.recipe == "tiny"
+    assert (found.recipe, str(found.workdir)) == ("tiny", "w=1")
     found = parsed("eval --json model --stride 4 --data a x=1 --longest 9")
     assert list(map(str, found.data)) == ["a", "x=1"]
     assert found.json

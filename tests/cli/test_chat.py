@@ -6,14 +6,13 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import make_goldens
 import numpy as np
 import pytest
 import vocabularies
-from commands import error_of, run_here
+from commands import PROGRAM, environment, error_of, run_here
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.tokenizers import encode_chat, reply_ends
 
-PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "chat"]
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 
 
@@ -105,14 +103,6 @@ def test_ctrl_c_twice_does_what_it_always_does():
     finally:
         signal.signal(signal.SIGINT, before)
     assert calls == ["ended"]
-
-
-@pytest.fixture(scope="module")
-def environment():
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "COLUMNS": "200",
-    }
 
 
 @pytest.fixture(scope="module")
@@ -200,21 +190,16 @@ def test_plain_is_one_text_that_both_write():
     assert reply(Spaced(), pieces(" upon#"), (256,)) == "upon"
 
 
-def test_a_draft_changes_no_reply_and_says_what_it_was_worth(chat):
+def test_any_model_goes_on_with_plain_text_and_a_draft_changes_none_of_it(chat):
     options = ["--format", "plain", "--max-new-tokens", 12]
-    plain, drafted = chat(b"Once upon a time\n", *options), chat(b"Once upon a time\n", *options, "--draft", "prompt:3")
+    alone = chat(b"Once upon a time\n", *options)
+    plain, drafted = (chat(b"Once upon a time\nThen\n", *options, *more) for more in ((), ("--draft", "prompt:3")))
+    assert "format plain" in plain.stderr.splitlines()[0]
+    assert plain.stdout.startswith(alone.stdout)
+    assert len(plain.stdout) > len(alone.stdout)
     assert drafted.stdout == plain.stdout
     assert re.search(r"llama-jax: [\d.]+ tokens per pass, \d+ of \d+ drafted tokens accepted", drafted.stderr)
     assert "tokens per pass" not in plain.stderr
-
-
-def test_any_model_goes_on_with_plain_text(chat):
-    done = chat(b"Once upon a time\nThen\n", "--format", "plain", "--max-new-tokens", 6)
-    assert done.returncode == 0, done.stderr
-    assert "format plain" in done.stderr.splitlines()[0]
-    alone = chat(b"Once upon a time\n", "--format", "plain", "--max-new-tokens", 6)
-    assert done.stdout.startswith(alone.stdout)
-    assert len(done.stdout) > len(alone.stdout)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +210,10 @@ def test_any_model_goes_on_with_plain_text(chat):
         (signal.SIGINT, 130),
     ],
 )
-def test_in_a_terminal(environment, model, end, code):
+def test_in_a_terminal(model, end, code):
     ours, theirs = pty.openpty()
-    arguments = [*PROGRAM, "--model", str(model), "--max-new-tokens", "3"]
-    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+    arguments = [*PROGRAM, "chat", "--model", str(model), "--max-new-tokens", "3"]
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment()) as process:
         os.close(theirs)
         seen = b""
         while not seen.endswith(b"> "):

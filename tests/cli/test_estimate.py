@@ -1,14 +1,13 @@
 """`llama-jax estimate` as a user meets it, and as a process really takes memory."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import check_estimate
+import commands
 import mesh_report
 import pytest
 from commands import error_of, run_here
@@ -21,32 +20,16 @@ from llama_jax.model.lora import Lora, adapter_count
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
 
-PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "estimate"]
 CONFIG = preset("stories-260k")
 
 
-@pytest.fixture
-def run():
-    return lambda *arguments: run_here("estimate", *arguments)
-
-
-@pytest.fixture(scope="module")
-def process():
-    """A process of its own, with another platform and number of devices than asked for: the command simulates its own."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cuda",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "COLUMNS": "200",
-    }
-
-    def run(*arguments):
-        return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=600, env=environment)
-
-    return run
+run = partial(run_here, "estimate")
+# With another platform and number of devices than asked for: the command simulates its own.
+process = partial(commands.process, "estimate", JAX_PLATFORMS="cuda", JAX_NUM_CPU_DEVICES=1)
 
 
 @pytest.mark.slow
-def test_training_as_a_table(process):
+def test_training_as_a_table():
     done = process("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "fsdp=2,data=2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "compiling train step for 4 simulated devices...\n"
@@ -65,7 +48,7 @@ def test_training_as_a_table(process):
 
 
 @pytest.mark.slow
-def test_adapters_take_no_state_of_the_model(run):
+def test_adapters_take_no_state_of_the_model():
     """Beside bfloat16 weights, AdamW's two numbers and the gradients of what is learned alone."""
     shape = "stories-260k", "--batch", 2, "--length", 32, "--mode", "train", "--dtype", "bfloat16", "--json"
     found = json.loads(run(*shape, "--lora", 4).stdout)
@@ -80,7 +63,7 @@ def test_adapters_take_no_state_of_the_model(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "decode"])
-def test_rows_that_are_divided_by_tokens(run, mode):
+def test_rows_that_are_divided_by_tokens(mode):
     done = run("stories-260k", "--batch", 1, "--length", 256, "--mode", mode, "--mesh", "context=4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -93,7 +76,7 @@ def test_rows_that_are_divided_by_tokens(run, mode):
 
 
 @pytest.mark.slow
-def test_what_is_exchanged_stands_beside_the_least(run):
+def test_what_is_exchanged_stands_beside_the_least():
     done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "data=4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -110,7 +93,7 @@ def test_what_is_exchanged_stands_beside_the_least(run):
 
 
 @pytest.mark.slow
-def test_attention_changes_the_plan(run):
+def test_attention_changes_the_plan():
     totals = {}
     for way in ("reference", "blockwise"):
         done = run("stories-260k", "--batch", 4, "--length", 512, "--mode", "train", "--attention", way, "--json")
@@ -123,20 +106,9 @@ def test_attention_changes_the_plan(run):
 
 
 @pytest.mark.slow
-def test_hardware_bounds_the_time(process):
-    asked = [
-        "stories-260k",
-        "--batch",
-        4,
-        "--length",
-        32,
-        "--mode",
-        "train",
-        "--mesh",
-        "fsdp=2,tensor=2",
-        "--dtype",
-        "bfloat16",
-    ]
+def test_hardware_bounds_the_time():
+    asked = ["stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "fsdp=2,tensor=2"]
+    asked += ["--dtype", "bfloat16"]
     table, found = process(*asked, "--hardware", "h200"), process(*asked, "--hardware", "h200", "--json")
     assert (table.returncode, found.returncode) == (0, 0), table.stderr + found.stderr
     lines = table.stdout.splitlines()
@@ -158,7 +130,7 @@ def test_hardware_bounds_the_time(process):
 
 
 @pytest.mark.slow
-def test_decoding_on_hardware_is_bound_by_the_token(process):
+def test_decoding_on_hardware_is_bound_by_the_token():
     done = process("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
     assert done.returncode == 0, done.stderr
     assert "decode, a token of each row" in done.stdout
@@ -166,7 +138,7 @@ def test_decoding_on_hardware_is_bound_by_the_token(process):
 
 
 @pytest.mark.slow
-def test_decoding_as_json(run):
+def test_decoding_as_json():
     done = run("stories-260k", "--batch", 4, "--length", 300, "--mesh", "fsdp=2,tensor=2", "--json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -186,18 +158,13 @@ def test_decoding_as_json(run):
 
 
 @pytest.mark.slow
-def test_a_config_is_enough(run, tmp_path):
+def test_a_config_or_a_model_file_is_enough(tmp_path, stories_folder):
     """No weights, in the folder or beside the file that is named."""
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(CONFIG)))
-    for path in (tmp_path, tmp_path / "config.json"):
+    for path in (tmp_path, tmp_path / "config.json", stories_folder / "stories260K.bin"):
         done = run(path, "--batch", 1, "--length", 32, "--mode", "train", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["parameter_count"] == parameter_count(CONFIG)
-
-
-def test_a_model_file_is_enough(run, stories_folder):
-    done = run(stories_folder / "stories260K.bin", "--batch", 1, "--length", 32, "--mode", "train", "--json")
-    assert json.loads(done.stdout)["parameter_count"] == parameter_count(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +199,7 @@ def test_a_model_file_is_enough(run, stories_folder):
         ),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_2(run, arguments, message):
+def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message):
     defaults = ["--batch", 4, "--length", 32]
     assert message in error_of(run(*arguments[:1], *defaults, *arguments[1:]))
 
@@ -276,7 +243,7 @@ def test_the_estimate_is_what_a_process_takes(case):
     ("model", "count"),
     [pytest.param("llama-2-70b", 68_976_648_192, marks=pytest.mark.nightly), ("llama-3.1-405b", 405_853_388_800)],
 )
-def test_the_largest_models_on_512_devices(process, model, count):
+def test_the_largest_models_on_512_devices(model, count):
     """Of no device is anything allocated: the shares of all add up to terabytes."""
     asked = [model, "--mode", "train", "--mesh", "fsdp=64,tensor=8", "--batch", 128, "--length", 2048, "--dtype", "bfloat16"]
     done = process(*asked, "--hardware", "h100", "--json")
@@ -303,7 +270,7 @@ def test_the_largest_models_on_512_devices(process, model, count):
         pytest.param(("--dtype", "float32"), "float32", "none", marks=pytest.mark.slow),
     ],
 )
-def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words, run):
+def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words):
     path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
     facts = json.loads(run(path, "--batch", 1, "--length", 32, "--json", *arguments).stdout)
     assert facts["quantize"] == words

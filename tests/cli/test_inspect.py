@@ -21,19 +21,18 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.cli.inspect import describe, page
-from llama_jax.cli.output_format import columns, printable, size
+from llama_jax.cli.terminal import columns, printable, size
 from llama_jax.config.presets import PRESETS
 from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
-from llama_jax.formats.lazy_tensors import Dense, Joined, Opened
+from llama_jax.formats.lazy_tensors import Dense, Joined
+from llama_jax.formats.weight_format import Opened
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
 
 
-@pytest.fixture
-def run():
-    return partial(outcome, "inspect")
+run = partial(outcome, "inspect")
 
 
 def opened(config, tensors=None, tokenizer=lambda: None, path="model.x"):
@@ -49,7 +48,7 @@ def rows_of(page: str) -> dict[str, str]:
 # -- pages ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_stories_model(run, stories_folder):
+def test_the_stories_model(stories_folder):
     code, out, err = run(stories_folder)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == f"{stories_folder / 'stories260K.bin'}: llama2.c"
@@ -76,7 +75,7 @@ def test_the_stories_model(run, stories_folder):
     }
 
 
-def test_json(run, tmp_path):
+def test_json(tmp_path):
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     code, out, _ = run(folder, "--json", "--tensors")
     found = json.loads(out)
@@ -92,7 +91,7 @@ def test_json(run, tmp_path):
     assert "tensors" not in json.loads(run(folder, "--json")[1])
 
 
-def test_every_tensor_has_a_line(run, tmp_path):
+def test_every_tensor_has_a_line(tmp_path):
     tensors = make_goldens.random_tensors(CONFIG)
     out = run(write_hf_folder(tmp_path / "model", CONFIG), "--tensors")[1]
     lines = [line.split() for line in out.splitlines()]
@@ -100,7 +99,7 @@ def test_every_tensor_has_a_line(run, tmp_path):
         assert [name, "F32", *str(list(array.shape)).split(), *size(array.nbytes).split()] in lines
 
 
-def test_orbax(run, tmp_path, models):
+def test_orbax(tmp_path, models):
     orbax_format.save(tmp_path, *models["gqa"])
     code, out, _ = run(tmp_path)
     assert code == 0
@@ -181,7 +180,7 @@ def test_kinds_and_files_of_parts(tmp_path):
         (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a float"),
     ],
 )
-def test_a_problem_is_shown_with_all_there_is(run, tmp_path, change, problem):
+def test_a_problem_is_shown_with_all_there_is(tmp_path, change, problem):
     tensors = make_goldens.random_tensors(CONFIG)
     change(tensors)
     folder = write_hf_folder(tmp_path / "model", CONFIG, tensors)
@@ -218,13 +217,13 @@ def test_a_vocabulary_that_is_damaged_or_too_large():
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "does not exist"), (b"x" * 99, "not a model of a supported format")]
 )
-def test_no_model_is_one_line_and_exit_code_2(run, tmp_path, content, message):
+def test_no_model_is_one_line_and_exit_code_2(tmp_path, content, message):
     if content:
         (tmp_path / "model").write_bytes(content)
     assert message in error_of(run_here("inspect", tmp_path / "model"))
 
 
-def test_names_that_a_terminal_would_obey(run, tmp_path):
+def test_names_that_a_terminal_would_obey(tmp_path):
     tensors = make_goldens.random_tensors(CONFIG) | {"a\x1b[2J\nb": np.zeros(2, np.float32)}
     out = run(write_hf_folder(tmp_path / "model", CONFIG, tensors), "--tensors")[1]
     assert "\x1b" not in out
@@ -319,7 +318,7 @@ def test_columns(rows):
 @pytest.mark.parametrize(
     ("kind", "name", "bits"), [("gptq", "INT4", "4"), ("nf4 twice", "NF4", "4"), ("fp8", "FP8_128", "8")]
 )
-def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_path):
+def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, tmp_path):
     quantized_folders.write_folder(tmp_path, kind, files=2)
     code, out, _ = run(tmp_path)
     assert code == 0
@@ -332,7 +331,7 @@ def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_p
 
 
 @pytest.mark.slow
-def test_a_quantized_orbax_folder_says_its_kinds(run, tmp_path):
+def test_a_quantized_orbax_folder_says_its_kinds(tmp_path):
     params = llama_jax.init(CONFIG, jax.random.key(0))
     llama_jax.save(tmp_path / "a", CONFIG, quantize(params, "int8"), format="orbax")
     code, out, _ = run(tmp_path / "a")

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from llama_jax.cli.interrupts import ending_in_order
+from llama_jax.cli.terminal import ending_in_order
 
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from llama_jax.cli.interrupts import ending_in_order
+from llama_jax.cli.terminal import ending_in_order
 from llama_jax.storage.atomic_write import write_atomically
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_goldens import KINDS
 
-from llama_jax.cli.options import say_beyond, with_rope
+from llama_jax.cli.options import with_rope
 from llama_jax.config import RopeScaling
 from llama_jax.errors import ConfigError, UserError
 
@@ -79,11 +79,3 @@ def test_any_text_is_one_or_an_error_of_ours(text):
 def test_a_rope_scaling_that_cannot_be(text):
     with pytest.raises(ConfigError):
         with_rope(CONFIG, text)
-
-
-def test_lengths_beyond_the_context_are_said_in_one_line(capsys):
-    say_beyond(CONFIG, [16, 64])
-    assert capsys.readouterr().err == ""
-    say_beyond(CONFIG, [1024, 64, 65])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("llama-jax: 65, 1,024: beyond the model's context of 64 tokens")

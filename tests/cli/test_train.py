@@ -17,10 +17,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import outcome
+from commands import environment, outcome
 
 import llama_jax
-from llama_jax.cli.argv import changes_last
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import verify
@@ -43,9 +42,6 @@ def small():
                           norm_eps=1e-5, rope_theta=10_000.0, tie_embeddings=True),
         steps=4, batch=8, length=24, optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=1), vocabulary="byte",
         reading=DocumentFormat(longest=60), validation=0.2, evaluate_every=0, save_every=2, log_every=2)
-
-def nothing():
-    return None
 """
 SMALL = "recipes.py:small"
 
@@ -59,13 +55,10 @@ def files(tmp_path_factory):
     (folder / "recipes.py").write_text(RECIPES)
     (folder / "text.txt").write_text(" ".join(words))
     (folder / "other.txt").write_text(" ".join(words[::-1]))
-    (folder / "empty.txt").write_text("")
     (folder / "binary.txt").write_bytes(random.bytes(3000))
     (folder / "short.txt").write_text("one two three")
-    (folder / "two.txt").write_text("one two three<|endoftext|>four five")
     (folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": "half\n')
     np.array([5, 6, 7, 999, 8], "<u2").tofile(folder / "ids.bin")
-    (folder / "ids.corpus").write_bytes(b"llamajx2")
     return folder
 
 
@@ -77,17 +70,8 @@ def run(files, monkeypatch):
     return partial(outcome, "train")
 
 
-@pytest.fixture(scope="module")
-def environment(files):
-    return os.environ | {
-        "XDG_CACHE_HOME": str(files / "cache"),
-        "JAX_PLATFORMS": "cpu",
-        "COLUMNS": "200",
-    }
-
-
 @pytest.fixture
-def start(files, environment):
+def start(files):
     """Start a process that runs some Python first, and then the command."""
 
     def start(code, *arguments):
@@ -97,7 +81,7 @@ def start(files, environment):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(XDG_CACHE_HOME=files / "cache"),
             cwd=files,
         )
 
@@ -184,96 +168,35 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["a=1 tiny --mesh data=2 b.c=2", "tiny --mesh data=2 a=1 b.c=2", "tiny a=1 --mesh data=2 --resume b.c=2 --mesh=data=2"],
-)
-def test_only_changes_are_moved(arguments):
-    words = arguments.split()
-    options = [word for word in words if word not in ("a=1", "b.c=2")]
-    assert changes_last(words) == [*options, "a=1", "b.c=2"]
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("smal --data text.txt", "no recipe 'smal'; use tiny, shakespeare"),
-        ("missing.py:small --data text.txt", "missing.py does not exist"),
-        ("recipes.py:smal --data text.txt", "has no function 'smal'"),
-        ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
-        ("SMALL --data missing.txt", "missing.txt does not exist"),
         ("SMALL --data a=text.txt", "--data a=text.txt has no weight; write NAME=PATH:WEIGHT"),
         (
             "SMALL --data text.txt --reweigh",
             "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",
         ),
-        ("SMALL --data a=text.txt:0", "the weight of a, 0, must be a number above 0"),
-        ("SMALL --data a=missing.txt:0.5", "missing.txt does not exist"),
-        ("SMALL --data empty.txt", "empty.txt is empty"),
-        ("SMALL --data binary.txt", "binary.txt, line "),
-        ("tiny --data empty.txt", "empty.txt is empty; is it the right file?"),
         ("tiny --data binary.txt", "so it is not text"),
-        ("SMALL --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
-        ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
-        ("tiny --data ids.corpus", "ids.corpus holds tokens and no text to learn a vocabulary from"),
         ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; pass other files with"),
-        ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
-        ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
-        ("SMALL --data text.txt optimizer.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
-        ("SMALL --data text.txt model.n_layer=1", "did you mean 'model.n_layers'?"),
-        ("SMALL --data text.txt steps=many", "steps='many' must be an integer"),
-        ("SMALL --data text.txt steps=-1", "steps=-1 must be an integer of at least 0"),
-        ("SMALL steps --data text.txt", "'steps' is not key=value"),
-        ("SMALL --data text.txt --mesh data=16", "needs 16 devices; there are 8"),
-        ("SMALL --data text.txt --mesh data=3", "batch=8 cannot be split"),
-        ("SMALL --data text.txt --mesh rows=2", "has no axis 'rows'"),
-        ("SMALL --data text.txt --backend pmap --mesh fsdp=2", "pmap copies the whole model"),
         ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
         ("SMALL --data text.txt --trace 1:" + "9" * 5000, "must be two steps"),
-        ("SMALL --data text.txt --trace 3:9", "trace=3:9 must lie within the run's steps, 1 to 4"),
         ("SMALL --data text.txt --trace 0:2", "trace=0:2 must lie within"),
         (
             "SMALL --data text.txt prompts=PROMPT",
             "is 81 tokens; a sample needs at least 1 and fewer than the model's",
         ),
         ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
-        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; pass one with --tokenizer"),
-        ("SMALL --data text.txt --weights missing", "missing does not exist"),
         ("SMALL --data text.txt --weights missing model.dim=8", "model.dim=8 and --weights exclude each other"),
         ("SMALL --data text.txt --weights missing model.rope_scaling.kind=yarn", "missing does not exist"),
-        ("SMALL --data text.txt length=65", "length=65 is above the model's context"),
     ],
 )
 def test_what_is_refused_in_one_line(run, tmp_path, arguments, message):
     words = [word.replace("SMALL", SMALL).replace("PROMPT", "x" * 80) for word in arguments.split()]
     assert message in refused(run(*words, "--workdir", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("arguments", [[], ["tiny"], ["tiny", "--data", "text.txt"], ["tiny", "--workdir", "x"]])
-def test_wrong_usage_exits_with_2(run, arguments):
-    code, _, err = run(*arguments)
-    assert code == 2
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or use another --workdir"),
-        (
-            ["--data", "text.txt", "--resume", "model.hidden_dim=96", "optimizer.b2=0.9"],
-            "(model.hidden_dim: 64 in the folder, 96 now; optimizer.b2: 0.95 in the folder, 0.9 now)",
-        ),
-        (["--data", "other.txt", "--resume"], "the train data is not what this run began with; resume with the same files"),
-    ],
-)
-def test_another_run_in_the_folder_is_refused(run, ended, arguments, message):
-    before = (ended / "metrics.jsonl").read_bytes()
-    assert message in refused(run(SMALL, "--workdir", ended, *arguments))
-    assert (ended / "metrics.jsonl").read_bytes() == before
 
 
 def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
@@ -309,12 +232,10 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
         warnings.simplefilter("error")
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_workdir_that_is_a_file(run, tmp_path, inside):
-    file = tmp_path / "file"
-    file.write_text("")
-    err = refused(run(SMALL, "--workdir", file / "run" if inside else file, "--data", "text.txt"))
-    assert ("cannot be written to (Not a directory)" if inside else "is a file; pass a folder") in err
+def test_a_workdir_inside_a_file(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    err = refused(run(SMALL, "--workdir", tmp_path / "file" / "run", "--data", "text.txt"))
+    assert "cannot be written to (Not a directory)" in err
 
 
 def test_a_full_disk_under_the_metrics(tmp_path):
@@ -422,24 +343,16 @@ def until(stream, text):
     raise AssertionError(f"{text!r} never came")
 
 
-@pytest.mark.slow
-def test_sighup_saves_and_ends_well(start, tmp_path):
-    process = start("", SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
-    until(process.stdout, "step 4/")
-    process.send_signal(signal.SIGHUP)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "SIGHUP: this step ends and is saved" in err
-    step = int(out.split("SIGHUP: stopped and saved at step ")[1].split(";")[0])
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    assert numbers(tmp_path, "event")[-1] | {"signal": "SIGHUP", "step": step} == numbers(tmp_path, "event")[-1]
-
-
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
-    """So that a script that goes on with the model does not take it for a finished one. A scheduler's SIGTERM is none."""
+    """So that a script that goes on with the model does not take it for a finished one. Other signals are a scheduler's."""
     arguments = SMALL, "--workdir", tmp_path, "--data", "text.txt", "--mesh", "data=1", "--resume"
     save = CheckpointManager.save
-    for number, step, expected in ((signal.SIGINT, 2, 130), (signal.SIGTERM, 4, 0), (signal.SIGINT, 6, 0)):
+    for number, step, expected in (
+        (signal.SIGINT, 2, 130),
+        (signal.SIGTERM, 4, 0),
+        (signal.SIGHUP, 6, 0),
+        (signal.SIGINT, 8, 0),
+    ):
 
         def interrupted(self, at, *rest, step=step, number=number, **options):
             save(self, at, *rest, **options)
@@ -447,9 +360,9 @@ def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
                 signal.raise_signal(number)
 
         monkeypatch.setattr(CheckpointManager, "save", interrupted)
-        code, out, _ = run(*arguments, "steps=6")
+        code, out, _ = run(*arguments, "steps=8")
         assert code == expected
-        assert ("stopped and saved at step" in out) == (step < 6)  # the last step is no longer stopped
+        assert ("stopped and saved at step" in out) == (step < 8)  # the last step is no longer stopped
     assert llama_jax.load(tmp_path).config.n_layers == 1
 
 

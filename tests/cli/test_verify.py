@@ -18,14 +18,12 @@ from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
 from llama_jax.formats.loading import bundled
 from llama_jax.formats.saving import save
-from llama_jax.verify.reference import read_oracle, write_oracle
+from llama_jax.verify.activations import read_oracle, write_oracle
 
 CONFIG = make_goldens.KINDS["gqa"]
 
 
-@pytest.fixture
-def run():
-    return partial(outcome, "verify")
+run = partial(outcome, "verify")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def oracle(folder, tmp_path, run):
+def oracle(folder, tmp_path):
     assert run(folder, "--write-oracle", tmp_path / "oracle")[0] == 0
     return tmp_path / "oracle"
 
@@ -54,7 +52,7 @@ def beyond_float16(tensors):
 # -- alone ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_alone(run, stories_folder):
+def test_a_model_alone(stories_folder):
     code, out, _ = run(stories_folder)
     assert code == 0
     for line in (
@@ -67,7 +65,7 @@ def test_a_model_alone(run, stories_folder):
 
 
 @pytest.mark.slow
-def test_a_model_alone_that_does_not_speak(run, stories_folder, stories, tmp_path):
+def test_a_model_alone_that_does_not_speak(stories_folder, stories, tmp_path):
     noise_of = lambda a: jax.random.normal(jax.random.key(0), a.shape, a.dtype) * a.std()
     noise = jax.jit(lambda params: jax.tree.map(noise_of, params))(stories.params)
     save(tmp_path / "model", stories.config, noise)
@@ -78,7 +76,7 @@ def test_a_model_alone_that_does_not_speak(run, stories_folder, stories, tmp_pat
     assert out.splitlines()[-1] == "NOT as a model should be: text"
 
 
-def test_a_model_alone_without_vocabulary(run, folder):
+def test_a_model_alone_without_vocabulary(folder):
     code, out, _ = run(folder, "--tokens", 8, "--json")
     found = json.loads(out)
     assert (code, found["same"]) == (0, True)
@@ -87,7 +85,7 @@ def test_a_model_alone_without_vocabulary(run, folder):
     assert found["verdict"].startswith("whole; whether it predicts text needs 32 tokens of text")
 
 
-def test_logits_that_are_not_finite(run, folder, tmp_path):
+def test_logits_that_are_not_finite(folder, tmp_path):
     code, out, _ = run(spoiled(folder, tmp_path / "model", beyond_float16), "--dtype", "float16", "--tokens", 8, "--json")
     assert (code, json.loads(out)["verdict"]) == (1, "NOT as a model should be: logits")
 
@@ -96,7 +94,7 @@ def test_logits_that_are_not_finite(run, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quantized_model_beside_itself(run):
+def test_a_quantized_model_beside_itself():
     code, out, _ = run(bundled(), "--quantize", "int8", "--per-layer", "--tokens", 32)
     assert code == 0
     lines = out.splitlines()
@@ -112,7 +110,7 @@ def test_a_quantized_model_beside_itself(run):
 
 
 @pytest.mark.slow
-def test_a_quantized_model_beside_an_oracle(run, oracle, folder):
+def test_a_quantized_model_beside_an_oracle(oracle, folder):
     """Float32 would be told apart; a rounding of int8 explains it, but no exchanged rows."""
     code, out, _ = run(folder, "--quantize", "int8", "--oracle", oracle)
     assert code == 0
@@ -127,7 +125,7 @@ def test_a_quantized_model_beside_an_oracle(run, oracle, folder):
 # -- against an oracle ---------------------------------------------------------------------------------------------------
 
 
-def test_the_same_model_in_another_format(run, oracle, folder, tmp_path, models):
+def test_the_same_model_in_another_format(oracle, folder, tmp_path, models):
     (tmp_path / "orbax").mkdir()
     orbax_format.save(tmp_path / "orbax", *models["gqa"])
     code, out, err = run(tmp_path / "orbax", "--oracle", oracle)
@@ -142,7 +140,7 @@ def test_the_same_model_in_another_format(run, oracle, folder, tmp_path, models)
     assert err == ""
 
 
-def test_another_model(run, oracle, folder, tmp_path):
+def test_another_model(oracle, folder, tmp_path):
     def change(tensors):
         tensors[NAMES["q"].format(1)][:8] = tensors[NAMES["q"].format(1)][7::-1].copy()
 
@@ -166,7 +164,7 @@ def test_another_model(run, oracle, folder, tmp_path):
     assert found["there"]["versions"].keys() == {"llama_jax", "jax"}
 
 
-def test_another_setting(run, oracle, folder, tmp_path):
+def test_another_setting(oracle, folder, tmp_path):
     changes = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}}
     code, out, _ = run(spoiled(folder, tmp_path / "model", lambda t: None, **changes), "--oracle", oracle, "--json")
     found = json.loads(out)
@@ -176,7 +174,7 @@ def test_another_setting(run, oracle, folder, tmp_path):
     assert "departs in layer 0" in found["verdict"]
 
 
-def test_other_sizes_end_before_anything_is_loaded(run, oracle, tmp_path):
+def test_other_sizes_end_before_anything_is_loaded(oracle, tmp_path):
     other = write_hf_folder(tmp_path / "model", make_goldens.KINDS["mha"])
     code, out, _ = run(other, "--oracle", oracle)
     assert (code, out) == (1, "NOT the same model: n_kv_heads 4 here, 2 there\n")
@@ -184,14 +182,14 @@ def test_other_sizes_end_before_anything_is_loaded(run, oracle, tmp_path):
     assert (code, json.loads(out)["settings"]) == (1, {"n_kv_heads": [4, 2]})
 
 
-def test_bfloat16_within_its_rounding(run, oracle, folder):
+def test_bfloat16_within_its_rounding(oracle, folder):
     code, out, _ = run(folder, "--oracle", oracle, "--dtype", "bfloat16")
     assert code == 0
     assert "computed in bfloat16" in out.splitlines()[0]
     assert out.splitlines()[-1].startswith("the same model within the rounding of BF16: mean KL divergence ")
 
 
-def test_numbers_that_are_not_finite_are_null_in_json(run, oracle, folder, tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_json(oracle, folder, tmp_path):
     other = spoiled(folder, tmp_path / "model", beyond_float16)
     code, out, _ = run(other, "--oracle", oracle, "--dtype", "float16", "--json")
     found = json.loads(out, parse_constant=pytest.fail)
@@ -199,14 +197,14 @@ def test_numbers_that_are_not_finite_are_null_in_json(run, oracle, folder, tmp_p
     assert "the outputs of layer 1 are not finite" in found["verdict"]
 
 
-def test_a_hostile_name_reaches_no_terminal(run, oracle, folder):
+def test_a_hostile_name_reaches_no_terminal(oracle, folder):
     found = read_oracle(oracle)
     write_oracle(oracle, replace(found, origin=replace(found.origin, name="a\x1b[2Jb\nc")))
     _, out, _ = run(folder, "--oracle", oracle)
     assert r"against a\x1b[2Jb\nc: F32" in out
 
 
-def test_a_text_of_ones_own(run, stories_folder, tmp_path):
+def test_a_text_of_ones_own(stories_folder, tmp_path):
     (tmp_path / "text").write_text("The dog was happy.\n")
     code, out, _ = run(stories_folder, "--text", tmp_path / "text", "--write-oracle", tmp_path / "oracle")
     assert code == 0
@@ -241,7 +239,7 @@ def test_a_text_of_ones_own(run, stories_folder, tmp_path):
         (["MODEL", "--write-oracle", "MODEL/none/oracle"], "cannot be written"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(run, folder, arguments, message):
+def test_mistakes_are_one_line_and_exit_code_2(folder, arguments, message):
     assert message in error_of(run_here("verify", *(argument.replace("MODEL", str(folder)) for argument in arguments)))
 
 
@@ -253,7 +251,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run, folder, arguments, message):
         (None, "is not a file"),
     ],
 )
-def test_texts_that_are_none(run, stories_folder, tmp_path, content, message):
+def test_texts_that_are_none(stories_folder, tmp_path, content, message):
     if content is None:
         os.mkfifo(tmp_path / "text")
     else:
@@ -261,7 +259,7 @@ def test_texts_that_are_none(run, stories_folder, tmp_path, content, message):
     assert message in error_of(run_here("verify", stories_folder, "--text", tmp_path / "text"))
 
 
-def test_a_damaged_model(run, folder, tmp_path):
+def test_a_damaged_model(folder, tmp_path):
     damaged = spoiled(folder, tmp_path / "model", lambda tensors: tensors.pop(NAMES["up"].format(1)))
     refused = run_here("verify", damaged, "--write-oracle", tmp_path / "oracle")
     assert f"tensor '{NAMES['up'].format(1)}' is missing" in error_of(refused)
@@ -269,7 +267,7 @@ def test_a_damaged_model(run, folder, tmp_path):
 
 
 @pytest.mark.parametrize("vocabulary", [False, True])
-def test_without_transformers(run, folder, stories_folder, monkeypatch, vocabulary):
+def test_without_transformers(folder, stories_folder, monkeypatch, vocabulary):
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused = run_here("verify", stories_folder if vocabulary else folder, "--against", folder)
     assert "install the extra 'parity'" in error_of(refused)
@@ -279,7 +277,7 @@ def test_without_transformers(run, folder, stories_folder, monkeypatch, vocabula
 
 
 @pytest.mark.parity
-def test_against_transformers(run, folder, tmp_path):
+def test_against_transformers(folder, tmp_path):
     code, out, _ = run(folder, "--against", folder, "--per-layer", "--write-oracle", tmp_path / "oracle")
     assert code == 0
     assert out.splitlines()[1].startswith("against transformers ")
@@ -289,7 +287,7 @@ def test_against_transformers(run, folder, tmp_path):
 
 
 @pytest.mark.parity
-def test_against_transformers_with_another_theta_and_layout(run, folder, tmp_path):
+def test_against_transformers_with_another_theta_and_layout(folder, tmp_path):
     theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
     code, out, _ = run(folder, "--against", spoiled(folder, tmp_path / "theta", lambda t: None, **theta))
     assert code == 1

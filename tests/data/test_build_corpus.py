@@ -19,8 +19,7 @@ import pytest
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
 from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
 from llama_jax.data.corpus_file import CORPUS_HEADER, CORPUS_MAGIC, read_corpus, read_info
-from llama_jax.data.data_cache import UNFINISHED
-from llama_jax.data.data_files import describe
+from llama_jax.data.data_files import UNFINISHED, describe
 from llama_jax.errors import UserError
 from llama_jax.formats.loading import bundled
 from llama_jax.storage.atomic_write import hold_lock, sign_lock

@@ -61,7 +61,7 @@ def test_a_file_that_was_touched_is_fetched_again(store, texts):
 
 
 def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_jax.data.data_cache.RECENT_SECONDS", -1)
+    monkeypatch.setattr("llama_jax.data.data_files.RECENT_SECONDS", -1)
     monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "0")
     url = store.upload(texts, "texts")
     first = find_files(f"{url}/a.txt")

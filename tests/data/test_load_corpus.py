@@ -15,7 +15,7 @@ from byte_tokenizer import BOS, EOS, ByteTokenizer
 from conftest import shared_data
 
 import llama_jax
-from llama_jax.data import DataError, DocumentFormat, open_corpus, token_stream
+from llama_jax.data import DataError, DocumentFormat, open_corpus
 from llama_jax.data import load_corpus as module
 from llama_jax.data.corpus_file import read_corpus
 
@@ -57,7 +57,7 @@ def no_reading(monkeypatch):
 
 
 def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
-    monkeypatch.setattr(token_stream, "BIN_TOKENS", 2)  # so that documents come in parts
+    monkeypatch.setattr(module, "BIN_TOKENS", 2)  # so that documents come in parts
     (data / "b.jsonl").write_text('{"text": "from a line"}\n')
     np.array([BOS, 104, 105, EOS, BOS, 33, EOS], np.uint16).tofile(data / "c.bin")
     writer = ArrayRecordWriter(str(data / "d.array_record"), "group_size:1")
@@ -126,27 +126,30 @@ def test_a_cache_does_not_grow_beyond_its_limit(data, cache, monkeypatch):
     assert len(list(cache.iterdir())) == 4
 
 
+def reading(data, cache, before_the_end):
+    """A process that opens the corpus, and does something before it encodes the last document."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from byte_tokenizer import ByteTokenizer
+from llama_jax.data import load_corpus, open_corpus
+
+class Stopping(ByteTokenizer):
+    def encode_batch(self, texts):
+        if texts[-1].startswith("The end"):
+            {before_the_end}
+        return super().encode_batch(texts)
+
+load_corpus.BATCH_DOCUMENTS = 1
+print(open_corpus({str(data)!r}, Stopping(), cache={str(cache)!r}).digest)
+"""
+    return [sys.executable, "-c", code]
+
+
 @pytest.mark.slow
 def test_two_processes_on_one_cache(data, cache):
     """Each finds the other in the middle of the same corpus; both get it, and one file is left."""
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from byte_tokenizer import ByteTokenizer
-from llama_jax.data import open_corpus, token_stream
-
-class Waiting(ByteTokenizer):
-    def encode_batch(self, texts):
-        if texts[-1].startswith("The end"):
-            print("half", flush=True)
-            sys.stdin.readline()
-        return super().encode_batch(texts)
-
-token_stream.BATCH_DOCUMENTS = 1
-
-print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
-"""
-    command = [sys.executable, "-c", code]
+    command = reading(data, cache, "print('half', flush=True); sys.stdin.readline()")
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as two:
         for process in (one, two):
@@ -238,23 +241,8 @@ def test_a_failure_leaves_nothing(data, cache):
 
 def test_a_kill_leaves_no_corpus_and_what_it_leaves_goes(data, cache):
     """Killed with a document written and others to come; the next time all is there and nothing else."""
-    code = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from byte_tokenizer import ByteTokenizer
-from llama_jax.data import open_corpus, token_stream
-
-class Deadly(ByteTokenizer):
-    def encode_batch(self, texts):
-        if texts[-1].startswith("The end"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode_batch(texts)
-
-token_stream.BATCH_DOCUMENTS = 1
-
-open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    command = reading(data, cache, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert subprocess.run(command).returncode == -signal.SIGKILL
     assert only_file(cache).suffix == ".llama_jax-partial"
     assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
     assert only_file(cache).suffix == ".corpus"
@@ -275,7 +263,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
 @pytest.mark.parametrize("documents", [1, 7])
 def test_progress_sees_every_megabyte_as_it_is_read(documents, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(module, "MEGABYTE", 100)
-    monkeypatch.setattr(token_stream, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 1)
     tokenizer = ByteTokenizer()
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{"x" * 200}"}}\n' * documents)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
-from llama_jax.data import token_stream as module
-from llama_jax.data.token_stream import examine, read_tokens
+from llama_jax.data import load_corpus as module
+from llama_jax.data.load_corpus import examine, read_tokens
 
 
 def documents(path, tokenizer=None, **reading):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -129,26 +128,19 @@ def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
     assert 0 < np.abs(by_position(dtype="int8") - whole).max() < 0.1
 
 
-def test_progress_sees_every_piece_and_its_end(monkeypatch):
+def test_progress_sees_every_piece_and_its_end(models, monkeypatch):
     monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
-    monkeypatch.setattr(lengths_module, "_piece_nats", lambda *arguments: (arguments[3], np.ones(arguments[4].shape)))
-    seen, ended = [], []
+    ended = []
 
     def progress(numbers):
-        seen.append(len(numbers))
         yield from numbers
-        ended.append(True)
+        ended.append(len(numbers))
 
-    class Cache(SimpleNamespace):
-        def replace(self, length):
-            return self
-
-    monkeypatch.setattr(lengths_module, "empty_cache", lambda *_: Cache())
-    (found,) = evaluate_lengths(CONFIG, None, corpus_of([97]), [48], batch=1, progress=progress)
-    assert seen == [2 * 3]
-    assert ended == [True]
-    assert found.loss == 1
-    assert math.isnan(evaluate_lengths(CONFIG, None, corpus_of([97]), [48], max_tokens=50)[0].standard_error)
+    params = models[KIND][1]
+    evaluate_lengths(CONFIG, params, corpus_of([97]), [48], batch=1, progress=progress)
+    assert ended == [2 * 3]
+    (one_window,) = evaluate_lengths(CONFIG, params, corpus_of([97]), [48], batch=1, max_tokens=50)
+    assert math.isnan(one_window.standard_error)
 
 
 # -- what needs no model -------------------------------------------------------------------------------------------------

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.data import Corpus, DataError, validation_batches
+from llama_jax.data import Corpus, DataError
 from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
 from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
-from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions
+from llama_jax.model.forward_options import Compute
 from llama_jax.model.logits import logits
 
 KIND = "gqa"
@@ -103,28 +102,6 @@ def test_documents_of_any_length(models, measure, plain, lengths, seed):
     corpus = corpus_of(lengths, seed)
     found = evaluate(*models[KIND], corpus, length=13, stride=6, batch=2, measure=measure)
     assert found.loss == pytest.approx(strided(corpus, 13, 6, plain).mean(), rel=1e-6)
-
-
-def test_without_overlap_it_is_the_packed_loss(models, measure):
-    """A single document in the rows that validation reads while training."""
-    config, params = models[KIND]
-    corpus = corpus_of([171])
-
-    @jax.jit
-    def packed(tokens, segments, positions):
-        hidden, _ = forward(
-            config, params, tokens[:, :-1], positions=Positions(position_ids=positions[:, :-1], segment_ids=segments[:, :-1])
-        )
-        found = jax.nn.log_softmax(unembed(config, params, hidden))
-        chosen = jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1]), chosen, 0))
-
-    total = sum(
-        float(packed(batch.tokens, batch.segment_ids, batch.position_ids)) for batch in validation_batches(corpus, 2, 13)
-    )
-    assert evaluate(config, params, corpus, length=13, stride=13, batch=2, measure=measure).loss == pytest.approx(
-        total / 170, rel=1e-6
-    )
 
 
 def test_more_context_helps(stories, stories_folder):

@@ -341,7 +341,7 @@ def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, t
 @pytest.mark.rotating
 def test_commands_read_a_run_in_a_store(store, environment, text, local, tmp_path, monkeypatch, calling):
     from llama_jax.cli.inspect import Inspect
-    from llama_jax.cli.plot import Plot
+    from llama_jax.cli.train import Plot
 
     url = store.upload(local, "copied")
     assert f"{url}/checkpoints/24: orbax, step 24 of a run" in calling(Inspect, url).out
