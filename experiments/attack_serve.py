@@ -46,7 +46,7 @@ from soak_serve import Clients, Kind, Report, kinds, resident, streamed
 
 from llama_jax.cli import main as command_line
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
+from llama_jax.serving.http.response import EngineBridge, UpdateStream
 from llama_jax.serving.requests import GenerationRequest, Ticket, Update
 
 MEGABYTE = 1 << 20

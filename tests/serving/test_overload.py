@@ -15,7 +15,7 @@ import pytest
 import vocabularies
 from fakes import BYTES, Call, FakeEngine, saying, talk, until
 from test_api import error_of
-from test_server import Connection, process, until_draining
+from test_server import Connection, process
 
 from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_process, service
@@ -164,7 +164,6 @@ def test_a_process_ends_although_grammars_compile():
         while not re.search(r"num_requests_waiting [1-7]\.0", Connection(running.address, "GET", "/metrics").rest()):
             pass
         running.send_signal(signal.SIGTERM)
-        until_draining(running.address)
         for call in calls:
             assert '"code":"draining"' in call.rest()
         assert running.wait(20) == 0

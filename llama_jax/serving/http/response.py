@@ -1,4 +1,7 @@
-"""The response to a completion or a chat: its JSON, whole or as chunks of a stream, until the client disconnects."""
+"""The response to a completion or a chat: its JSON, whole or as chunks of a stream, until the client disconnects.
+
+Tokens come from the engine's thread. It wakes the event loop once per turn, not per token.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,24 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames, ToolCall
+from llama_jax.serving.grammar import GrammarConstraint
+from llama_jax.serving.http.completion_choice import Choice, Delta, PlacedToken, TokenNames, ToolCall
 from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused, shutting_down
+from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import ApiRequest
-from llama_jax.serving.http.service import AdmittedRequest, Service, unless_disconnected
-from llama_jax.serving.requests import ScoredToken, Update
+from llama_jax.serving.requests import FinishReason, GenerationRequest, ScoredToken, Ticket, Update
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -183,29 +190,158 @@ STREAM_HEADERS = [
 SLICE = 64  # tokens that are written at once, in a millisecond or two with log-probabilities; then other tasks run
 
 
-class GeneratedResponse:
-    """A response, as an ASGI application: the engine's output for a request, streamed or sent when it is complete."""
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects before."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # is no surprise where nobody asks for it
 
-    def __init__(self, service: Service, admitted: AdmittedRequest, format: type[ResponseFormat]) -> None:
-        self._service = service
-        self._admitted = admitted
-        self._format = format(admitted.body, admitted.body.model or service.served.name, service.names)
-        self._open = len(admitted.choices)
-        self._last = [0.0] * len(admitted.choices)  # when each choice last got tokens
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    disconnected = asyncio.ensure_future(until_disconnected())
+    try:
+        await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():  # which is not reported again
+            raise DisconnectedError
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
+
+
+class UpdateStream:
+    """The choices of one HTTP request: their tickets, and the updates that have not been taken yet.
+
+    Updates of a choice that have not been taken are merged, so that a slow client costs only the memory of its tokens.
+    """
+
+    def __init__(self, closed: Callable[[UpdateStream], None]) -> None:
+        self.tickets: list[Ticket] = []
+        self._updates: dict[int, Update] = {}
+        self._has_updates = asyncio.Event()
+        self._limit: asyncio.TimerHandle | None = None
+        self._closed = closed
+
+    async def next(self) -> dict[int, Update]:
+        """What is new, by choice."""
+        await self._has_updates.wait()
+        self._has_updates.clear()
+        updates, self._updates = self._updates, {}
+        return updates
+
+    def put(self, index: int, update: Update) -> None:
+        """Store what the engine has delivered."""
+        merged = self._updates.setdefault(index, update)
+        if merged is not update:
+            merged.tokens += update.tokens
+            merged.prompt = merged.prompt if update.prompt is None else update.prompt
+            merged.cached = max(merged.cached, update.cached)
+            merged.finish, merged.error, merged.ended_by = update.finish, update.error, update.ended_by
+        self._has_updates.set()
+
+    def end(self, reason: FinishReason) -> None:
+        """End every choice that has not ended, without the engine."""
+        for index in range(len(self.tickets)):
+            if index not in self._updates or self._updates[index].finish is None:
+                self.put(index, Update(finish=reason))
+
+    def end_after(self, seconds: float) -> None:
+        """End as "timeout" what has not ended by then, in any stage."""
+        self._limit = asyncio.get_running_loop().call_later(seconds, self.end, "timeout")
+
+    def close(self) -> None:
+        """End the response: cancel the requests that still run."""
+        if self._limit is not None:
+            self._limit.cancel()
+        for ticket in self.tickets:
+            ticket.cancel()
+        self._closed(self)
+
+
+class EngineBridge:
+    """All update streams of an engine. Everything here runs on the event loop, except what the engine calls."""
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.open: set[UpdateStream] = set()
+        self._engine = engine
+        self.loop = loop
+        self._arrived: deque[tuple[UpdateStream, int, Update]] = deque()
+        engine.after_turn = self.wake
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> UpdateStream:
+        """Hand requests to the engine, all or none; `UpdateStream.close` must be called in the end.
+
+        Raises:
+          what `Engine.submit` raises.
+        """
+        self._engine.check_room(len(requests))  # otherwise those admitted would fill the queue until they are withdrawn
+        stream = UpdateStream(self.open.discard)
+        try:
+            for i, request in enumerate(requests):
+                stream.tickets.append(self._engine.submit(request, partial(self._deliver, stream, i)))
+        except BaseException:
+            stream.close()
+            raise
+        self.open.add(stream)
+        return stream
+
+    def cancel(self) -> None:
+        """End every response as cancelled without the engine, which is in a long step."""
+        for stream in list(self.open):
+            stream.end("cancelled")
+
+    def wake(self) -> None:
+        """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""
+        if self._arrived:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._flush)
+
+    def _deliver(self, stream: UpdateStream, index: int, update: Update) -> None:
+        self._arrived.append((stream, index, update))
+
+    def _flush(self) -> None:
+        for _ in range(len(self._arrived)):  # no more than have arrived by now, so that other tasks can run
+            stream, index, update = self._arrived.popleft()
+            stream.put(index, update)
+
+
+@dataclass(eq=False)
+class GeneratedResponse:
+    """A response, as an ASGI application: the engine's output for a request, streamed or sent when it is complete.
+
+    Attributes:
+      prompts: tokens of each prompt; choices i * n to i * n + n - 1 continue prompt i.
+      constraints: of each choice, where there are any.
+      arrived: by `time.monotonic`.
+    """
+
+    body: ApiRequest
+    format: ResponseFormat
+    prompts: Sequence[Sequence[int]]
+    choices: list[Choice]
+    constraints: Sequence[GrammarConstraint]
+    updates: UpdateStream
+    metrics: ServerMetrics
+    arrived: float
+
+    def __post_init__(self) -> None:
+        self._open = len(self.choices)
+        self._last = [0.0] * len(self.choices)  # when each choice last got tokens
         self._since = 0  # tokens that were written since other tasks could run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond until the client disconnects, streamed or not, also while the request waits in the queue."""
         try:
             with suppress(DisconnectedError):
-                await unless_disconnected(self._stream(send) if self._admitted.body.stream else self._whole(send), receive)
-                self._service.metrics.whole.observe(time.monotonic() - self._admitted.arrived)
+                await unless_disconnected(self._stream(send) if self.body.stream else self._whole(send), receive)
+                self.metrics.whole.observe(time.monotonic() - self.arrived)
         finally:
-            self._admitted.updates.close()
+            self.updates.close()
 
     async def _next(self, write: Callable[[int, Update], None]) -> None:
         """Write what is new, in slices between which other tasks run."""
-        for i, update in (await self._admitted.updates.next()).items():
+        for i, update in (await self.updates.next()).items():
             self._observe(i, update)
             for part in in_slices(update):
                 write(i, part)
@@ -215,20 +351,20 @@ class GeneratedResponse:
                     await asyncio.sleep(0)
 
     async def _whole(self, send: Send) -> None:
-        choices = [WholeChoice() for _ in self._admitted.choices]
+        choices = [WholeChoice() for _ in self.choices]
 
         def write(index: int, update: Update) -> None:
             choice, delta = choices[index], self._take(index, update)
             choice.texts.append(delta.text)
             choice.calls += delta.calls
             if delta.scored:  # written as it comes, so that little is left to be done when the last token has come
-                for name, elements in self._format.logprobs(delta.scored).items():
+                for name, elements in self.format.logprobs(delta.scored).items():
                     choice.logprobs.setdefault(name, []).append(elements)
 
         while self._open:
             await self._next(write)
         bodies = []
-        for body in self._format.whole(choices, [choice.finish for choice in self._admitted.choices], self._usage()):
+        for body in self.format.whole(choices, [choice.finish for choice in self.choices], self._usage()):
             bodies.append(body)
             await asyncio.sleep(0)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, bodies))).encode())]
@@ -237,28 +373,28 @@ class GeneratedResponse:
             await send({"type": "http.response.body", "body": body, "more_body": n < len(bodies)})
 
     async def _stream(self, send: Send) -> None:
-        usage = self._admitted.body.usage
+        usage = self.body.usage
         events: list[bytes] = []
         begun: set[int] = set()
         started = False
 
         def write(index: int, update: Update) -> None:
-            before = self._admitted.choices[index].finish
+            before = self.choices[index].finish
             delta = self._take(index, update)
-            finish = self._admitted.choices[index].finish
+            finish = self.choices[index].finish
             if not delta.text and not delta.scored and (finish is None or before is not None):
                 return  # nothing can be shown yet
             if index not in begun:
                 begun.add(index)
-                events.append(self._format.begin(index))
-            events.append(self._format.chunk(index, delta, finish, self._usage() if usage == "each" else None))
+                events.append(self.format.begin(index))
+            events.append(self.format.chunk(index, delta, finish, self._usage() if usage == "each" else None))
 
         try:
             while self._open:
                 events.clear()
                 await self._next(write)
                 if not self._open:
-                    events += [self._format.last(self._usage())] * (usage is not None) + [DONE]
+                    events += [self.format.last(self._usage())] * (usage is not None) + [DONE]
                 if events:
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -271,17 +407,17 @@ class GeneratedResponse:
 
     def _observe(self, index: int, update: Update) -> None:
         """Record when a choice gets tokens."""
-        if update.tokens and self._admitted.choices[index].finish is None:
-            now, last, metrics = time.monotonic(), self._last[index], self._service.metrics
+        if update.tokens and self.choices[index].finish is None:
+            now, last = time.monotonic(), self._last[index]
             if last:
-                metrics.between_tokens.observe((now - last) / len(update.tokens), len(update.tokens))
+                self.metrics.between_tokens.observe((now - last) / len(update.tokens), len(update.tokens))
             else:
-                metrics.first_token.observe(now - self._admitted.arrived)
+                self.metrics.first_token.observe(now - self.arrived)
             self._last[index] = now
 
     def _take(self, index: int, update: Update) -> Delta:
         """Advance a choice; ApiError if it failed."""
-        choice, admitted = self._admitted.choices[index], self._admitted
+        choice = self.choices[index]
         finished = choice.finish is not None
         if not finished:
             _check_finish(update)
@@ -289,22 +425,21 @@ class GeneratedResponse:
         if choice.finish is not None and not finished:
             self._open -= 1
             if update.finish is None:
-                admitted.updates.tickets[index].cancel()
-            if admitted.constraints and (error := admitted.constraints[index].error) is not None:
-                constrained_by = "tool_choice" if admitted.body.format is None else "response_format"
+                self.updates.tickets[index].cancel()
+            if self.constraints and (error := self.constraints[index].error) is not None:
+                constrained_by = "tool_choice" if self.body.format is None else "response_format"
                 raise refused(f"the grammar cannot be followed further: {error}", constrained_by)
         return delta
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt once, and every generated token of the continuations, including stop tokens."""
-        admitted = self._admitted
-        prompt = sum(map(len, admitted.prompts))
-        generated = sum(choice.count for choice in admitted.choices)
+        prompt = sum(map(len, self.prompts))
+        generated = sum(choice.count for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in admitted.choices[:: admitted.body.n])},
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in self.choices[:: self.body.n])},
         }
 
 

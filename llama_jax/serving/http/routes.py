@@ -22,9 +22,9 @@ from llama_jax.serving.http.auth import Access, Guard
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import read_chat, read_completion
-from llama_jax.serving.http.response import ChatFormat, CompletionFormat, GeneratedResponse, ResponseFormat
+from llama_jax.serving.http.response import unless_disconnected
 from llama_jax.serving.http.schema import Schema
-from llama_jax.serving.http.service import Service, Submit, unless_disconnected
+from llama_jax.serving.http.service import Service, Submit
 
 T = TypeVar("T")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,12 +76,12 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         service = self._service
         read = partial(read_completion, limits=service.limits)
-        return await self._generate("/v1/completions", request, read, service.complete, CompletionFormat)
+        return await self._generate("/v1/completions", request, read, service.complete)
 
     async def chat(self, request: Request) -> Response:
         service = self._service
         read = partial(read_chat, limits=service.limits)
-        return await self._generate("/v1/chat/completions", request, read, service.chat, ChatFormat)
+        return await self._generate("/v1/chat/completions", request, read, service.chat)
 
     async def _generate(
         self,
@@ -89,13 +89,12 @@ class Routes:
         request: Request,
         read: Callable[..., Any],
         prepare: Callable[[Any], Coroutine[Any, Any, Submit]],
-        format: type[ResponseFormat],
     ) -> Response:
         """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
         arrived, service = time.monotonic(), self._service
         service.check_open()  # before a body is read for nothing
         submit = await self._post(path, request, read, lambda typed: unless_disconnected(prepare(typed), request.receive))
-        return GeneratedResponse(service, submit(arrived), format)  # type: ignore[return-value]
+        return submit(arrived)  # type: ignore[return-value]
 
     async def _post(
         self, path: str, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]

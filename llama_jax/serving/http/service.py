@@ -6,20 +6,17 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.types import Receive
-
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
-from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.completion_choice import Choice, TokenNames, grammar_of_calls
-from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused, shutting_down
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import (
@@ -30,6 +27,7 @@ from llama_jax.serving.http.request_schema import (
     Limits,
     request_schemas,
 )
+from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
@@ -95,25 +93,7 @@ class ServerOptions:
     wedged_after: float = 120.0
 
 
-@dataclass(frozen=True)
-class AdmittedRequest:
-    """An HTTP request that the engine has taken.
-
-    Attributes:
-      prompts: tokens of each prompt; choices i * n to i * n + n - 1 continue prompt i.
-      constraints: of each choice, where there are any.
-      arrived: by `time.monotonic`.
-    """
-
-    body: ApiRequest
-    prompts: Sequence[Sequence[int]]
-    choices: list[Choice]
-    constraints: Sequence[GrammarConstraint]
-    updates: UpdateStream
-    arrived: float
-
-
-Submit = Callable[[float], AdmittedRequest]  # called with the time at which the request arrived
+Submit = Callable[[float], GeneratedResponse]  # called with the time at which the request arrived
 
 
 class Service:
@@ -266,7 +246,7 @@ class Service:
         scores = body.echo and (body.alternatives is not None or body.max_tokens == 0)
         constraint = await self._constraint(body.format, self._grammars)
         settings: dict[str, Any] = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
-        return partial(self._submit, body, prompts, self._ends, constraint, **settings)
+        return partial(self._submit, CompletionFormat, body, prompts, self._ends, constraint, **settings)
 
     async def chat(self, body: ChatRequest) -> Submit:
         """The function that hands a chat to the engine; raises as `complete` does."""
@@ -288,7 +268,7 @@ class Service:
         else:
             constraint = await self._constraint(body.format, self._chat_grammars)
         tools = [tool["function"]["name"] for tool in body.tools]
-        return partial(self._submit, body, [prompt], self._chat_ends, constraint, tools=tools)
+        return partial(self._submit, ChatFormat, body, [prompt], self._chat_ends, constraint, tools=tools)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> bytes:
         """The JSON of a text's ids."""
@@ -321,6 +301,7 @@ class Service:
 
     def _submit(
         self,
+        format: type[ResponseFormat],
         body: ApiRequest,
         prompts: Sequence[Sequence[int]],
         ends: Sequence[int],
@@ -331,7 +312,7 @@ class Service:
         echo: Sequence[str] | None = None,
         scores: bool = False,
         tools: Sequence[str] = (),
-    ) -> AdmittedRequest:
+    ) -> GeneratedResponse:
         requests, choices, constraints = [], [], []
         name = body.model or self.served.name
         stop_tokens = tuple(dict.fromkeys((*(() if body.ignore_eos else ends), *body.stop_token_ids)))
@@ -371,7 +352,8 @@ class Service:
         if self.options.seconds:
             updates.end_after(arrived + self.options.seconds - time.monotonic())
         self.metrics.requests[name] += len(requests)
-        return AdmittedRequest(body, prompts, choices, constraints, updates, arrived)
+        written = format(body, name, self.names)
+        return GeneratedResponse(body, written, prompts, choices, constraints, updates, self.metrics, arrived)
 
     def _has_text(self, token: int) -> bool:
         tokenizer = self.served.tokenizer
@@ -423,26 +405,6 @@ class Service:
 def threads_beside_engine(most: int) -> int:
     """Threads of a pool: at most a fourth of the processor's cores, which the steps of an engine may need."""
     return max(min(most, (os.cpu_count() or 1) // 4), 1)
-
-
-async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects before."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # is no surprise where nobody asks for it
-
-    async def until_disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    disconnected = asyncio.ensure_future(until_disconnected())
-    try:
-        await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
-        if disconnected.done():  # which is not reported again
-            raise DisconnectedError
-        return task.result()
-    finally:
-        task.cancel()
-        disconnected.cancel()
 
 
 @contextmanager
