@@ -74,7 +74,8 @@ def write_folder(folder: Path, gigabytes: float) -> None:
     """A Llama of 2,560 features and as many layers as fill the size, 1 GB a file."""
     import llama_jax
     from llama_jax.formats import huggingface
-    from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Opened
+    from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor
+    from llama_jax.formats.weight_format import Opened
 
     dim, hidden, vocab = 2560, 6912, 32_000
     layer = 4 * dim * dim + 3 * dim * hidden

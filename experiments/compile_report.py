@@ -43,7 +43,8 @@ class Case:
       hardware: names of which each compiles it, with its mesh.
       batch, length: rows over the mesh, and tokens in each; of a cache, its room.
       options: of `train_programs` or `decode_programs`; of a step, how many tokens of a prompt it reads besides, how many
-        adapters lie beside the model and their rank, how many drafts each row has, and the smaller model that makes them; of
+        adapters lie beside the model and their rank, how many drafts each row has, the smaller model that makes them, and
+        whether it is exact; of
         a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
       largest: double the batch while it fits.
     """
@@ -64,7 +65,9 @@ QLORA = LORA | {"weights": "nf4"}
 TABLE = LORA | {"adapters": 4}
 WIDE_TABLE = LORA | {"adapters": 16}
 ROLLOUT = LORA | {"group": 8}
-PIECE = {"piece": 64}
+PIECE: dict[str, Any] = {"piece": 64}
+READING: dict[str, Any] = {"piece": 496}
+EXACT = {"exact": True}
 LOOKUP = {"drafted": 8}
 DRAFT: dict[str, Any] = {"drafted": 4, "draft": "llama-3.2-1b"}
 
@@ -116,6 +119,11 @@ CASES = (
     Case("8b-step", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
     Case("8b-step-64", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
     Case("8b-step-reading", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, PIECE),
+    # The same bits in any company, on one device: as usual, and exact.
+    Case("1b-step", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048),
+    Case("1b-step-exact", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, EXACT),
+    Case("1b-step-reading", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, READING),
+    Case("1b-step-reading-exact", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, READING | EXACT),
     Case("1b-burst", "burst", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
     # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
     Case("8b-step-adapters", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
@@ -260,9 +268,10 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
+    compute = Compute(exact=options.pop("exact", False))
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
-    model = programs.StaticModel(config, Compute(), sharding_of(params))
+    model = programs.StaticModel(config, compute, sharding_of(params))
     if options:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(

@@ -30,7 +30,7 @@ from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.huggingface import from_params
-from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields, all_settings, missing_settings
+from llama_jax.formats.model_folder import about_from_fields, about_to_fields, all_settings, missing_settings
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build

@@ -1,4 +1,8 @@
-"""A Python program in a process of its own, for work that may never end: it is killed when its time is up."""
+"""A Python program in a process of its own, for work that may never end: it is killed when its time is up.
+
+The program is a file that imports nothing of this library, so that it starts quickly. Its `begin(source, *arguments)` may
+read what comes first, and returns the function that answers requests.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 START_SECONDS = 60  # seconds that a process may take to start, from a slow disk
 
 
-def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run a script with no packages but these, which this process must have."""
+def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: int = 0) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment that run a program with no packages but these, which this process must have.
+
+    Args:
+      niceness: at least that of the process, by which it waits for a processor rather than others do.
+    """
     # Without `site`, which can take longer than all the rest; packages are found where this process has them.
     places = [str(Path(spec.origin).parents[1]) for name in packages if (spec := find_spec(name)) and spec.origin]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
-    command = [sys.executable, "-S", "-s", "-P", str(script), *arguments]
+    command = [sys.executable, "-S", "-s", "-P", __file__, str(niceness), str(script), *arguments]
     return command, inherited | {"PYTHONPATH": os.pathsep.join(places)}
 
 
@@ -117,3 +125,28 @@ class ChildProcess:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
+
+
+def _main(niceness: int, script: str, *arguments: str) -> None:
+    """Run a program in this process: say that it is ready, and answer requests until the input ends."""
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    if niceness and hasattr(os, "nice"):
+        os.nice(max(niceness - os.nice(0), 0))  # the thread that starts it may have a low priority already
+    spec = spec_from_file_location("program", script)
+    assert spec is not None
+    assert spec.loader is not None
+    program = module_from_spec(spec)
+    spec.loader.exec_module(program)
+    answer = program.begin(source, *arguments)
+    out.write(b"r")
+    out.flush()
+    while size := source.read(8):
+        reply = answer(source.read(int.from_bytes(size, "big")))
+        out.write(len(reply).to_bytes(8, "big"))
+        out.write(reply)
+        out.flush()
+        del reply
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), *sys.argv[2:])

@@ -36,7 +36,8 @@ import llama_jax
 from llama_jax.cli.argv import arranged, parsed
 from llama_jax.formats.build_params import build_params
 from llama_jax.formats.huggingface import NAMES, config_to_dict
-from llama_jax.formats.lazy_tensors import ArrayTensor, Opened
+from llama_jax.formats.lazy_tensors import ArrayTensor
+from llama_jax.formats.weight_format import Opened
 from llama_jax.model.trees import dequantize
 
 # Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.

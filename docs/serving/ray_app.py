@@ -6,7 +6,7 @@ from pathlib import Path
 from ray import serve
 
 from llama_jax.cli.serve import Serve
-from llama_jax.serving.http.asgi import Mounted
+from llama_jax.serving.http.server import Mounted
 
 DRAIN = 60.0  # seconds that running requests get to end when a replica is taken away
 

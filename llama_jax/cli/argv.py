@@ -18,7 +18,7 @@ from llama_jax.settings import check_bounds, help_of
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options without a value, of the commands that `arranged` knows.
 HELP = ("--help", "-h")
-FLAGS = ("--resume", "--reweigh", "--distributed", "--json", "--no-cache", *HELP)
+FLAGS = ("--resume", "--reweigh", "--distributed", "--exact", "--json", "--no-cache", *HELP)
 LISTS = ("--data", "--validation-data")
 # An optional setting is not written as None, and a flag has one name.
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)

@@ -127,9 +127,9 @@ class Merge(CompileOptions):
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats import load, load_adapter, open_checkpoint, save
         from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.model_folder import check_room
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
-        from llama_jax.formats.tensor_export import check_room
         from llama_jax.model.lora import merge
 
         self.start_jax()

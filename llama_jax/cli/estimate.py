@@ -312,9 +312,9 @@ def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     from llama_jax.formats import huggingface
     from llama_jax.formats.build_params import plan
     from llama_jax.formats.device_fill import StackParts
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.loading import open_checkpoint
     from llama_jax.formats.quantize_on_load import can_be_kept, kinds_of, quantized_kinds
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.storage import locate
 
     path = locate(model)

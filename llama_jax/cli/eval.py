@@ -14,8 +14,8 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.options import (
-    AttentionOption,
     DocumentOptions,
+    ExactOption,
     ModelPath,
     RememberOptions,
     SingleAdapterOption,
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(AttentionOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions):
+class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
@@ -345,6 +345,8 @@ class Eval(AttentionOption, SingleAdapterOption, DocumentOptions, WeightOptions,
             if by_length:
                 raise UserError(f"{name}={value} needs --lengths")
             raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
+        if self.exact and self.against is not None:
+            raise UserError("exact is for the numbers of one model; leave it or --against out")
         found = []
         for part in self.lengths.split(",") if self.lengths else ():
             try:

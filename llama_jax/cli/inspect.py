@@ -20,8 +20,9 @@ from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from llama_jax.formats.lazy_tensors import Opened, TensorInfo
+    from llama_jax.formats.lazy_tensors import TensorInfo
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.weight_format import Opened
 
 CACHE_DTYPES = ("bfloat16", "float32")
 FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits

@@ -25,8 +25,8 @@ from llama_jax.tokenizers import Format, Tokenizer
 if TYPE_CHECKING:
     from llama_jax.data import DocumentFormat
     from llama_jax.formats.build_params import Progress
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
+    from llama_jax.formats.weight_format import Opened
     from llama_jax.parallel.multihost import Processes
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
@@ -81,6 +81,15 @@ class AttentionOption:
     def compute(self) -> llama_jax.Compute:
         """The options of a forward pass."""
         return llama_jax.Compute(attention=self.attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactOption(AttentionOption):
+    exact: bool = False
+    """The same bits in any company: a text and its log-probabilities do not depend on what else is computed with it."""
+
+    def compute(self) -> llama_jax.Compute:
+        return replace(super().compute(), exact=self.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +365,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(LoadOptions):
+class DraftOptions(ExactOption, LoadOptions):
     draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
     """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same (but for
     near ties of 16-bit and quantized weights), often sooner.

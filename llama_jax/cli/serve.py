@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from socket import socket
 
     from llama_jax.parallel.multihost import Processes
-    from llama_jax.serving.http.asgi import Mounted
-    from llama_jax.serving.http.server import ServerOptions, Started, Startup
-    from llama_jax.serving.http.service import Served
-    from llama_jax.serving.memory import MemoryPlan
+    from llama_jax.serving.http.server import Mounted, Started, Startup
+    from llama_jax.serving.http.service import Served, ServerOptions
+    from llama_jax.serving.options import MemoryPlan
 
 KEY = "LLAMA_JAX_API_KEY"
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
@@ -132,7 +131,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         self._check()
         from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.parallel.multihost import Processes
-        from llama_jax.serving.http.asgi import Mounted
+        from llama_jax.serving.http.server import Mounted
 
         use_compilation_cache(self.no_cache)
         begun = time.perf_counter()
@@ -217,7 +216,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         import jax
 
         from llama_jax.formats.loading import open_checkpoint, planned_weights
-        from llama_jax.serving.memory import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
+        from llama_jax.serving.options import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
 
         dtype = unless_auto(self.dtype)
         opened = open_checkpoint(self.model_path)
@@ -239,7 +238,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         def plan_of(options: llama_jax.EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
-            programs = options.programs(config) * sum(program_bytes(each, device.platform) for each, _ in models)
+            programs = options.programs * sum(program_bytes(each, device.platform) for each, _ in models)
             programs += 4 * options.for_platform(device.platform).chunk * config.vocab_size  # logits of a scored prompt
             rest = {"weights": weights // parts, "programs": programs}
             return MemoryPlan(pool=pool // parts, free=free, **rest)
@@ -248,17 +247,16 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         return fit(self._engine_options(), config, plan_of, chosen, shares)
 
     def start(self, joined: Processes, startup: Startup | None = None) -> Started:
-        """The engine, warm, the model as clients see it, and what they may ask for; says what they are."""
+        """The engine, warm, and the model as clients see it; says what they are."""
         import jax
 
         from llama_jax.model.cache import PAGE_SIZE
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
         from llama_jax.serving.engine import Engine
-        from llama_jax.serving.http.request_schema import Limits
         from llama_jax.serving.http.server import Started
-        from llama_jax.serving.memory import return_freed_memory
         from llama_jax.serving.multihost_engine import leading
+        from llama_jax.serving.options import return_freed_memory
         from llama_jax.serving.served_model import ServedModel
 
         begun, startup = time.perf_counter(), startup or self._startup()
@@ -288,13 +286,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
         note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
-        limits = Limits(
-            vocab_size=config.vocab_size,
-            context=engine.context,
-            most_choices=min(self.most_choices, max(self.most_waiting, 1)),
-            largest_body=round(self.body_mb * 2**20),
-        )
-        return Started(engine, served, limits)
+        return Started(engine, served)
 
     def _check(self) -> None:
         check_bounds(self)
@@ -323,7 +315,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
     def _server_options(self, most_connections: int) -> ServerOptions:
         from llama_jax.serving.http.auth import Access
-        from llama_jax.serving.http.server import ServerOptions
+        from llama_jax.serving.http.service import ServerOptions
 
         access = Access(
             api_key=self._key(),
@@ -332,7 +324,14 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
             most_connections=most_connections,
             open_metrics=self.open_metrics,
         )
-        return ServerOptions(access=access, drain_seconds=self.drain, seconds=self.timeout, wedged_after=self.wedged)
+        return ServerOptions(
+            access=access,
+            most_choices=min(self.most_choices, max(self.most_waiting, 1)),
+            largest_body=round(self.body_mb * 2**20),
+            seconds=self.timeout,
+            drain_seconds=self.drain,
+            wedged_after=self.wedged,
+        )
 
     def _served(self, tokenizer: Tokenizer) -> Served:
         """The model as clients see it; GenerationError for a --format that it cannot have."""

@@ -20,11 +20,11 @@ from llama_jax.tokenizers import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.formats.lazy_tensors import Opened
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.verify.activations import Origin, Trace
+    from llama_jax.formats.weight_format import Opened
+    from llama_jax.verify.activations import Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
-    from llama_jax.verify.rounding_error import MatrixError
+    from llama_jax.verify.rounding_error import MatrixError, Origin
 
 TOKENS = 64
 LARGEST_TEXT = 1 << 20  # characters
@@ -66,14 +66,13 @@ class Verify(CompileOptions):
         self._check_options()
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.build_params import plan
-        from llama_jax.formats.lazy_tensors import Opened
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import check_kept
+        from llama_jax.formats.weight_format import Opened
         from llama_jax.model.trees import param_shapes
         from llama_jax.model.trees import quantize as quantize_params
-        from llama_jax.verify.activations import trace
+        from llama_jax.verify.activations import check_room, read_oracle, run_transformers, trace, write_oracle
         from llama_jax.verify.compare import compare
-        from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
         from llama_jax.verify.rounding_error import matrix_errors, rounding_of
 
         # Quick checks come first: no mistake should be found after minutes of loading.
@@ -149,7 +148,7 @@ class Verify(CompileOptions):
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
         from llama_jax.formats.huggingface import open_folder
-        from llama_jax.verify.reference import check_transformers
+        from llama_jax.verify.activations import check_transformers
 
         assert self.against is not None
         if not (self.against / "config.json").is_file():

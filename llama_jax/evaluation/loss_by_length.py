@@ -14,13 +14,13 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
-from llama_jax.evaluation.measure import check_batch, check_vocabulary, run_ahead, target_nats
+from llama_jax.evaluation.measure import check_batch, check_vocabulary, measuring, run_ahead, target_nats
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.model.params import Llama
-from llama_jax.ops.platform import tracing_for
+from llama_jax.ops import exact
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
 ROWS_OF_LOGITS = 512  # that are held at a time
@@ -140,7 +140,7 @@ def evaluate_lengths(
         kv, nats = _piece_nats(config, params, plan.length, kv, tokens[:, piece], targets[:, piece], compute)
         return nats
 
-    with tracing_for(params):
+    with measuring(params, compute):
         for (number, first, begin), nats in run_ahead(jobs, launch, progress):
             found = np.asarray(nats, np.float64)[: len(plans[number].starts) - first]
             by_position[number][begin : begin + plans[number].piece] += found.sum(axis=0)
@@ -239,7 +239,8 @@ def piece_nats(
     batch, new = tokens.shape
     positions = Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
     hidden, cache = forward(config, params, tokens, cache, positions=positions, compute=compute)
-    return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
+    with exact.exactly(compute.exact):
+        return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,8 +21,11 @@ from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
+from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 from llama_jax.ops.cross_entropy import Constrain
+from llama_jax.ops.platform import decodes_natively, decoding_context, tracing_for
 
 LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
 MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
@@ -139,23 +143,29 @@ def pack_rows(
 
 
 def measure_windows(
-    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
+    corpus: Corpus,
+    windows: Windows,
+    batch: int,
+    measure: Callable[[WindowRows], Any],
+    progress: Progress | None,
+    packed: bool = True,
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
 
     Args:
       measure: from rows to a tree of arrays [B, T].
+      packed: whether several windows may share a row.
 
     Yields:
       The tree of float64[n] for n predicted tokens, and int64[n], the window of each.
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
-    rows = pack(windows.read.tolist(), length)
+    rows = pack(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
     batch = min(batch, max(len(rows), MOST_PADDED))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
-        packed, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
-        return measure(packed), owner
+        batched, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
+        return measure(batched), owner
 
     for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
         predicted = owner >= 0
@@ -163,11 +173,16 @@ def measure_windows(
 
 
 def sum_windows(
-    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None = None
+    corpus: Corpus,
+    windows: Windows,
+    batch: int,
+    measure: Callable[[WindowRows], Any],
+    progress: Progress | None = None,
+    packed: bool = True,
 ) -> Any:
     """The sums of `measure_windows` over the tokens of each window: its tree, of float64[windows]."""
     sums: Any = None
-    for found, owner in measure_windows(corpus, windows, batch, measure, progress):
+    for found, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
         sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
         jax.tree.map(lambda total, one, at=owner: np.add.at(total, at, one), sums, found)
     return sums
@@ -234,10 +249,19 @@ def token_nats(
       sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
     """
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
-    positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
+    # Exact passes have one window per row.
+    positions = Positions() if compute.exact else Positions(position_ids=position_ids, segment_ids=segment_ids)
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
-    return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
+    with exact.exactly(compute.exact):
+        return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
+
+
+@contextmanager
+def measuring(params: Llama, compute: Compute) -> Iterator[None]:
+    """Context for measurements: of the parameters' platform, and exact ones as generation computes."""
+    with tracing_for(params), decoding_context(compute.exact and decodes_natively(params, compute.dtype, None)):
+        yield
 
 
 def target_nats(
@@ -255,6 +279,8 @@ def target_nats(
       targets: -1 where nothing is predicted, which gives 0.
       chunk, constrain: see `token_nats`.
     """
+    if exact.is_exact():
+        return -exact_logprobs(config, params, hidden, targets)
 
     def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there

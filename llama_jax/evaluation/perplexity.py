@@ -24,6 +24,7 @@ from llama_jax.evaluation.measure import (
     cut_windows,
     map_in_chunks,
     measure_windows,
+    measuring,
     sum_windows,
     token_mean,
     token_nats,
@@ -105,8 +106,8 @@ def evaluate(
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    with tracing_for(params):
-        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress)
+    with measuring(params, compute):
+        sums = sum_windows(corpus, windows, batch, partial(measure, params), progress, not compute.exact)
     return summary(corpus, windows, sums)
 
 
@@ -318,8 +319,8 @@ def pair_logprobs(
     texts = concatenate((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    with tracing_for(params):
-        sums = sum_windows(texts, windows, batch, partial(measure, params), progress)
+    with measuring(params, compute):
+        sums = sum_windows(texts, windows, batch, partial(measure, params), progress, not compute.exact)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
     logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)

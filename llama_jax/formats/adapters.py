@@ -29,6 +29,7 @@ from llama_jax.formats.device_fill import check
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
 from llama_jax.formats.lazy_tensors import FLOATS, Tensor, kind_of, target_dtype
+from llama_jax.formats.model_folder import new_output
 from llama_jax.formats.orbax_format import OrbaxArrayInfo, adapters_of, describe, name_of, read_arrays, with_short_errors
 from llama_jax.formats.step_dirs import (
     ABOUT,
@@ -44,8 +45,7 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
     verify,
 )
-from llama_jax.formats.tensor_export import new_output
-from llama_jax.formats.tensor_names import Share, shares_of
+from llama_jax.formats.weight_format import Share, shares_of
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters

@@ -1,30 +1,36 @@
-"""From the named tensors of a checkpoint to parameters, the same for all formats."""
+"""From the named tensors of a checkpoint to parameters, or to the tensors of another format: the same for all formats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
 import numpy as np
 
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
-from llama_jax.formats.device_fill import FILL_THREADS, ArrayMemory, ArrayParts, Part, StackParts
+from llama_jax.formats.device_fill import FILL_THREADS, READ_BYTES, ArrayMemory, ArrayParts, Part, StackParts, cast, check
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
-    Opened,
+    Joined,
+    MappedRows,
+    Tensor,
     default_dtype,
+    min_rows,
     pad_tensor,
     permute_rope,
     repeat_heads,
     target_dtype,
 )
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
-from llama_jax.formats.tensor_names import shares_of
+from llama_jax.formats.weight_format import Opened, shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build
@@ -112,8 +118,12 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
         threads.shutdown(cancel_futures=True)
 
 
-def plan(opened: Opened) -> Llama:
-    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter."""
+def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
+    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
+
+    Args:
+      interleaved: the rotary layout for the rows of q and k.
+    """
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
 
@@ -128,8 +138,8 @@ def plan(opened: Opened) -> Llama:
             )
         if tensor.dtype not in FLOATS.values():
             raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
-        if rotary and opened.interleaved:
-            tensor = permute_rope(tensor, c.head_dim, interleave=False)
+        if rotary and opened.interleaved != interleaved:
+            tensor = permute_rope(tensor, c.head_dim, interleave=interleaved)
         return Part(f"{where}: tensor {name!r}", tensor, columns)
 
     def array(row: ParamSpec, layer: int) -> ArrayParts:
@@ -199,3 +209,101 @@ def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
         tensors |= {name: repeat_heads(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)
+
+
+# Bytes, of an object store: runs are read one after the other, and each answer takes long to begin.
+STORED_READ_AHEAD = 16 << 20
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """One tensor of a Llama, to be written.
+
+    Attributes:
+      part: its name in the table of names.
+      layer: its layer; 0 for tensors outside of layers.
+      tensor: its rows.
+      label: for messages.
+      expert: its number in the layer, if each expert is a tensor of its own.
+      run: bytes to read at a time.
+    """
+
+    part: str
+    layer: int
+    tensor: Tensor
+    label: str
+    expert: int | None = None
+    run: int = READ_BYTES
+
+    def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """The rows in runs, checked and cast."""
+        shape = self.tensor.shape
+        least = min_rows(self.tensor)
+        step = max(1, self.run * shape[0] // max(1, self.tensor.nbytes), least)
+        for start in range(0, shape[0], step):
+            found = self.tensor.read(start, min(start + step, shape[0]))
+            check(found, dtype, self.label)
+            run = np.empty(found.shape, dtype)
+            cast(found, run)
+            yield run
+
+
+def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
+    """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
+
+    Args:
+      interleaved: the rotary layout for the rows of q and k.
+    """
+    made_of, table = plan(opened, interleaved=interleaved), specs_for(opened.config)
+    run = STORED_READ_AHEAD if isinstance(opened.path, StoredPath) else READ_BYTES
+
+    def pieces(row: ParamSpec, layer: int = 0) -> list[WrittenTensor]:
+        found = attrgetter(row.path)(made_of)
+        parts = zip(shares_of(row), (found.layers[layer] if row.in_blocks else found).parts, strict=True)
+        return [WrittenTensor(share.name, layer, part.tensor, part.label, run=run) for share, part in parts]
+
+    inside, outside = [row for row in table if row.in_blocks], [row for row in table if not row.in_blocks]
+    layers = [piece for layer in range(opened.config.n_layers) for row in inside for piece in pieces(row, layer)]
+    first, *rest = (piece for row in outside for piece in pieces(row))
+    return [first, *layers, *rest]
+
+
+def split_fused(
+    config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The tensors, with each fused tensor of a layer split into its parts.
+
+    Args:
+      fused_names: by the name of such a tensor, "{}" standing for the layer, the parts that it holds by rows in order.
+      names: of each part.
+    """
+    found = dict(tensors)
+    rows = {share.name: shape_of(share.axes, config)[0] for row in PARAM_SPECS for share in shares_of(row)}
+    for name, parts in fused_names.items():
+        if name.format(0) not in found:
+            continue
+        ends = list(itertools.accumulate((rows[part] for part in parts), initial=0))
+        for i in range(config.n_layers):
+            whole = found.get(name.format(i))
+            if whole is None or whole.shape[0] != ends[-1]:
+                continue  # named as missing or misshapen where all names and shapes are checked
+            del found[name.format(i)]
+            for part, start, stop in zip(parts, ends, ends[1:], strict=False):
+                found[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
+    return found
+
+
+def fuse(
+    todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]], axis: int = 0
+) -> tuple[list[WrittenTensor], dict[str, str]]:
+    """The inverse of `split_fused` for tensors to be written, along an axis; also the names of the fused tensors."""
+    groups = {parts[0]: parts for parts in fused_names.values()}
+    rest = {part for parts in groups.values() for part in parts[1:]}
+    found = []
+    for i, piece in enumerate(todo):
+        if piece.part in groups:
+            parts = [piece.tensor, *(after.tensor for after in todo[i + 1 : i + len(groups[piece.part])])]
+            piece = replace(piece, tensor=Joined(parts, axis))
+        if piece.part not in rest:
+            found.append(piece)
+    return found, {parts[0]: name for name, parts in fused_names.items()}

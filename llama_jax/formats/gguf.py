@@ -20,25 +20,14 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of
 from llama_jax.formats.huggingface_families import FAMILIES
-from llama_jax.formats.lazy_tensors import (
-    FLOATS,
-    Dense,
-    Offset,
-    Opened,
-    Tensor,
-    TensorInfo,
-    WeightFormat,
-    blocks_of,
-    kind_of,
-    read_bytes,
-)
+from llama_jax.formats.lazy_tensors import FLOATS, Dense, Offset, Tensor, TensorInfo, blocks_of, kind_of, read_bytes
+from llama_jax.formats.model_folder import about_from_fields, about_to_fields
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import settings_and_tensors, with_scaling
-from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
-from llama_jax.formats.tensor_names import with_layers
-from llama_jax.formats.tokenizer_files import about_from_fields, about_to_fields
+from llama_jax.formats.weight_format import Opened, WeightFormat, with_layers
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes

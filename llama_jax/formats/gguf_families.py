@@ -62,14 +62,6 @@ def _windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
     return [window if windowed else None for windowed in pattern]
 
 
-def _window_settings(config: LlamaConfig) -> dict[str, Any]:
-    layers = [config.layer(i) for i in range(config.n_layers)]
-    windows = {layer.window for layer in layers} - {None}
-    if not windows:
-        return {}
-    return {WINDOW_KEY: windows.pop(), PATTERN_KEY: [layer.window is not None for layer in layers]}
-
-
 def _only_window(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     return {"window": maybe(WINDOW_KEY, 0) or None}
 
@@ -168,14 +160,14 @@ def _olmo2(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     return {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
 
 
-def _local_theta(config: LlamaConfig) -> float:
-    layer = next(layer for layer in config.layer_kinds if layer.window is not None)
-    return config.rope_theta if layer.rope_theta is None else layer.rope_theta
-
-
-def _olmo2_settings(config: LlamaConfig) -> dict[str, Any]:
-    found = _window_settings(config)
-    return found | ({LOCAL_THETA_KEY: float(_local_theta(config))} if found else {})
+def _window_settings(config: LlamaConfig) -> dict[str, Any]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    local = next((layer for layer in layers if layer.window is not None), None)
+    if local is None:
+        return {}
+    theta = config.rope_theta if local.rope_theta is None else local.rope_theta
+    windows = {WINDOW_KEY: local.window, PATTERN_KEY: [layer.window is not None for layer in layers]}
+    return windows | {LOCAL_THETA_KEY: float(theta)}
 
 
 GEMMA3_27B_LAYERS = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
@@ -198,8 +190,7 @@ def _gemma3_settings(config: LlamaConfig) -> dict[str, Any]:
             f"attention_multiplier={config.attention_multiplier} has no place in GGUF, whose readers take"
             f" {divisor} ** -0.5 for a Gemma 3 of {config.n_layers} layers; write safetensors"
         )
-    found = _window_settings(config)
-    return found | ({LOCAL_THETA_KEY: float(_local_theta(config))} if found else {})
+    return _window_settings(config)
 
 
 GRANITE = {
@@ -250,7 +241,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(("qwen3",)),
     "qwen3moe": Architecture(("qwen3_moe",), False, EXPERT_KEYS[:1], _qwen3moe, _qwen3moe_settings),
     "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
-    "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW_KEY,), _olmo2, _olmo2_settings),
+    "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW_KEY,), _olmo2, _window_settings),
     "gemma3": Architecture(("gemma3_text",), False, (WINDOW_KEY,), _gemma3, _gemma3_settings, norm_shift=1.0),
     "granite": Architecture(("granite",), True, tuple(GRANITE), _granite, _granite_settings),
     "mistral3": Architecture(

@@ -12,21 +12,19 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.formats.lazy_tensors import FLOATS, Dense, RowBytes, Tensor, read_bytes, read_strips
+from llama_jax.formats.lazy_tensors import Dense, RowBytes, Tensor, read_bytes, read_strips
 from llama_jax.ops.weights import nf4
 from llama_jax.ops.weights.format_spec import QuantFormat
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.scaled_formats import GROUPS
 from llama_jax.storage import StoredPath
 
-METHODS = "compressed-tensors, fp8, gptq, awq and bitsandbytes"
 MIN_GROUP = 32
 COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -59,16 +57,11 @@ def scheme_from_dict(found: Any) -> Scheme:
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
     method = found.get("quant_method")
-    read = {
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fp8,
-        "gptq": _gptq,
-        "awq": _awq,
-        "bitsandbytes": _bitsandbytes,
-    }.get(method if isinstance(method, str) else "")
-    if read is None:
-        raise _unsupported("quant_method", method, f"{METHODS} are read; use such a release, or the unquantized one")
-    return read(found)
+    if not isinstance(method, str) or method not in METHODS:
+        raise _unsupported(
+            "quant_method", method, f"{', '.join(METHODS)} are read; use such a release, or the unquantized one"
+        )
+    return METHODS[method](found)
 
 
 def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
@@ -180,13 +173,15 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     return Scheme(COMPRESSED_TENSORS, layout, block=block)
 
 
-RAW = FLOATS | {
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),
-    "I32": np.dtype("<i4"),
-    "I64": np.dtype("<i8"),
+METHODS = {
+    COMPRESSED_TENSORS: _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
 }
+
+
 PER_WORD = 8  # integers of 4 bits in one of 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the nibbles of a word are, from the lowest
 NESTED = 256  # blocks of the whole tensor that share a nested factor
@@ -218,7 +213,7 @@ class QuantizedTensor(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(bytes_of(part) for part in self.parts.values())
+        return sum(part.nbytes for part in self.parts.values())
 
     @abstractmethod
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -235,7 +230,7 @@ class QuantizedTensor(ABC):
 
     def part(self, end: str, start: int, stop: int) -> np.ndarray:
         """Rows of one of its tensors."""
-        return read_rows(self.parts[end], start, stop)
+        return self.parts[end].read(start, stop)
 
     def grouped(self, values: np.ndarray) -> np.ndarray:
         """4-bit integers plus 8, uint8[rows, columns / 2], in the layout of the kind, see `planes.packed`."""
@@ -279,8 +274,8 @@ class Scaled(QuantizedTensor):
             return values, self.spread(scales, np.float32)
         scale = self.parts[end]
         if math.prod(scale.shape) == 1:
-            flat = Dense(scale.path, scale.offset, (1,), scale.kind)
-            return values, np.repeat(read_rows(flat, 0, 1).astype(np.float32), stop - start)
+            one = replace(scale, shape=(1,)).read(0, 1)
+            return values, np.repeat(one.astype(np.float32), stop - start)
         return values, self.part(end, start, stop).astype(np.float32).reshape(-1)
 
 
@@ -400,25 +395,12 @@ class Nf4(QuantizedTensor):
 # --- reading ------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(part: Dense) -> int:
-    return math.prod(part.shape) * RAW[part.kind].itemsize if part.kind in RAW else part.nbytes
-
-
-def read_rows(part: Dense, start: int, stop: int) -> np.ndarray:
-    """Rows of a tensor of any of the types."""
-    dtype = RAW[part.kind]
-    row = math.prod(part.shape[1:]) * dtype.itemsize
-    found = read_bytes(part.path, part.offset + start * row, (stop - start) * row)
-    return found.view(dtype).reshape(stop - start, *part.shape[1:])
-
-
 def _columns(part: Dense, start: int, stop: int) -> np.ndarray:
     """Columns of a matrix: a strip of each of its rows."""
-    dtype = RAW[part.kind]
     rows, width = part.shape
-    offsets = part.offset + (np.arange(rows) * width + start) * dtype.itemsize
-    found = read_strips(part.path, offsets.tolist(), (stop - start) * dtype.itemsize)
-    return found.view(dtype)
+    offsets = part.offset + (np.arange(rows) * width + start) * part.dtype.itemsize
+    found = read_strips(part.path, offsets.tolist(), (stop - start) * part.dtype.itemsize)
+    return found.view(part.dtype)
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
@@ -508,7 +490,7 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
         need(".weight_packed", ("I32",), (rows, columns // PER_WORD))
         need(".weight_scale", SCALES, (rows, groups))
         need(".weight_shape", ("I64", "I32"), (2,))
-        if tuple(read_rows(parts[".weight_shape"], 0, 2).tolist()) != shape:
+        if tuple(parts[".weight_shape"].read(0, 2).tolist()) != shape:
             raise CheckpointError(f"{name} has another weight_shape than its weight_packed, {list(shape)}; copy it again")
         if not scheme.symmetric:
             if ".weight_zero_point" not in parts:
@@ -562,14 +544,14 @@ def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> Qu
         tables.append((".weight.nested_quant_map", nf4.DYNAMIC))
         form = nf4.DOUBLE if NESTED % each == 0 else nf4.DOUBLE_256 if shape[1] % 256 == 0 else nf4.SINGLE
     for end, table in tables:
-        if not np.allclose(read_rows(parts[end], 0, len(table)), table, rtol=0, atol=1e-6):
+        if not np.allclose(parts[end].read(0, len(table)), table, rtol=0, atol=1e-6):
             raise CheckpointError(f"{name} has a {end.removeprefix('.weight.')} that is not that of bitsandbytes")
     return Nf4(name, parts, shape, form, scheme, state.get("nested_offset", 0.0))
 
 
 def _state(part: Dense, name: str) -> dict[str, Any]:
     """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
-    size = bytes_of(part)
+    size = part.nbytes
     try:
         if part.kind != "U8" or size > MAX_STATE_BYTES:
             raise ValueError(f"it has {size} bytes of {part.kind}")

@@ -16,7 +16,7 @@ from llama_jax.formats.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from llama_jax.formats.gguf import SPLIT_NAME
 from llama_jax.formats.huggingface import PICKLED, SAFETENSORS
 from llama_jax.formats.loading import FORMATS
-from llama_jax.formats.tokenizer_files import SETTINGS_FILES
+from llama_jax.formats.model_folder import SETTINGS_FILES
 from llama_jax.storage.atomic_write import cannot_write
 from llama_jax.storage.consistent_reader import FOLDER, TransientError
 from llama_jax.storage.hub import Repository, cache_folder, open_hub

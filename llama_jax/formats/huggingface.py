@@ -22,26 +22,24 @@ from safetensors import SafetensorError, safe_open
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.hf_quantized import scheme_from_dict, with_weights
 from llama_jax.formats.huggingface_families import FAMILIES, object_in
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
     ArrayTensor,
     Dense,
-    Opened,
     QuantizedArrayTensor,
     Stacked,
     Tensor,
     Transposed,
-    WeightFormat,
     kind_of,
     read_bytes,
 )
+from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
 from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
-from llama_jax.formats.tensor_export import WrittenTensor, fuse, split_fused, tensors_to_write
-from llama_jax.formats.tensor_names import shares_of, with_layers
-from llama_jax.formats.tokenizer_files import About, read_about, token_ids, write_about
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
+from llama_jax.formats.weight_format import Opened, WeightFormat, shares_of, with_layers
 from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight

@@ -17,10 +17,6 @@ ConfigJson = Mapping[str, Any]
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
-def _nothing(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """A family's own part of a ``config.json``.
@@ -41,7 +37,7 @@ class Family:
     absent: ConfigJson = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     fields: Callable[[ConfigJson], dict[str, Any]] = lambda found: {}
-    settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = _nothing
+    settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = lambda config, rope: {}
     rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
     interleaved: bool = False
     constants: ConfigJson = field(default_factory=dict)
@@ -233,10 +229,6 @@ def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
     rope.pop("max_position_embeddings", None)
     rest = {name: value for name, value in found.items() if name != "rope_scaling"}
     return rest | {"rope_parameters": rope, "query_scaling": None if beta == 0 else QueryScaling(beta, context)}
-
-
-def _ministral3(found: ConfigJson) -> dict[str, Any]:
-    return _windowed(found) | {"query_scaling": found["query_scaling"]}
 
 
 def _ministral3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -431,7 +423,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         ("sliding_window",),
-        _ministral3,
+        lambda found: _windowed(found) | {"query_scaling": found["query_scaling"]},
         _ministral3_settings,
         _ministral3_rope,
     ),

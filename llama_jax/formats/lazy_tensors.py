@@ -1,9 +1,9 @@
-"""Tensors in files that are read in runs of rows, and the checkpoint that they make up."""
+"""Tensors in files that are read in runs of rows, and what is made of them without reading them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -13,19 +13,26 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
-from llama_jax.formats.tokenizer_files import About
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.format_spec import QuantFormat, blocks_from_planes
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
-from llama_jax.tokenizers import Tokenizer
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
-OTHER = np.dtype("u1")  # for all types that no parameter has: integers, booleans, eight-bit floats
+# By their names in safetensors. No parameter has the types that are no floats, but quantized weights are made of them. Those
+# that are not here count as bytes.
+DTYPES = FLOATS | {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "BOOL": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "I16": np.dtype("<i2"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
 
 
 def kind_of(dtype: np.dtype) -> str:
@@ -131,7 +138,7 @@ class Dense:
 
     @property
     def dtype(self) -> np.dtype:
-        return FLOATS.get(self.kind, OTHER)
+        return DTYPES.get(self.kind, DTYPES["U8"])
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +179,7 @@ class Derived:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes
+        return self.tensor.nbytes * math.prod(self.shape) // max(1, math.prod(self.tensor.shape))
 
     @property
     def rows_at_once(self) -> int:
@@ -194,10 +201,6 @@ class MappedRows(Derived):
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.index), *self.tensor.shape[1:])
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes * len(self.index) // self.tensor.shape[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         index = self.index[start:stop]
@@ -262,10 +265,6 @@ class Transposed(Derived):
     def shape(self) -> tuple[int, ...]:
         count, columns, rows = self.tensor.shape
         return (count, len(range(rows)[self.first : self.last]), columns)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self.tensor.read(start, stop).swapaxes(1, 2)[:, self.first : self.last])
@@ -434,71 +433,6 @@ class RowBytes:
         form, planes = self.weight.form, self.weight.planes(start, stop)
         found = blocks_from_planes(planes, form) if form.is_gguf else form.to_rows(planes)
         return found.reshape(stop - start, *self.shape[1:])
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint that was recognized; its weights have not been read.
-
-    Attributes:
-      format: in words, such as "Hugging Face safetensors".
-      path: for messages: the file, or the folder.
-      config: the configuration from the files.
-      tensors: all that are part of the model, by the format's names.
-      names: the format's name of each part of a Llama, "{}" standing for the layer.
-      interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
-      tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
-      about: reads what else lies beside the weights.
-    """
-
-    format: str
-    path: Location
-    config: LlamaConfig
-    tensors: Mapping[str, Tensor]
-    names: Mapping[str, str]
-    interleaved: bool
-    tokenizer: Callable[[], Tokenizer | None]
-    about: Callable[[], About] = About
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """A format of weights: all that the rest of the library asks about it. `loading.FORMATS` lists them.
-
-    Attributes:
-      name: as `save` and the command line have it.
-      recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
-      open: the model at such a path; its weights are not read.
-      write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
-        `progress`, which wraps the list of tensors; None where the format is only read.
-      write_params: writes parameters in memory in its place: given a new folder, the configuration, the parameters, and the
-        path for messages.
-      suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
-      is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
-      files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
-        model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
-      dtypes: the types in which `save` can write it.
-      can_keep: whether a tensor's blocks can be written as they are.
-      in_stores: whether it can be written into a store.
-      names_attention: whether it has a place for `LlamaConfig.attend`.
-    """
-
-    name: str
-    recognizes: Callable[[Location], bool]
-    open: Callable[[Location], Any]
-    write: Callable[..., None] | None = None
-    write_params: Callable[..., None] | None = None
-    suffixes: tuple[str, ...] = ()
-    is_whole: Callable[[Location], bool] | None = None
-    files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    can_keep: Callable[[TensorInfo], bool] = lambda tensor: False
-    in_stores: bool = False
-    names_attention: bool = False
-
-    @property
-    def is_folder(self) -> bool:
-        return not self.suffixes
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -21,11 +21,11 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.families import features
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import meta
-from llama_jax.formats.lazy_tensors import FLOATS, Dense, Opened, Tensor, WeightFormat, read_bytes
-from llama_jax.formats.tensor_export import WrittenTensor, tensors_to_write
-from llama_jax.formats.tensor_names import shares_of
-from llama_jax.formats.tokenizer_files import read_about
+from llama_jax.formats.build_params import WrittenTensor, tensors_to_write
+from llama_jax.formats.lazy_tensors import FLOATS, Dense, Tensor, read_bytes
+from llama_jax.formats.model_folder import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_pickled, tensors_of
+from llama_jax.formats.weight_format import Opened, WeightFormat, shares_of
 from llama_jax.model.params import shape_of, specs_for
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location

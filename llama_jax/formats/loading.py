@@ -20,7 +20,8 @@ from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.formats import gguf, huggingface, llama2c, meta, orbax_format
 from llama_jax.formats.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_attend
 from llama_jax.formats.build_params import Progress, build_params, pad_to_mesh, plan
-from llama_jax.formats.lazy_tensors import FLOATS, Opened, WeightFormat, default_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, default_dtype
+from llama_jax.formats.model_folder import About
 from llama_jax.formats.orbax_format import OrbaxCheckpoint
 from llama_jax.formats.quantize_on_load import (
     Quantization,
@@ -30,8 +31,8 @@ from llama_jax.formats.quantize_on_load import (
     log_what_becomes_floats,
 )
 from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
-from llama_jax.formats.tokenizer_files import About
 from llama_jax.formats.torch_pickle import is_torch
+from llama_jax.formats.weight_format import Opened, WeightFormat
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
 from llama_jax.model.trees import quantize as quantized_params

@@ -14,10 +14,10 @@ from typing import Any
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import PRESETS
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.formats.lazy_tensors import Joined, Opened, Tensor, WeightFormat
-from llama_jax.formats.tensor_names import with_layers
-from llama_jax.formats.tokenizer_files import read_about
+from llama_jax.formats.lazy_tensors import Joined, Tensor
+from llama_jax.formats.model_folder import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
+from llama_jax.formats.weight_format import Opened, WeightFormat, with_layers
 from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import find_tokenizer

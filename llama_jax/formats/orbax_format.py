@@ -25,7 +25,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.formats.huggingface import read_config, write_config
-from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, WeightFormat, target_dtype
+from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, target_dtype
+from llama_jax.formats.model_folder import About, read_about
 from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
 from llama_jax.formats.quantize_on_load import can_be_kept, parameter_fill
 from llama_jax.formats.step_dirs import (
@@ -44,7 +45,7 @@ from llama_jax.formats.step_dirs import (
     steps_in,
     verify,
 )
-from llama_jax.formats.tokenizer_files import About, read_about
+from llama_jax.formats.weight_format import WeightFormat
 from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
 from llama_jax.ops.weights.device_layout import arranged

@@ -18,22 +18,25 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats import orbax_format
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter
+from llama_jax.formats.build_params import WrittenTensor
 from llama_jax.formats.gguf import Blocks
 from llama_jax.formats.huggingface import from_params
-from llama_jax.formats.lazy_tensors import FLOATS, Opened
+from llama_jax.formats.lazy_tensors import FLOATS
 from llama_jax.formats.loading import FORMATS, load, open_checkpoint
-from llama_jax.formats.orbax_format import name_of
-from llama_jax.formats.quantize_on_load import Quantization, check_quantize, quantized_kinds
-from llama_jax.formats.tensor_export import WrittenTensor, check_room, new_output
-from llama_jax.formats.tokenizer_files import (
+from llama_jax.formats.model_folder import (
     About,
     all_settings,
+    check_room,
     describe_missing,
     missing_settings,
+    new_output,
     vocabulary_files,
     write_about,
     write_vocabulary_files,
 )
+from llama_jax.formats.orbax_format import name_of
+from llama_jax.formats.quantize_on_load import Quantization, check_quantize, quantized_kinds
+from llama_jax.formats.weight_format import Opened
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama

@@ -173,9 +173,7 @@ def read_sums(step: Location) -> dict[str, str] | None:
     try:
         with path.open("rb") as file:
             text, mark, last = file.read().decode().rpartition("# ")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError:
+    except (FileNotFoundError, UnicodeDecodeError):
         return None
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None

@@ -17,18 +17,19 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from llama_jax.errors import CheckpointError, reason_of, shown
-from llama_jax.formats.lazy_tensors import FLOATS, Dense, Derived, Tensor, read_bytes
+from llama_jax.formats.lazy_tensors import Dense, Derived, Tensor, read_bytes
 from llama_jax.storage import Location, StoredPath
 
-# Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
+# The kind of the numbers in each class of storage of torch; parameters are floats.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
-OTHER_STORAGES = {"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
+STORAGES |= {"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8"}
+STORAGES |= {"ByteStorage": "U8", "BoolStorage": "BOOL"}
 # Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
 MAX_PICKLE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 1 << 20
@@ -43,17 +44,13 @@ class _Global(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    path: Location
-    offset: int
-    kind: str
-    itemsize: int
-    numbers: int
+    numbers: Dense
 
 
 REBUILD = _Global("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = _Global("torch._utils", "_rebuild_parameter")
 ORDERED = _Global("collections", "OrderedDict")
-ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in (*STORAGES, *OTHER_STORAGES)}
+ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in STORAGES}
 
 
 @dataclass(frozen=True)
@@ -298,16 +295,15 @@ def _description(found: Any) -> tuple[str, str, int]:
 def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
     info = entries[key]
     _stored(info)
-    kind = STORAGES.get(name, name)
-    itemsize = FLOATS[kind].itemsize if kind in FLOATS else OTHER_STORAGES[name]
     # The archive's table says where the entry's own header begins; two lengths at its end say where that ends.
     header = read_bytes(path, info.header_offset, 30).tobytes()
     if header[:4] != b"PK\x03\x04":
         raise ValueError(f"{info.filename} is not where the table says")
     offset = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
-    if count * itemsize > info.file_size or offset + info.file_size > path.stat().st_size or count < 0:
+    numbers = Dense(path, offset, (count,), STORAGES[name])
+    if numbers.nbytes > info.file_size or offset + info.file_size > path.stat().st_size or count < 0:
         raise ValueError(f"{info.filename} is shorter than its tensors")
-    return _Storage(path, offset, kind, itemsize, count)
+    return _Storage(numbers)
 
 
 def _call(function: Any, arguments: tuple) -> Any:
@@ -328,14 +324,14 @@ def _call(function: Any, arguments: tuple) -> Any:
     if math.prod(shape) == 0:
         raise ValueError("a tensor is empty")
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if max(reach, math.prod(shape)) > storage.numbers:
+    if max(reach, math.prod(shape)) > storage.numbers.shape[0]:
         raise ValueError("a tensor reaches beyond its storage")
     expected = 1
     in_order = True
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         in_order &= size == 1 or stride == expected
         expected *= size
-    offset = storage.offset + first * storage.itemsize
+    span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)
     if in_order:
-        return Dense(storage.path, offset, shape, storage.kind)
-    return Strided(Dense(storage.path, offset, (reach - first,), storage.kind), shape, strides)
+        return replace(span, shape=shape)
+    return Strided(replace(span, shape=(reach - first,)), shape, strides)

@@ -124,7 +124,8 @@ class Run:
             prefilled = make(_init_prefill, *init_args)
             with decoding_context(self.use_native_code):
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
-            state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
+            with decoding_context(self.use_native_code and self.compute.exact):
+                state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding, self.compute)
             with decoding_context(self.use_native_code):
                 make(
                     _decode_for(device.platform),
@@ -139,8 +140,9 @@ class Run:
     def start(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
     ) -> tuple[DecodeState, Packed]:
-        with allow_transfers():
-            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
+        # Exact: as in a step of an engine.
+        with decoding_context(self.use_native_code and self.compute.exact), allow_transfers():
+            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding, self.compute)
 
     def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
@@ -237,7 +239,7 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
 
 _init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
-_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
+_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7, 8), donate_argnums=2)
 _with_request = compiled.jit(with_request, static_argnums=2)
 
 

@@ -23,6 +23,7 @@ from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 from llama_jax.ops.platform import AnyArray
 
 PromptTokens: TypeAlias = Int32[np.ndarray, "B T"]  # on the host, padded on the right
@@ -141,6 +142,7 @@ def begin_decode(
     lengths: Int32[AnyArray, " B"],
     request: Request,
     sharding: Sharding = Sharding(),
+    compute: Compute = Compute(),
 ) -> tuple[DecodeState, TokenChunk]:
     """The state after whole prompts, of `lengths` tokens each, and the first token of every row."""
     batch, width = tokens.shape
@@ -158,7 +160,7 @@ def begin_decode(
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-    with sharding.context():
+    with sharding.context(), exact.exactly(compute.exact):
         state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
     token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
     produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
@@ -238,10 +240,8 @@ def sample_next(
     state: DecodeState, logits: Float32[Array, "B V"], sharding: Sharding, logit_mask: LogitMask | None = None
 ) -> tuple[DecodeState, Float32[Array, " B"]]:
     """The state after one more token of every row that is not done, and its log-probability among all tokens."""
-    token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
-    token = jnp.where(state.done, state.token, token)
-    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
-    logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    choose = _choose_exactly if exact.is_exact() else _choose
+    token, logprobs = choose(state, logits, logit_mask)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
     count = state.count + (~state.done).astype(jnp.int32)
     stopped = jnp.any(token[:, None] == state.request.stop, axis=-1)
@@ -252,6 +252,25 @@ def sample_next(
         done=state.done | stopped | (count >= state.request.limit),
     )
     return state, logprobs
+
+
+def _choose(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
+    """A token of each row, that of a row that is done again, and its log-probability."""
+    token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
+    token = jnp.where(state.done, state.token, token)
+    return token, exact.logprob_of(logits, token)
+
+
+def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
+    """`_choose`, a block of rows at a time."""
+    permitted = logits if mask is None else lax.cond(mask.needed, mask.apply, lambda logits: logits, logits)
+
+    def choose(state: DecodeState, logits: jax.Array, permitted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _choose(state, logits, None if mask is None else LogitMask(jnp.bool_(True), lambda _: permitted))
+
+    rows = state.replace(cache=None)
+    token, logprobs = exact.by_blocks(choose, exact.row_block_size(), exact.rows_in_use(state.done), rows, logits, permitted)
+    return jnp.where(state.done, state.token, token), logprobs
 
 
 def decode_step(
@@ -272,7 +291,7 @@ def decode_step(
     hidden, cache = forward(
         config, params, state.token[:, None], state.cache, positions=positions, compute=compute, sharding=sharding
     )
-    with sharding.context():
+    with sharding.context(), exact.exactly(compute.exact):
         logits = logits_of(config, params, hidden[:, 0], sharding)
         state, logprobs = choose(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
     return state, (state.token, logprobs, valid)

@@ -26,6 +26,7 @@ from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 
 
 class RolloutPrompts(NamedTuple):
@@ -109,15 +110,19 @@ def roll_out(
 
     def sample_at_temperature(state: DecodeState, logits: jax.Array, sharding: Sharding) -> tuple[DecodeState, jax.Array]:
         """`decode.sample_next`, with log-probabilities at the temperature."""
-        token = sample(logits, state.request.sampling, state.seen, state.count)
+
+        def choose(logits: jax.Array, rows: DecodeState) -> tuple[jax.Array, jax.Array]:
+            token = sample(logits, rows.request.sampling, rows.seen, rows.count)
+            token = jnp.where(rows.done, rows.token, token)
+            return token, exact.logprob_of(logits / options.temperature, token)
+
+        token, logprobs = exact.by_rows(choose, exact.rows_in_use(state.done), logits, state.replace(cache=None))
         token = jnp.where(state.done, state.token, token)
-        scores = logits / options.temperature
-        logprobs = jax.vmap(lambda scores, token: scores[token])(scores, token) - jax.nn.logsumexp(scores, axis=-1)
         count = state.count + ~state.done
         done = state.done | jnp.any(token[:, None] == state.request.stop, axis=-1) | (count >= state.request.limit)
         return state.replace(token=token, count=count, done=done), logprobs
 
-    with sharding.context():
+    with sharding.context(), exact.exactly(compute.exact):
         state, logprobs = sample_at_temperature(
             state, logits_of(config, params, _repeat_rows(prefilled.hidden, options, sharding), sharding), sharding
         )

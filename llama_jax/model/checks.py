@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Integer
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, GenerationError
+from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, pages_of
-from llama_jax.model.forward_options import Attend, Compute, Positions
+from llama_jax.model.forward_options import Attend, Compute, Positions, Sharding
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
 from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.platform import AnyArray
@@ -135,6 +135,21 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what:
         raise GenerationError(
             f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
         )
+
+
+def check_exact(config: LlamaConfig, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
+    """Check that a pass can be exact.
+
+    Raises:
+      ConfigError: rows hold several texts, or a token's experts are multiplied with other tokens.
+      MeshError: devices would add their parts of sums.
+    """
+    if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
+        raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
+    if config.experts:
+        raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
+    if sharding.mesh is not None and sharding.mesh.size > 1:
+        raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 
 
 def check_attend(config: LlamaConfig, compute: Compute) -> None:

@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Integer
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, gather_pages, is_quantized
-from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
+from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
+from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
 from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
+from llama_jax.ops import exact
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
@@ -61,9 +62,41 @@ def forward(
       GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions of another shape, or packed rows
         together with a cache. Under `jit` only overflow of an empty cache is detected; callers must count tokens.
     """
-    with sharding.context(), tracing_context(params):
-        hidden, cache, _ = run_layers(config, params, tokens, cache, PassOptions(positions, compute, sharding))
+    options = PassOptions(positions, compute, sharding)
+    with sharding.context(), exact.exactly(compute.exact), tracing_context(params):
+        if compute.exact:
+            return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
+        hidden, cache, _ = run_layers(config, params, tokens, cache, options)
     return hidden, cache
+
+
+def _forward_exactly(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
+) -> tuple[jax.Array, Any]:
+    """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks; without a cache in one
+    that is forgotten."""
+    (rows, each), positions = tokens.shape, options.positions
+    check_exact(config, cache, positions, options.sharding)
+    check_arguments(config, params, tokens, cache, positions)
+    if cache is None:
+        kept = init_cache(config, rows, each, options.compute.dtype or params.embedding.dtype)
+        return _forward_exactly(config, params, tokens, kept, options)[0], None
+    starts, lengths = positions.starts, positions.rope_lengths
+    if starts is None:
+        starts = jnp.arange(rows + 1, dtype=jnp.int32) * each
+        if lengths is not None and jnp.ndim(lengths) == 1:
+            lengths = jnp.repeat(jnp.asarray(lengths), each)
+    missing = -tokens.size % exact.block_size()
+    flat = Positions(starts=starts, rope_lengths=None if lengths is None else _in_column(jnp.asarray(lengths), missing))
+    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, options._replace(positions=flat))
+    if positions.lengths is not None:
+        filled = filled.replace(length=cache.length + positions.lengths)
+    return hidden[: tokens.size].reshape(rows, each, -1), filled
+
+
+def _in_column(x: jax.Array, missing: int) -> jax.Array:
+    """All entries as [T, 1], and so many zeros."""
+    return jnp.pad(x.reshape(-1, 1), ((0, missing), (0, 0)))
 
 
 class PassOptions(NamedTuple):
@@ -114,9 +147,14 @@ def run_layers(
     # times the minimal HBM traffic, 1.24 with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    shared = _shared_inputs(config, tokens, cache, positions, chunks)
+    by_token: Callable[..., Any] = lambda function, *trees: function(*trees)
+    if compute.exact:
+        by_token = partial(_by_blocks, count=jnp.asarray(positions.starts)[-1])
+    shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
+    if compute.exact:
+        embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
     hidden = sharding.constrain(sharding.constrain(embedded, "embedded"), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
@@ -132,18 +170,25 @@ def run_layers(
         # In a scan over differing layers the kind is a traced index.
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
-        normed = sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
-        heads = _project_heads(config, block, normed, shared, kind)
-        cached_heads = _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads
-        pages, view = _write_cache(pages, cached_heads, shared, index, head_sharding)
-        attended = (
-            attend_layer(kind, cached_heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)
-        )  # [B, T, N * H]
-        residual = hidden + sublayer_output(ops.project(attended, block.attention.out), block.attention_post_norm)
-        normed = sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
-        residual = residual + sublayer_output(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
-        residual = sharding.constrain(residual, "residual")
-        return residual, pages, None if tap is None else tap(hidden, residual, heads.keys, heads.values)
+
+        def before_attention(hidden: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
+            """The heads of each token as they are cached, and the keys and values that are tapped."""
+            normed = sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
+            heads = _project_heads(config, block, normed, shared, kind)
+            tapped = None if tap is None else (heads.keys, heads.values)
+            return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
+
+        def after_attention(hidden: jax.Array, attended: jax.Array) -> jax.Array:
+            residual = hidden + sublayer_output(ops.project(attended, block.attention.out), block.attention_post_norm)
+            normed = sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
+            residual = residual + sublayer_output(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
+            return sharding.constrain(residual, "residual")
+
+        heads, tapped = by_token(before_attention, hidden, shared._replace(masks=(), paged=None))
+        pages, view = _write_cache(pages, heads, shared, index, head_sharding)
+        attended = attend_layer(kind, heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        residual = by_token(after_attention, hidden, attended)
+        return residual, pages, None if tap is None else tap(hidden, residual, *tapped)
 
     def layer_fn(layer: int | None) -> Callable[..., Any]:
         run = partial(run_layer, layer=layer)
@@ -172,12 +217,16 @@ def run_layers(
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = apply_final_norm(config, params, hidden)
+    hidden = by_token(partial(apply_final_norm, config, params), hidden)
     if cache is None:
         return hidden, None, taken
     assert shared.paged is not None
     lengths = shared.paged.lengths if positions.lengths is None else cache.length + positions.lengths
     return hidden, cache.replace(pages=pages, length=lengths), taken
+
+
+def _by_blocks(function: Callable[..., Any], *trees: Any, count: jax.Array) -> Any:
+    return exact.by_blocks(function, exact.block_size(), count, *trees)
 
 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -291,6 +340,7 @@ def _shared_inputs(
     cache: KVCache | None,
     positions: Positions,
     chunks: list[int | None],
+    by_token: Callable[..., Any],
 ) -> _SharedInputs:
     length = tokens.shape[1]
     paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
@@ -302,6 +352,9 @@ def _shared_inputs(
     kinds = config.layer_kinds
 
     def rope(position_ids: jax.Array) -> tuple[CosSin, ...]:
+        return by_token(rope_of, position_ids, slots, positions._replace(starts=None))
+
+    def rope_of(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
         tables: dict[Any, CosSin] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
@@ -317,7 +370,9 @@ def _shared_inputs(
     if config.query_scaling is not None:
         scaling = config.query_scaling
         counted = position_ids + scaling.offset if scaling.offset else position_ids
-        scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
+        scale = by_token(
+            lambda counted: 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32)), counted
+        )
         scale = scale[:, None, :, None, None]
 
     def by_chunk(mask: AttentionMask) -> tuple[AttentionMask, ...]:
@@ -473,10 +528,18 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-    logits = ops.project(hidden, head, out_dtype=wide)
-    if head.shape[0] == config.vocab_size:
-        return logits
-    return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        logits = ops.project(hidden, head, out_dtype=wide)
+        if head.shape[0] == config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+
+    if not exact.is_exact():
+        return project(hidden)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))
+    return exact.by_blocks(project, exact.block_size(), count, rows).reshape(*hidden.shape[:-1], -1)
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:

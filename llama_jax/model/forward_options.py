@@ -55,16 +55,20 @@ class Compute:
         host's memory.
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
       attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or `Sharding.attend`.
+      exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their order,
+        padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. With a cache
+        only, and on one device.
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an
-        unknown backend or rematerialization.
+        unknown backend or rematerialization; either of them with `exact`.
     """
 
     dtype: Any = None
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
     attend: Attend | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not is_floating(self.dtype):
@@ -75,6 +79,8 @@ class Compute:
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
             raise ConfigError(f"attention={self.attention!r} is for the library's attention, which attend replaces")
+        if self.exact and (self.attend is not None or self.attention != "auto"):
+            raise ConfigError("exact=True has an attention of its own; leave attend and attention out")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

@@ -14,6 +14,7 @@ from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 from llama_jax.ops.platform import AnyArray
 
 
@@ -71,4 +72,30 @@ def logits(
     """
     check_tokens(config, tokens)
     hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
-    return unembed(config, params, hidden)
+    with exact.exactly(compute.exact):
+        return unembed(config, params, hidden)
+
+
+def exact_logprobs(
+    config: LlamaConfig,
+    params: Llama,
+    hidden: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B T"]:
+    """The log-probability of each target after the hidden states of an exact pass, by the operations of exact sampling.
+
+    Args:
+      targets: -1 where nothing is predicted, which gives 0.
+    """
+
+    def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = unembed(config, params, hidden).astype(jnp.float32)
+        of_rows = lambda logits, targets: exact.logprob_of(logits / temperature, targets)
+        found = exact.by_rows(of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
+        return jnp.where(targets >= 0, found, 0)
+
+    flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    with exact.exactly(True):
+        found = exact.by_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)
+    return found.reshape(targets.shape)

@@ -1,7 +1,7 @@
 """The parameters of a Llama: an immutable tree of arrays, and a table with one spec for each of them.
 
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
-checks, the sizes of `estimate`, and every format's loading and saving (`formats.tensor_names` has their names there). A
+checks, the sizes of `estimate`, and every format's loading and saving (`formats.weight_format` has their names there). A
 parameter that only some models have is a row with a condition; the tree of a model without it holds None there. Axes are
 named with the letters of `sizes`.
 """

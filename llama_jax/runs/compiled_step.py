@@ -31,6 +31,7 @@ from llama_jax.parallel.sharding import (
 )
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
+from llama_jax.training.exact_gradients import check_exact_mesh
 from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
@@ -68,6 +69,7 @@ def _step(
             accumulate=recipe.accumulate,
             ema_decay=recipe.ema_decay,
             count=objective.count,
+            virtual_shards=recipe.exact_shards,
         ),
     )
 
@@ -95,6 +97,8 @@ def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     if backend == "pmap" and sizes.devices != sizes.data:
         raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
     make_mesh(sizes)  # raises if there are too few devices
+    if recipe.exact_shards:
+        check_exact_mesh(dict(sizes.items()), recipe.exact_shards)
     if backend == "pmap":
         if recipe.batch % sizes.data or recipe.batch // sizes.data % recipe.accumulate:
             raise TrainingError(

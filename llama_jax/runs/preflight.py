@@ -345,6 +345,8 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
         raise TrainingError(
             f"mesh {mesh} divides rows over context, and {kind.name} need whole ones; use data, fsdp and tensor"
         )
+    if recipe.exact and not kind.exact:
+        raise TrainingError(f"exact=true trains on text, chats and rewards, and not yet on {kind.name}; leave it out")
     kind.check(recipe, mesh)
 
 

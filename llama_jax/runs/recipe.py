@@ -22,6 +22,7 @@ from llama_jax.runs.overrides import dataclass_of
 from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
+from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
 from llama_jax.training.loss import LOSS_CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.training.policy_gradient import PolicyKind, PolicyOptions
@@ -113,6 +114,12 @@ class Recipe:
       batch: B, rows of a step, over all devices and parts.
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
+      exact: losses, gradient norms, parameters and the optimizer's state have the same bits on every mesh of `data` and
+        `fsdp`, under pmap and in several processes, and after a resume on another of them; see docs/exactness.md. For text
+        and chats, whole models, and AdamW. With `rewards`, on a single device, the log-probabilities of a step have the bits
+        of those with which the answers were sampled.
+      virtual_shards: parts into which an `exact` run divides a batch, on any number of devices: a power of two, and at least
+        the number of devices. The batch is a multiple of `virtual_shards` times `accumulate`.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
         training text with `model.vocab_size` pieces.
@@ -161,6 +168,8 @@ class Recipe:
     batch: Positive
     length: Positive
     accumulate: Positive = 1
+    exact: bool = False
+    virtual_shards: int = VIRTUAL_SHARDS
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     vocabulary: Vocabulary = "given"
     lora: Lora | None = None
@@ -226,12 +235,35 @@ class Recipe:
                 )
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
+        if self.exact_shards:
+            self._check_exact()
+        elif self.virtual_shards != VIRTUAL_SHARDS:
+            raise TrainingError(f"virtual_shards={self.virtual_shards} is for exact=true on text and chats; leave it out")
         if self.batch % self.accumulate:
             raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         if self.steps and self.epochs:
             raise TrainingError(f"steps={self.steps} and epochs={self.epochs} exclude each other; set steps=0, or epochs=0")
         if self.steps:
             learning_rates(self.optimizer, self.steps)
+
+    @property
+    def exact_shards(self) -> int:
+        """The virtual shards of a step, 0 for none."""
+        return self.virtual_shards if self.exact and self.rewards is None else 0
+
+    def _check_exact(self) -> None:
+        check_virtual_shards(self.virtual_shards)
+        if self.optimizer.name == "muon":
+            raise TrainingError(
+                "optimizer.name='muon' multiplies matrices, whose sums a mesh divides; exact=true needs adamw"
+            )
+        if self.lora is not None:
+            raise TrainingError("exact=true trains whole models; leave lora out")
+        if self.batch % (self.virtual_shards * self.accumulate):
+            raise TrainingError(
+                f"batch={self.batch} must be a multiple of virtual_shards={self.virtual_shards} times"
+                f" accumulate={self.accumulate} with exact=true"
+            )
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -292,7 +324,8 @@ def fit_to_data(recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[i
         return recipe
     multiple = LENGTH_MULTIPLE * mesh.context
     length = min(recipe.length, -(-max(longest, 1) // multiple) * multiple)
-    count, batch, least = rows(length), recipe.batch, group * recipe.accumulate * mesh.rows
+    shards = recipe.exact_shards or mesh.rows  # an exact run has the same batch on every mesh
+    count, batch, least = rows(length), recipe.batch, group * recipe.accumulate * shards
     while count < STEPS_PER_EPOCH * batch and batch % (2 * least) == 0:
         batch //= 2
     steps = max(1, math.ceil((recipe.epochs or EPOCHS) * count / batch))

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
-from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.draft_length import MARGIN, SOFTENING, Pace
 from llama_jax.inference.speculation.prompt_lookup import Following
-from llama_jax.serving.requests import GenerationRequest
 
 GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn
-MARGIN = 1.05  # factor by which drafts must be faster
 MEMORY = 256  # tokens after which the weight of an older draft is half
-SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
 FORGETTING = 1.001  # factor by which the estimate for drafts falls after each plain turn, so that they are tried again
 CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
 
@@ -37,10 +34,6 @@ class Drafting(ABC):
         self.numbers = numbers
         self.offered = self.accepted = 0
 
-    def follow(self, request: GenerationRequest) -> Any:
-        """What is known of a row that begins with a prompt; None where a constraint decides what follows."""
-        return self.begin(request.prompt) if request.constraint is None else None
-
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> Any:
         """What is known of a row that begins with a prompt."""
@@ -54,14 +47,14 @@ class Drafting(ABC):
         """The one of `numbers` with which the next turn is expected to be fastest, or 0.
 
         Args:
-          rows: what `follow` returned for each running row.
+          rows: what `begin` returned for each running row; None for one without drafts.
         """
 
     @abstractmethod
     def propose(self, rows: Sequence[Any], number: int) -> np.ndarray:
         """The input of the device for this number of drafts, int32[B, any], -1 for a row without any."""
 
-    def settle(self, rows: Sequence[Any], number: int, counts: Sequence[int]) -> None:
+    def settle(self, number: int, counts: Sequence[int]) -> None:
         """Record how many tokens each running row got in a turn with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
@@ -87,11 +80,9 @@ class LookupDrafting(Drafting):
         self._seconds: dict[tuple[Shape, bool], float] = {}
 
     def begin(self, prompt: Sequence[int]) -> Following:
-        """See `Drafting.begin`."""
         return Following(prompt, self._shortest)
 
     def learn(self, row: Following, token: int) -> None:
-        """See `Drafting.learn`."""
         offered = row.draft is not None
         self.record(offered, row.append(token))
 
@@ -102,7 +93,7 @@ class LookupDrafting(Drafting):
         self._hits = self._hits * decay + right
 
     def propose(self, rows: Sequence[Following | None], number: int) -> np.ndarray:
-        """See `Drafting.propose`: the drafts themselves."""
+        """The drafts themselves."""
         drafts = np.full((len(rows), number), -1, np.int32)
         for i, row in enumerate(rows):
             if row is not None:
@@ -112,7 +103,7 @@ class LookupDrafting(Drafting):
         return drafts
 
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """See `Drafting.observe`; the time of several turns at once says nothing about each."""
+        """Record the time of a turn; that of several turns at once says nothing about each."""
         if len(kinds) != 1 or seconds is None:
             return
         shape, drafted = kinds[0][0], bool(kinds[0][1])
@@ -123,7 +114,6 @@ class LookupDrafting(Drafting):
             self._seconds[shape, True] = max(self._seconds[shape, True] / FORGETTING, believed)
 
     def choose(self, shape: Shape, rows: Sequence[Following | None]) -> int:
-        """See `Drafting.choose`."""
         plain, (count,) = self._seconds.get((shape, False)), self.numbers
         offering = sum(row is not None and row.draft is not None for row in rows)
         if plain is None or not offering:
@@ -148,32 +138,29 @@ class ModelDrafting(Drafting):
         self._read = 0.0  # seconds for reading tokens that the draft model had missed, since it last drafted
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
-        """See `Drafting.begin`: its tokens."""
+        """Its tokens."""
         return list(prompt)
 
     def learn(self, row: list[int], token: int) -> None:
-        """See `Drafting.learn`."""
         row.append(token)
 
     def choose(self, shape: Shape, rows: Sequence[list[int] | None]) -> int:
-        """See `Drafting.choose`."""
         return self._at(shape).choose() if any(row is not None for row in rows) else 0
 
     def propose(self, rows: Sequence[list[int] | None], number: int) -> np.ndarray:
-        """See `Drafting.propose`: the last two tokens of each row, which the draft model continues."""
+        """The last two tokens of each row, which the draft model continues."""
         self.offered += number * sum(row is not None for row in rows)
         return np.array([(-1, -1) if row is None else row[-2:] for row in rows], np.int32)
 
-    def settle(self, rows: Sequence[list[int] | None], number: int, counts: Sequence[int]) -> None:
-        """See `Drafting.settle`: a row that may not have drafts counts as one whose drafts are wrong."""
-        super().settle(rows, number, counts)
+    def settle(self, number: int, counts: Sequence[int]) -> None:
+        """Record the tokens; a row that may not have drafts counts as one whose drafts are wrong."""
+        super().settle(number, counts)
         right = [max(count - 1, 0) for count in counts]
         self._rows += len(counts)
         self._right += sum(right)
         self._looked_at += sum(right) + sum(each < number for each in right)
 
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """See `Drafting.observe`."""
         rows, right, looked_at = self._rows, self._right, self._looked_at
         self._looked_at = self._right = self._rows = 0
         if not kinds:

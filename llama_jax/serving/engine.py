@@ -12,25 +12,25 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from llama_jax import compiled
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
-from llama_jax.serving.admission import Queue, checked, room_of
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.pages import digests_of
 from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
 from llama_jax.serving.row_sampling import ChosenTokens, unpack
-from llama_jax.serving.rows import LaunchedStep, ServedRow, scored_token, scores_of
-from llama_jax.serving.scheduler import Scheduler
+from llama_jax.serving.rows import LaunchedStep, ServedRow, digests_of, scored_token, scores_of
+from llama_jax.serving.scheduler import Queue, Scheduler, checked, room_of
 from llama_jax.serving.served_model import ServedModel
-from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
 
@@ -58,16 +58,15 @@ class Engine:
         options: EngineOptions = EngineOptions(),
         model: ServedModel | None = None,
     ) -> None:
-        self.context = options.context_of(config)
+        self.context, self.vocab_size = options.context_of(config), config.vocab_size
         self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
         self.options = options = options.for_platform(self.model.platform)
         self.scheduler = Scheduler(self.model, options, self.context, self._collect)
-        self.after_turn: Callable[[], None] | None = None
+        self.after_turn: Callable[[], None] = lambda: None
         self.failure: str | None = None
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
         self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
-        self._timed: list[Ticket] = []
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
         self._accepting: list[ServedRow] = []  # rows whose constraint took a token in since the last turn
         self._changed = threading.Condition()
@@ -111,8 +110,6 @@ class Engine:
             self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel, digests)
             self._queue.add(ticket)
-            if request.deadline is not None:
-                self._timed.append(ticket)
             self._changed.notify()
         return ticket
 
@@ -131,9 +128,7 @@ class Engine:
             while True:
                 with self._changed:
                     while not self.busy and self._closing is None:
-                        self._changed.wait(self._until_deadline())
-                        if self._timed:
-                            break
+                        self._changed.wait()
                     if self._closing == "now" or (self._closing == "drain" and not self.busy):
                         break
                 self.turn()
@@ -148,7 +143,7 @@ class Engine:
             for ticket in [*waiting, *(row.ticket for row in self.scheduler.rows)]:
                 with suppress(Exception):  # an error in one callback must not keep the others from being told
                     self._finish(ticket, reason, self.failure)
-            self._after_turn()
+            self.after_turn()
 
     def close(self, drain: bool = False) -> None:
         """End `run`: after all admitted requests have ended, or at once. From any thread."""
@@ -165,12 +160,13 @@ class Engine:
     def turn(self) -> bool:
         """Read chunks of prompts, and give every other row a token or more; False when there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
-        if not self.busy and not self._timed:
+        if not self.busy:
             return False
         kinds = [] if self._pending is None else [self._pending.kind]
         if self._pending is not None and self._pending.settle is not None:  # nothing can follow before that is known
             self._collect()
-        self._sweep(begun)
+        while self._cancelled:
+            self._finish(self._cancelled.popleft(), "cancelled")
         readers = self._next_readers()
         alone = not readers and not any(row.reads for row in scheduler.rows)
         number = scheduler.drafted() if alone else 0
@@ -182,7 +178,7 @@ class Engine:
         before = self._pending
         self._collect()
         self._pending = launched
-        self._after_turn()
+        self.after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1
         self._turn_seconds += self._last_turn - begun
@@ -307,14 +303,15 @@ class Engine:
 
     def _finish(self, ticket: Ticket, reason: FinishReason, error: str | None = None) -> None:
         with self._changed:
-            self._queue.discard(ticket)
+            self._queue.remove(ticket)
         self._end(ticket, Update(finish=reason, error=error))
 
     def _check_room(self, tokens: int, requests: int = 1) -> None:
         if self._closing is not None or self.failure is not None:
             raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
+        done = self.scheduler.counts["prompt_tokens"] + self._counts["generated_tokens"]
         try:
-            self._queue.check_room(tokens, self._tokens_per_second(), requests)
+            self._queue.check_room(tokens, done / self._turn_seconds if self._turn_seconds > 0 else 0.0, requests)
         except BusyError:
             self._counts["refused"] += 1
             raise
@@ -324,25 +321,70 @@ class Engine:
             self._cancelled.append(ticket)
             self._changed.notify()
 
-    def _sweep(self, now: float) -> None:
-        """End requests that were cancelled or are past their deadline."""
-        while self._cancelled:
-            self._finish(self._cancelled.popleft(), "cancelled")
-        if self._timed:
-            late = [ticket for ticket in self._timed if (ticket.request.deadline or now) <= now]
-            for ticket in late:
-                self._finish(ticket, "timeout")
-            with self._changed:
-                self._timed = [ticket for ticket in self._timed if not ticket.ended]
 
-    def _until_deadline(self) -> float | None:
-        ends = [ticket.request.deadline for ticket in self._timed if ticket.request.deadline is not None]
-        return max(min(ends) - time.monotonic(), 0) if ends else None
+class EngineStats(NamedTuple):
+    """A snapshot of an engine. Counts are since it was made.
 
-    def _tokens_per_second(self) -> float:
-        made = self.scheduler.counts["prompt_tokens"] + self._counts["generated_tokens"]
-        return made / self._turn_seconds if self._turn_seconds > 0 else 0.0
+    Attributes:
+      rows: requests that can be decoded at once.
+      running, reading, waiting: requests that are decoded, whose prompts are being read, and that wait.
+      waiting_tokens: of the prompts that wait.
+      cache_fill: share of the cache's pages that requests use, 0 to 1.
+      prompt_tokens: tokens of prompts that have been read, including those found in the prefix cache.
+      generated_tokens: tokens that were delivered.
+      cached_tokens: tokens of prompts found in the prefix cache.
+      drafted, accepted: tokens that were proposed, and that the model chose too.
+      finished: requests by why they ended.
+      refused: requests that the queue had no room for.
+      compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine itself compiles none.
+      turns: number of turns taken.
+      turn_seconds: seconds that they took.
+      last_turn: when the last one ended, by `time.monotonic`.
+      busy: whether there is something to do.
+      prefix_entries, prefix_bytes, evicted: of the prefix cache.
+      preempted: how often a request has given up its pages for an older one.
+    """
 
-    def _after_turn(self) -> None:
-        if self.after_turn is not None:
-            self.after_turn()
+    rows: int
+    running: int
+    reading: int
+    waiting: int
+    waiting_tokens: int
+    cache_fill: float
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    drafted: int
+    accepted: int
+    finished: Mapping[str, int]
+    refused: int
+    compilations_after_ready: int
+    turns: int
+    turn_seconds: float
+    last_turn: float
+    busy: bool
+    prefix_entries: int
+    prefix_bytes: int
+    evicted: int
+    preempted: int = 0
+
+
+class CompileCount:
+    """Programs that were compiled, or loaded from a cache, between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counting = False
+
+    def begin(self) -> None:
+        if not self._counting:
+            jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._counting = True
+
+    def end(self) -> None:
+        if self._counting:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._counting = False
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event in ("/jax/core/compile/backend_compile_duration", compiled.LOAD_DURATION_EVENT)

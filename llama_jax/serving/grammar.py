@@ -13,6 +13,7 @@ import numpy as np
 
 from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.errors import UserError, reason_of
+from llama_jax.serving.thread_pool import LOW
 from llama_jax.tokenizers import Tokenizer
 
 # White space is fixed, because a small model that may choose it fills a whole answer with it.
@@ -93,8 +94,9 @@ class Grammars:
                 self._prepare()
                 vocabulary = self._vocabulary
                 first = pickle.dumps((vocabulary.tokens, vocabulary.special_token_ids, vocabulary.ends))
-                command, environment = isolated(Path(check.__file__), NEEDED, str(check.SECONDS), str(check.WALL_SECONDS))
-                self._child = ChildProcess(command, environment, 2 * check.WALL_SECONDS, first)
+                limits = str(check.SECONDS), str(check.WALL_SECONDS)
+                command = isolated(Path(check.__file__), NEEDED, *limits, niceness=LOW)
+                self._child = ChildProcess(*command, 2 * check.WALL_SECONDS, first)
         answer = self._child.ask(grammar.encode())
         if answer is None:
             raise UserError(

@@ -1,25 +1,23 @@
-"""What compiles a grammar before the server does, as a program that `grammar` starts; and what both do.
+"""What compiles a grammar before the server does, as a program of `child_process` that `grammar` starts; and what both do.
 
 Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted: here the process ends
-when it has used SECONDS or MEMORY. It imports nothing of this library, so that it starts quickly.
+when it has used SECONDS or MEMORY.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 SECONDS = 2  # of a processor, for a grammar and its first mask
 WALL_SECONDS = 20  # the same on a busy machine
 MEMORY = 256 << 20  # bytes for all grammars that one process compiles, besides its tables of the vocabulary
-NICENESS = 10  # rather than the engine, this waits for a processor: beside busy cores it gets a tenth of one
 LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
     step_lexer_fuel=50_000,  # expressions of a mask, about 4 ms
@@ -98,10 +96,8 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
     return matcher, mask
 
 
-def main(seconds: int, wall_seconds: float) -> None:
-    """Read a pickled (tokens, special, ends), say that it is ready, and answer grammars with "t", or "e" and a reason."""
-    source, out = sys.stdin.buffer, sys.stdout.buffer
-    os.nice(max(NICENESS - os.nice(0), 0))  # the thread that starts it may have a low priority already
+def begin(source: BinaryIO, seconds: str, wall_seconds: str) -> Callable[[bytes], bytes]:
+    """Read a pickled (tokens, special, ends); the function that answers grammars with "t", or "e" and a reason."""
     tables = GrammarVocabulary(*pickle.load(source)).tables()
     if sys.platform == "linux":
         import resource
@@ -110,19 +106,18 @@ def main(seconds: int, wall_seconds: float) -> None:
         memory = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    out.write(b"r")
-    out.flush()
-    while size := source.read(8):
-        grammar = source.read(int.from_bytes(size, "big")).decode()
-        _limit_time(seconds, wall_seconds)
+
+    def answer(grammar: bytes) -> bytes:
+        _limit_time(int(seconds), float(wall_seconds))
         try:
-            compile_grammar(tables, grammar)
-            answer = b"t"
+            compile_grammar(tables, grammar.decode())
+            return b"t"
         except GrammarError as error:
-            answer = b"e" + str(error).encode()
-        faulthandler.cancel_dump_traceback_later()
-        out.write(len(answer).to_bytes(8, "big") + answer)
-        out.flush()
+            return b"e" + str(error).encode()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return answer
 
 
 def _limit_time(seconds: int, wall_seconds: float) -> None:
@@ -133,7 +128,3 @@ def _limit_time(seconds: int, wall_seconds: float) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
     faulthandler.dump_traceback_later(wall_seconds, exit=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -26,11 +26,11 @@ from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
     RowSettings,
     choose_packed,
-    logprob_of,
     most_probable,
     pack,
     packed_width,
@@ -107,7 +107,7 @@ def step(
     """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
     sharding = model.sharding
     state, hidden = _read(model, params, state, batch, settings)
-    with sharding.context():
+    with sharding.context(), exact.exactly(model.compute.exact):
         logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
         rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
@@ -145,7 +145,7 @@ def verify_drafts(
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
-    with sharding.context():
+    with sharding.context(), exact.exactly(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
@@ -213,13 +213,13 @@ def score(
       targets: int32[T], the tokens that follow.
     """
     state, hidden = _read(model, params, state, batch, settings)
-    with model.sharding.context():
+    with model.sharding.context(), exact.exactly(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
-            logprob_of(logits, targets),
+            exact.by_rows(exact.logprob_of, batch.starts[1], logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
-            *most_probable(logits, settings.alternatives[0] > 0),
+            *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
         return state, model.sharding.constrain(pack(choice), "replicated")
 

@@ -15,7 +15,7 @@ from llama_jax.inference.sampling import Sampling
 
 MOST_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]  # "timeout" only above the engine
 
 
 class BusyError(UserError):
@@ -60,7 +60,6 @@ class GenerationRequest:
       score_prompt: report the log-probability of each token of the prompt as well.
       constraint: what may be generated; the row waits after every token until it is known.
       adapter: number in the table of the model's adapters; -1 for the model alone.
-      deadline: by `time.monotonic`, when the request ends as "timeout" in any stage; None for never.
     """
 
     prompt: Sequence[int]
@@ -72,7 +71,6 @@ class GenerationRequest:
     score_prompt: bool = False
     constraint: Constraint | None = None
     adapter: int = -1
-    deadline: float | None = None
 
 
 class ScoredToken(NamedTuple):

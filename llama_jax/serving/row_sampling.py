@@ -13,6 +13,7 @@ from jax import lax
 from llama_jax.inference.decode import DecodeState, Request, sample_next
 from llama_jax.inference.sampling import LogitMask
 from llama_jax.model.forward_options import Sharding
+from llama_jax.ops import exact
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
@@ -73,14 +74,9 @@ def _choose_without_cache(
         return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
     chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0))
+    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0), exact.rows_in_use(state.done))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
     return chosen, sharding.constrain(pack(choice), "replicated")
-
-
-def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """float32[B], of a token in each row [B, V]. Row by row, so that each device reads only its own rows."""
-    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
@@ -93,18 +89,22 @@ def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, voc
     return allowed & ~(stops & barred[:, None])
 
 
-def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`."""
+def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
+
+    Args:
+      rows: int32[], how many of them are needed.
+    """
     count = min(MOST_ALTERNATIVES, logits.shape[-1])
 
-    def find() -> tuple[jax.Array, jax.Array]:
+    def find(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores, ids = lax.top_k(logits, count)
         return ids.astype(jnp.int32), scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def skip() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
 
-    return lax.cond(wanted, find, skip)
+    return lax.cond(wanted, lambda: exact.by_rows(find, rows, logits), skip)
 
 
 def packed_width(vocab: int) -> int:

@@ -1,26 +1,132 @@
-"""The rows of an engine: which of them read, which get tokens, whose pages they have, and the steps of the device.
+"""What an engine does next: the checked requests that wait, the rows that are served, and the steps of the device.
 
-A row takes pages of the cache as it grows. Where there are none left, the youngest rows give up theirs: what they have is
-read again when there is room, and they go on as if nothing had been.
+Waiting requests and their tokens are bounded. A row takes pages of the cache as it grows. Where there are none left, the
+youngest rows give up theirs: what they have is read again when there is room, and they go on as if nothing had been.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
 import numpy as np
 
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
+from llama_jax.inference.decode import Request
+from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
+from llama_jax.model.checks import check_tokens
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.pages import PagePool
-from llama_jax.serving.requests import Ticket
+from llama_jax.serving.requests import MOST_ALTERNATIVES, BusyError, GenerationRequest, Ticket
 from llama_jax.serving.row_sampling import RowSettings
-from llama_jax.serving.rows import LaunchedStep, RowPart, ServedRow, batch_of, pages_of, settings_of
-from llama_jax.serving.served_model import ServedModel
+from llama_jax.serving.rows import LaunchedStep, PagePool, RowPart, ServedRow, batch_of, pages_of, settings_of
+from llama_jax.serving.served_model import STOPS, ServedModel
+
+
+class Queue:
+    """The waiting requests in order of arrival; their number and the tokens of their prompts are bounded.
+
+    Attributes:
+      tokens: number of tokens of all prompts that wait.
+    """
+
+    def __init__(self, most: int, most_tokens: int) -> None:
+        self.tokens = 0
+        self._most = most
+        self._most_tokens = most_tokens
+        self._waiting: dict[Ticket, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._waiting)
+
+    def check_room(self, tokens: int, tokens_per_second: float, requests: int = 1) -> None:
+        """Raise BusyError where there is no room for prompts of so many tokens in all. An empty queue takes any one prompt.
+
+        Args:
+          requests: number to be admitted together.
+          tokens_per_second: rate of reading and generating so far, for the estimate of when there will be room again.
+        """
+        full = len(self) + requests > self._most or self.tokens + tokens > self._most_tokens
+        if full and (self._waiting or requests > 1):
+            seconds = self.tokens / tokens_per_second if tokens_per_second > 0 else 1.0
+            raise BusyError(
+                f"{len(self)} requests with {self.tokens} tokens are waiting, which is the limit; try again later",
+                min(max(seconds, 1.0), 60.0),
+            )
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue a request; there must be room for it."""
+        self._waiting[ticket] = None
+        self.tokens += len(ticket.request.prompt)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a request if it waits."""
+        if ticket in self._waiting:
+            del self._waiting[ticket]
+            self.tokens -= len(ticket.request.prompt)
+
+    def clear(self) -> list[Ticket]:
+        """Remove and return all."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self.tokens = 0
+        return waiting
+
+
+def room_of(config: LlamaConfig, context: int, length: int) -> int:
+    """How many tokens a prompt of this length may get: within the context, and without being read again.
+
+    An engine reads no row again where the frequencies of a "longrope" scaling change, see `inference.checks`.
+    """
+    return min(context - length, int(tokens_before_longrope_switch(config, length)))
+
+
+def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
+    """The request for a state of one row, after all checks.
+
+    Raises:
+      GenerationError: the request is invalid.
+    """
+    (prompt,) = checked_prompts(model.config, [request.prompt])
+    least = 0 if request.score_prompt else 1
+    for name, lowest, most in (
+        ("max_new_tokens", least, 2**31 - 1),
+        ("min_new_tokens", 0, request.max_new_tokens),
+        ("alternatives", 0, MOST_ALTERNATIVES),
+        ("adapter", -1, model.adapters - 1),
+    ):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
+            raise GenerationError(f"{name}={shown(value, 40)} must be an integer from {lowest} to {most}")
+    if len(prompt) + request.max_new_tokens > context:
+        room = max(context - len(prompt), 0)
+        raise GenerationError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
+            f" shorten the prompt or generate at most {room}"
+        )
+    if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
+        raise GenerationError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
+            f" {longrope_switch_length(model.config)} tokens, after which the frequencies of the model's longrope change and"
+            f" an engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
+        )
+    if not isinstance(request.sampling, Sampling):
+        raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
+    ends = token_ids("stop_tokens", request.stop_tokens)
+    check_tokens(model.config, ends, "stop token")
+    if len(ends) > STOPS:
+        raise GenerationError(f"{len(ends)} stop tokens are more than the {STOPS} that a request may have")
+    stop = np.full((1, STOPS), -1, np.int32)
+    stop[0, : len(ends)] = ends
+    return Request(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
 
 
 class Scheduler:
@@ -94,7 +200,9 @@ class Scheduler:
         """Give a request a seat; it has read nothing yet."""
         request, model = ticket.request, self._model
         allowed = None if request.constraint is None else request.constraint.allowed()
-        followed = None if self.drafting is None else self.drafting.follow(request)
+        followed = None
+        if self.drafting is not None and request.constraint is None:  # which would decide what follows
+            followed = self.drafting.begin(request.prompt)
         prompt = np.asarray(request.prompt, np.int32)
         row = ServedRow(ticket, self._seats.pop(), prompt.tolist(), allowed, followed, scoring=request.score_prompt)
         ticket.row = row
@@ -271,7 +379,7 @@ class Scheduler:
         """Record how many tokens a step with drafts has given each row."""
         assert self.drafting is not None
         counts = counts[: len(rows)]
-        self.drafting.settle([row.followed for row in rows], number, counts)
+        self.drafting.settle(number, counts)
         for row, count in zip(rows, counts, strict=True):
             row.read_by_draft = row.read + min(count, number)
             row.read += count

@@ -116,7 +116,8 @@ class ServedModel:
 
     def score(self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray) -> StateAndTokens:
         """See `programs.score`."""
-        return self.programs.score(self.static, self.params, state, batch, settings, targets)
+        with decoding_context(self.native and self.static.compute.exact):  # whose numbers are those of decoding
+            return self.programs.score(self.static, self.params, state, batch, settings, targets)
 
     def verify(
         self, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: np.ndarray, count: int

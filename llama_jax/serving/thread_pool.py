@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
 
-LOW = 10  # of `niceness`: as the processes that parse and compile
+LOW = 10  # niceness of what waits for a processor rather than the engine: beside busy cores it gets a tenth of one
 IDLE_SECONDS = 1.0  # for which a thread waits for more work before it ends
 T = TypeVar("T")
 

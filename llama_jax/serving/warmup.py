@@ -90,32 +90,24 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progres
       run: makes the calls, on a model whose programs return shapes instead of arrays.
       progress: called with the number of compiled programs and the total.
     """
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
-        lowering = _Lowering(model, threads)
-        run(model.with_programs(Programs(*(partial(lowering.call, program) for program in model.programs))))
-        for done, compiled in enumerate(lowering.compiling, 1):
-            compiled.result()
-            progress(done, len(lowering.compiling))
+    compiling: list[Future[Any]] = []
+    results: dict[Hashable, Any] = {}
 
-
-class _Lowering:
-    """The programs that were lowered and are being compiled."""
-
-    def __init__(self, model: ServedModel, threads: ThreadPoolExecutor) -> None:
-        self.compiling: list[Future[Any]] = []
-        self._model = model
-        self._threads = threads
-        self._results: dict[Hashable, Any] = {}
-
-    def call(self, program: Any, *args: Any) -> Any:
+    def lower(program: Any, *args: Any) -> Any:
         """The shapes of a program's results; the program is compiled if it was not yet."""
-        leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
+        leaves, structure = jax.tree.flatten([arg for arg in args if arg is not model.params])
         key = program, structure, tuple(map(_signature, leaves))
-        if key not in self._results:
-            self._results[key], compile_or_load = program.lower_ahead(*args)
+        if key not in results:
+            results[key], compile_or_load = program.lower_ahead(*args)
             # In this context, so that the caller's `record_backends` sees the backends of what is loaded.
-            self.compiling.append(self._threads.submit(contextvars.copy_context().run, compile_or_load))
-        return self._results[key]
+            compiling.append(threads.submit(contextvars.copy_context().run, compile_or_load))
+        return results[key]
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
+        run(model.with_programs(Programs(*(partial(lower, program) for program in model.programs))))
+        for done, compiled in enumerate(compiling, 1):
+            compiled.result()
+            progress(done, len(compiling))
 
 
 def _signature(leaf: Any) -> Hashable:

@@ -104,7 +104,7 @@ class StoreView:
         if self._alone.get(key) is not None:
             return self._alone[key]
         parent, _, name = key.rpartition("/")
-        if key and any(folder in self._folders for folder in _with_parents(parent)):
+        if key and any(not known or f"{parent}/".startswith(f"{known}/") for known in list(self._folders)):
             within = parent in self._folders or parent == "" or self.look(parent) == FOLDER
             return self.names(parent).get(name) if within else None
         if self.names(key):
@@ -202,12 +202,3 @@ def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float]
             _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
             time.sleep(wait * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")
-
-
-def _with_parents(folder: str) -> list[str]:
-    """A folder and its parents, up to the root of the store."""
-    found = [folder]
-    while folder:
-        folder = folder.rpartition("/")[0]
-        found.append(folder)
-    return found

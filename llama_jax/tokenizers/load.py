@@ -35,31 +35,28 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
       TokenizerError: there is none, a damaged one, or several without such a name.
     """
     with reading(path, TokenizerError):
-        return _load(locate(path))
-
-
-def _load(path: Location) -> Tokenizer:
-    if not path.exists():
-        raise TokenizerError(f"{path} does not exist; pass {VOCABULARY_KINDS}, or a folder with one")
-    if not path.is_dir():
-        if not path.is_file():
-            raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_KINDS}")
-        if is_gguf(path):
-            with open_header(path, TokenizerError) as header:
-                return gguf.from_metadata(header.fields(), str(path))
-        return _read(path, read_settings(path.parent))
-    settings = read_settings(path)
-    for name in VOCABULARY_NAMES:
-        if (path / name).is_file():
-            return _read(path / name, settings)
-    others = _others(path, settings)
-    if not others:
-        raise TokenizerError(
-            f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json; name a GGUF file itself"
-        )
-    if len(others) > 1:
-        raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); pass one of them")
-    return others[0][1]
+        path = locate(path)
+        if not path.exists():
+            raise TokenizerError(f"{path} does not exist; pass {VOCABULARY_KINDS}, or a folder with one")
+        if not path.is_dir():
+            if not path.is_file():
+                raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_KINDS}")
+            if is_gguf(path):
+                with open_header(path, TokenizerError) as header:
+                    return gguf.from_metadata(header.fields(), str(path))
+            return _read(path, read_settings(path.parent))
+        settings = read_settings(path)
+        for name in VOCABULARY_NAMES:
+            if (path / name).is_file():
+                return _read(path / name, settings)
+        others = _others(path, settings)
+        if not others:
+            raise TokenizerError(
+                f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json; name a GGUF itself"
+            )
+        if len(others) > 1:
+            raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); pass one of them")
+        return others[0][1]
 
 
 def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
@@ -71,31 +68,27 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
       TokenizerError: several that could be it, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
     with reading(folder, TokenizerError):
-        return _find(folder, vocab_size)
-
-
-def _find(folder: Location, vocab_size: int) -> Tokenizer | None:
-    settings = read_settings(folder)
-    smaller: list[tuple[Location, Tokenizer]] = []
-    for name in VOCABULARY_NAMES:
-        if (folder / name).is_file():
-            tokenizer = _read(folder / name, settings)
-            if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # tokens for which the model has no rows
-                within = tuple(token for token in settings.added_tokens if token.id < vocab_size)
-                tokenizer = _read(folder / name, replace(settings, added_tokens=within, extra_tokens=()))
-            if tokenizer.vocab_size == vocab_size:
-                return tokenizer
-            if tokenizer.vocab_size < vocab_size:
-                smaller.append((folder / name, tokenizer))
-    others = [found for found in _others(folder, settings) if found[1].vocab_size <= vocab_size]
-    size = max((tokenizer.vocab_size for _, tokenizer in smaller + others), default=0)
-    named = [found for found in smaller if found[1].vocab_size == size]
-    found = named[:1] or [found for found in others if found[1].vocab_size == size]
-    if len(found) > 1:
-        raise TokenizerError(f"{folder} holds several vocabularies ({_listed(found)}); remove all but one")
-    if found:
-        warn_if_small(found[0][1], vocab_size, found[0][0])
-    return found[0][1] if found else None
+        settings = read_settings(folder)
+        smaller: list[tuple[Location, Tokenizer]] = []
+        for name in VOCABULARY_NAMES:
+            if (folder / name).is_file():
+                tokenizer = _read(folder / name, settings)
+                if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # tokens for which the model has no rows
+                    within = tuple(token for token in settings.added_tokens if token.id < vocab_size)
+                    tokenizer = _read(folder / name, replace(settings, added_tokens=within, extra_tokens=()))
+                if tokenizer.vocab_size == vocab_size:
+                    return tokenizer
+                if tokenizer.vocab_size < vocab_size:
+                    smaller.append((folder / name, tokenizer))
+        others = [found for found in _others(folder, settings) if found[1].vocab_size <= vocab_size]
+        size = max((tokenizer.vocab_size for _, tokenizer in smaller + others), default=0)
+        named = [found for found in smaller if found[1].vocab_size == size]
+        found = named[:1] or [found for found in others if found[1].vocab_size == size]
+        if len(found) > 1:
+            raise TokenizerError(f"{folder} holds several vocabularies ({_listed(found)}); remove all but one")
+        if found:
+            warn_if_small(found[0][1], vocab_size, found[0][0])
+        return found[0][1] if found else None
 
 
 def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ QWEN_2 = rf"{CONTRACTION}|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}"
 AFTER_WORDS = rf"{SYMBOLS}[\r\n/]*|{LINES}"
 GPT_4O = rf"{_cased(UPPER, LOWER, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"
 DEEPSEEK_WORDS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
-DEEPSEEK_3 = (THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")
 # Without the white space between U+0800 and U+4E00: U+1680, U+2000 to 200A, 2028, 2029, 202F, 205F and 3000.
 DEEPSEEK_ASIAN = r"(?:(?!\s)[\u0800-\u9fa5\uac00-\ud7ff])+"
 BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
@@ -87,160 +86,122 @@ ASIAN = (
     r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 
-_DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
-_LLAMA_3_PLAIN = PreTokenizer((LLAMA_3,))
-_GLM = PreTokenizer((LLAMA_3,), ignore_merges=True)
-_GPT_2 = PreTokenizer((GPT_2,))
-_SINGLE_DIGITS = PreTokenizer((DIGIT, GPT_2))
-_QWEN_2 = PreTokenizer((QWEN_2,))
-_DEEPSEEK_3 = PreTokenizer(DEEPSEEK_3)
-_BLOOM = PreTokenizer((BLOOM,))
-_GPT_4O = PreTokenizer((GPT_4O,))
-_AYA = PreTokenizer(
-    (GROUPED_DIGITS, rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"),
+# The rules, each with llama.cpp's names of it; of several names the first is written.
+RULES: tuple[tuple[PreTokenizer, str], ...] = (
+    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")), "default"),
+    (
+        PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    ),
+    (PreTokenizer((LLAMA_3,), ignore_merges=True), "glm4 glm5"),
+    (PreTokenizer((LLAMA_3,)), "dbrx smaug-bpe chatglm-bpe"),
+    (
+        PreTokenizer((THREE_DIGITS, rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}[\r\n]*|{LINES}"), ignore_merges=True),
+        "minicpm5",
+    ),
+    (
+        PreTokenizer(
+            (
+                r"[\r\n]",
+                rf"\s?[{CASED}]+",
+                r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
+                r"\s+\z",
+                DEEPSEEK_ASIAN,
+                r"\p{N}+",
+            )
+        ),
+        "deepseek-llm",
+    ),
+    (PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_ASIAN, DIGIT)), "deepseek-coder"),
+    (PreTokenizer((THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")), "deepseek-v3 hunyuan-dense hy_v4 joyai-llm"),
+    (PreTokenizer((THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}|[\r\n]|{SPACES}", DIGIT)), "spark2_5"),
+    (PreTokenizer((GROUPED_DIGITS, ASIAN, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")), "afmoe"),
+    (
+        PreTokenizer(
+            (
+                r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
+                rf"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{CJK}",
+                rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{DIGIT}|{AFTER_WORDS}",
+            ),
+            ignore_merges=True,
+        ),
+        "youtu",
+    ),
+    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT_2, r"[0-9][0-9][0-9]")), "falcon"),
+    (PreTokenizer((DIGIT, GPT_2)), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
+    (
+        PreTokenizer((GPT_2,)),
+        "gpt-2 mpt phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en jina-v2-code"
+        " roberta-bpe olmo jais exaone4 trillion granite-docling",
+    ),
+    (
+        PreTokenizer(
+            (
+                rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|\s*[\r\n]+"
+                + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
+                + r"|\s{1,2}(?!\S)|\s",
+            )
+        ),
+        "jais-2",
+    ),
+    (PreTokenizer((NEWLINES,), add_bos=True, spells_bytes=False), "gemma4 granite-embed-multi-311m"),
+    (PreTokenizer((NEWLINES,), spells_bytes=False), "sarvam-moe"),
+    (PreTokenizer((QWEN_2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan grok-2 solar-open"),
+    (PreTokenizer((NEWLINES, QWEN_2)), "laguna"),
+    (
+        PreTokenizer((rf"{CONTRACTION}|{BEFORE_WORD}{ANY_CASE}+|{DIGIT}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{LINES}",)),
+        "qwen35",
+    ),
+    (PreTokenizer((BLOOM,)), "poro-chat bloom gpt3-finnish"),
+    (PreTokenizer((BLOOM, DIGIT)), "viking"),
+    (PreTokenizer((rf"{_cased(UPPER, LOWER)}|{DIGIT}|{AFTER_WORDS}",), ignore_merges=True, add_bos=True), "tekken"),
+    (
+        PreTokenizer(
+            (
+                rf"{CONTRACTION}|{BEFORE_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{DIGIT}|{SYMBOLS}[\r\n/]?"
+                rf"|\s*[\r\n]|{SPACES}",
+            )
+        ),
+        "exaone-moe",
+    ),
+    (
+        PreTokenizer(
+            (r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT_2),
+            add_bos=True,
+        ),
+        "chameleon",
+    ),
+    (PreTokenizer((GPT_4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
+    (
+        PreTokenizer(
+            (rf"{_cased(UPPER_MARKED, LOWER_MARKED, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}",), ignore_merges=True
+        ),
+        "granite-embed-multi-97m",
+    ),
+    (
+        PreTokenizer(
+            (GROUPED_DIGITS, rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"),
+        ),
+        "tiny_aya cohere2moe",
+    ),
+    (PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
+    (
+        PreTokenizer(
+            (rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|\s*[\r\n]|{SPACES}",),
+        ),
+        "bailingmoe bailingmoe2 llada-moe",
+    ),
+    (PreTokenizer((rf"{CONTRACTION}|{WORD}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}",)), "seed-coder"),
+    (
+        PreTokenizer(
+            (rf"[{HAN}]+|{BEFORE_WORD}(?:(?![{HAN}])\p{{L}})+{CONTRACTION}?|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}",)
+        ),
+        "kimi-k2",
+    ),
+    (PreTokenizer((rf"{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}",)), "ufakzeka"),
+    (PreTokenizer((r"\S+",), spells_bytes=False), "whitespace"),
 )
-_BAILING = PreTokenizer((rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|\s*[\r\n]|{SPACES}",))
-_LINES = PreTokenizer((NEWLINES,), spells_bytes=False)
-_GEMMA_4 = replace(_LINES, add_bos=True)
-
-# Where several names stand for the same rule, the first is written.
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": _DEFAULT,
-    "llama-bpe": _LLAMA_3,
-    "llama3": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "falcon3": _LLAMA_3,
-    "falcon-h1": _LLAMA_3,
-    "pixtral": _LLAMA_3,
-    "midm-2.0": _LLAMA_3,
-    "lfm2": _LLAMA_3,
-    "jina-v5-nano": _LLAMA_3,
-    "minicpm5": PreTokenizer((THREE_DIGITS, rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}[\r\n]*|{LINES}"), ignore_merges=True),
-    "deepseek-llm": PreTokenizer(
-        (
-            r"[\r\n]",
-            rf"\s?[{CASED}]+",
-            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
-            r"\s+\z",
-            DEEPSEEK_ASIAN,
-            r"\p{N}+",
-        )
-    ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_ASIAN, DIGIT)),
-    "deepseek-v3": _DEEPSEEK_3,
-    "spark2_5": PreTokenizer((THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}|[\r\n]|{SPACES}", DIGIT)),
-    "youtu": PreTokenizer(
-        (
-            r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
-            rf"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{CJK}",
-            rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{DIGIT}|{AFTER_WORDS}",
-        ),
-        ignore_merges=True,
-    ),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT_2, r"[0-9][0-9][0-9]")),
-    "starcoder": _SINGLE_DIGITS,
-    "gpt-2": _GPT_2,
-    "mpt": _GPT_2,
-    "phi-2": _GPT_2,
-    "jina-es": _GPT_2,
-    "jina-de": _GPT_2,
-    "gigachat": _GPT_2,
-    "jina-v2-es": _GPT_2,
-    "jina-v2-de": _GPT_2,
-    "a.x-4.0": _GPT_2,
-    "mellum": _GPT_2,
-    "modern-bert": _GPT_2,
-    "jais-2": PreTokenizer(
-        (
-            rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|\s*[\r\n]+"
-            + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
-            + r"|\s{1,2}(?!\S)|\s",
-        )
-    ),
-    "gemma4": _GEMMA_4,
-    "granite-embed-multi-311m": _GEMMA_4,
-    "sarvam-moe": _LINES,
-    "jina-v1-en": _GPT_2,
-    "jina-v2-code": _GPT_2,
-    "roberta-bpe": _GPT_2,
-    "refact": _SINGLE_DIGITS,
-    "command-r": _SINGLE_DIGITS,
-    "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2,
-    "kormo": _QWEN_2,
-    "f2llmv2": _QWEN_2,
-    "qwen35": PreTokenizer(
-        (rf"{CONTRACTION}|{BEFORE_WORD}{ANY_CASE}+|{DIGIT}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{LINES}",)
-    ),
-    "stablelm2": _QWEN_2,
-    "olmo": _GPT_2,
-    "dbrx": _LLAMA_3_PLAIN,
-    "smaug-bpe": _LLAMA_3_PLAIN,
-    "poro-chat": _BLOOM,
-    "chatglm-bpe": _LLAMA_3_PLAIN,
-    "glm4": _GLM,
-    "glm5": _GLM,
-    "viking": PreTokenizer((BLOOM, DIGIT)),
-    "jais": _GPT_2,
-    "tekken": PreTokenizer((rf"{_cased(UPPER, LOWER)}|{DIGIT}|{AFTER_WORDS}",), ignore_merges=True, add_bos=True),
-    "smollm": _SINGLE_DIGITS,
-    "codeshell": _SINGLE_DIGITS,
-    "bloom": _BLOOM,
-    "gpt3-finnish": _BLOOM,
-    "exaone": _SINGLE_DIGITS,
-    "exaone4": _GPT_2,
-    "exaone-moe": PreTokenizer(
-        (
-            rf"{CONTRACTION}|{BEFORE_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{DIGIT}|{SYMBOLS}[\r\n/]?"
-            rf"|\s*[\r\n]|{SPACES}",
-        )
-    ),
-    "chameleon": PreTokenizer(
-        (
-            r"<sentinel:[0-9]+>",
-            r"IMGIMG[A-I]{1,4}Z",
-            r"[\t\n]|    |  ",
-            DIGIT,
-            r"[\p{P}!-/:-@\[-`{-~]",
-            GPT_2,
-        ),
-        add_bos=True,
-    ),
-    "minerva-7b": _SINGLE_DIGITS,
-    "megrez": _QWEN_2,
-    "gpt-4o": _GPT_4O,
-    "llama4": _GPT_4O,
-    "kanana2": _GPT_4O,
-    "talkie": _GPT_4O,
-    "granite-embed-multi-97m": PreTokenizer(
-        (rf"{_cased(UPPER_MARKED, LOWER_MARKED, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}",), ignore_merges=True
-    ),
-    "tiny_aya": _AYA,
-    "cohere2moe": _AYA,
-    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")),
-    "trillion": _GPT_2,
-    "granite-docling": _GPT_2,
-    "bailingmoe": _BAILING,
-    "bailingmoe2": _BAILING,
-    "llada-moe": _BAILING,
-    "seed-coder": PreTokenizer((rf"{CONTRACTION}|{WORD}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}",)),
-    "hunyuan": _QWEN_2,
-    "hunyuan-dense": _DEEPSEEK_3,
-    "hy_v4": _DEEPSEEK_3,
-    "joyai-llm": _DEEPSEEK_3,
-    "kimi-k2": PreTokenizer(
-        (rf"[{HAN}]+|{BEFORE_WORD}(?:(?![{HAN}])\p{{L}})+{CONTRACTION}?|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}",)
-    ),
-    "ufakzeka": PreTokenizer((rf"{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}",)),
-    "grok-2": _QWEN_2,
-    "afmoe": PreTokenizer((GROUPED_DIGITS, ASIAN, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")),
-    "laguna": PreTokenizer((NEWLINES, QWEN_2)),
-    "minimax-m2": _GPT_4O,
-    "solar-open": _QWEN_2,
-    "mellum2": _SINGLE_DIGITS,
-    "whitespace": PreTokenizer((r"\S+",), spells_bytes=False),
-}
+PRE_TOKENIZERS = {name: rule for rule, names in RULES for name in names.split()}
 
 # What Unicode 16 gave a category, and what lies unassigned between.
 AFTER_UNICODE_15 = (

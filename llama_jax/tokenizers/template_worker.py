@@ -1,6 +1,6 @@
-"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program that `chat.Renderer` starts.
+"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program of `child_process` for `chat.Renderer`.
 
-It imports nothing of this library, so that it starts quickly. Templates find what transformers offers: `loopcontrols`,
+Templates find what transformers offers: `loopcontrols`,
 `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`. What one may spend is limited for the process: time on every
 system, memory on Linux.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -24,26 +24,24 @@ MAX_CHARACTERS = 1 << 23  # characters of a text, where the messages are not lon
 MEMORY_PER_BYTE = 16  # of a request: texts on their way are copied
 
 
-def main(seconds: float, memory: int) -> None:
-    """Write "r", then answer one request after the other until the input ends: JSON, with "t" and the text or "e" and the
-    reason. Requests and answers begin with their lengths, as 8 bytes.
+def begin(source: BinaryIO, seconds: str, memory: str) -> Callable[[bytes], bytes]:
+    """The function that answers requests, JSON, with "t" and the text or "e" and the reason.
 
     Args:
       seconds: for each request; then the process ends.
       memory: bytes, and MEMORY_PER_BYTE more for each byte of a request; when they are full the process ends.
     """
-    source, out = sys.stdin.buffer, sys.stdout.buffer
-    out.write(b"r")
-    out.flush()
-    while length := source.read(8):
-        size = int.from_bytes(length, "big")
-        _limit_memory(memory + MEMORY_PER_BYTE * size)
+
+    def answer(payload: bytes) -> bytes:
+        _limit_memory(int(memory) + MEMORY_PER_BYTE * len(payload))
         # The timer is a thread that needs no lock of Python's, so that it also ends a single endless operation.
-        faulthandler.dump_traceback_later(seconds, exit=True)
-        answer = _answer(source.read(size))
-        faulthandler.cancel_dump_traceback_later()
-        out.write(len(answer).to_bytes(8, "big") + answer)
-        out.flush()
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
+        try:
+            return _answer(payload)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return answer
 
 
 def _answer(payload: bytes) -> bytes:
@@ -115,7 +113,3 @@ def _tojson(
 ) -> str:
     """JSON as it is; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.forward import forward, lm_head_of
-from llama_jax.model.forward_options import Positions, Sharding
+from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.cross_entropy import token_logprobs as chunked_logprobs
@@ -31,17 +35,23 @@ def token_logprobs(
 
     Args:
       params: sharded as `sharding.prepare_params` gives them, as for `total_loss`.
-      options: `z_loss` must be 0, because it is part of a loss, and this is not a loss.
+      options: `z_loss` must be 0, because it is part of a loss, and this is not a loss. With an exact `compute`, the values
+        are bit for bit those of exact sampling, by a pass of their own, and the derivatives those of the training pass.
       sharding: see `total_loss`; not one that divides the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
 
     Raises:
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
-      ConfigError: a `z_loss`.
+      ConfigError: a `z_loss`; an exact `compute` for packed rows.
       MeshError: a layout that divides rows.
     """
     if options.z_loss:
         raise ConfigError(f"z_loss={options.z_loss} has no meaning for log-probabilities; leave it at 0")
+    if options.compute.exact:
+        inexact = replace(options, compute=replace(options.compute, exact=False))
+        logprobs = token_logprobs(config, params, batch, inexact, sharding, temperature)
+        sampled = _exact_logprobs(config, lax.stop_gradient(params), batch, options.compute, sharding, temperature)
+        return sampled + (logprobs - lax.stop_gradient(logprobs))
     whole = to_next_token_batch(batch)
     rows = sharding.reorder_batch(whole)
     if rows.tokens.shape != whole.tokens.shape:
@@ -53,3 +63,17 @@ def token_logprobs(
         logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.batch_shards, sharding.constrain)
         targets = jnp.where(rows.target_mask, rows.targets, -1)
         return chunked_logprobs(hidden, lm_head_of(config, params), targets, logit_options, temperature)
+
+
+def _exact_logprobs(
+    config: LlamaConfig,
+    params: Llama,
+    batch: Batch,
+    compute: Compute,
+    sharding: Sharding,
+    temperature: float | Float[Array, ""],
+) -> Float[Array, "B T"]:
+    rows = to_next_token_batch(batch)
+    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+    hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=compute, sharding=sharding)
+    return exact_logprobs(config, params, hidden, jnp.where(rows.target_mask, rows.targets, -1), temperature)

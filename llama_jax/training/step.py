@@ -23,6 +23,7 @@ from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.training.batch import Batch, predicted_count
+from llama_jax.training.exact_gradients import check_virtual_shards, exact_gradients
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
@@ -87,6 +88,10 @@ class StepOptions:
         the gradients are summed in the parameters' dtype.
       ema_decay: of the moving average that the state keeps; with a warm-up, at most (1 + n) / (10 + n) after n updates.
       count: maps a batch to the divisor of its summed loss, float32[]; by default the number of predicted tokens.
+      virtual_shards: shards into which the batch is divided on any number of devices, a power of two. Their gradients are
+        summed in one fixed order, so that losses, gradients and parameters have the same bits on every mesh of `data` and
+        `fsdp` and under pmap, see `training.exact_gradients`. The optimizer must compute each number of its state by itself,
+        as AdamW does, and Muon does not. 0 leaves the order to the compiler.
 
     Raises:
       ConfigError: an invalid value.
@@ -96,9 +101,12 @@ class StepOptions:
     accumulate: int = 1
     ema_decay: float = 0.0
     count: Callable[[Any], jax.Array] = predicted_count
+    virtual_shards: int = 0
 
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
+        if self.virtual_shards:
+            check_virtual_shards(self.virtual_shards)
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
@@ -131,7 +139,9 @@ def train_step(
       the step. With `TaskSums` the metrics also have its `metrics`, summed over all rows and undivided.
 
     Raises:
-      ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
+      ConfigError: rows that cannot be divided by `accumulate` or `virtual_shards`; an `ema_decay` for a state without a
+        moving average.
+      MeshError: a mesh that `virtual_shards` cannot be divided over, or with an axis `tensor` or `context`.
     """
     if options.ema_decay and state.ema is None:
         raise ConfigError(
@@ -139,9 +149,7 @@ def train_step(
         )
     with sharding.context():
         batch = jax.tree.map(jnp.asarray, batch)
-        (nll, task_metrics), gradients, count = _gradients(config, state.params, batch, options, sharding, loss)
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
-        norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
+        (nll, task_metrics), gradients, count, norm = _gradients(config, state, batch, options, sharding, loss)
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
@@ -149,13 +157,35 @@ def train_step(
 
 
 def _gradients(
-    config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, sharding: Sharding, loss: Loss
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array]:
-    """Mean nll and further sums, the gradients of the mean loss, and the divisor, over all devices."""
+    config: LlamaConfig, state: TrainState, batch: Any, options: StepOptions, sharding: Sharding, loss: Loss
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array, jax.Array]:
+    """Mean nll and further sums, the gradients of the mean loss, the divisor, and the gradients' norm, over all devices."""
+    params = state.params
+    if options.virtual_shards:
+        alone = Sharding(prepare_params=sharding.prepare_params)
+        differentiate = partial(_part_gradients, config, options=options, sharding=alone, loss=loss)
+        shards = options.virtual_shards
+        return exact_gradients(differentiate, options.count, params, batch, shards, sharding, state.step)
     psum = identity if sharding.axis_name is None else partial(lax.psum, axis_name=sharding.axis_name)
     if sharding.axis_name is not None:  # each device differentiates its part of the mean; they are summed at the end
         params = _as_varying(params, sharding.axis_name)
     count = psum(options.count(batch))
+    reported, gradients = psum(_part_gradients(config, params, batch, count, options, sharding, loss))
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+    norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
+    return reported, gradients, count, norm
+
+
+def _part_gradients(
+    config: LlamaConfig,
+    params: Llama,
+    batch: Any,
+    count: jax.Array,
+    options: StepOptions,
+    sharding: Sharding,
+    loss: Loss,
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
+    """What rows add to the mean nll, the further sums and the gradients, given the divisor of all rows."""
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
@@ -170,14 +200,13 @@ def _gradients(
 
     if options.accumulate == 1:
         (_, reported), gradients = differentiate(params, batch)
-    else:
-        parts = microbatches(batch, options.accumulate)
-        shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
-        if sharding.axis_name is not None:
-            start = _as_varying(start, sharding.axis_name)
-        (reported, gradients), _ = lax.scan(add, start, parts)
-    return *psum((reported, gradients)), count
+        return reported, gradients
+    parts = microbatches(batch, options.accumulate)
+    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
+    if sharding.axis_name is not None:
+        start = _as_varying(start, sharding.axis_name)
+    return lax.scan(add, start, parts)[0]
 
 
 def _as_varying(tree: Any, axis_name: str) -> Any:

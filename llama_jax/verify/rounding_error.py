@@ -22,7 +22,6 @@ from llama_jax.ops.weights.formats import with_fallback
 from llama_jax.ops.weights.layers import get_layer
 from llama_jax.ops.weights.lora import LoraWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
-from llama_jax.verify.activations import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
 # measured with ggml's quantizers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
@@ -72,6 +71,28 @@ FLOAT32_PER_POSITION = 2.0**-24
 # Never more than one nat: there rounding and error look alike.
 KL_TIMES = 300.0
 KL_LIMIT = 1.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where numbers come from.
+
+    Attributes:
+      name: in words.
+      config: of the model.
+      kinds: how its weights are stored: F32, BF16, Q4_K ...
+      dtype: in which it was computed.
+      versions: of the programs, by name.
+      quantized: what its matrices were rounded by when they were read, if they were: the name, and the root mean square of
+        the error relative to the weights'.
+    """
+
+    name: str
+    config: LlamaConfig
+    kinds: tuple[str, ...]
+    dtype: str
+    versions: dict[str, str]
+    quantized: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)

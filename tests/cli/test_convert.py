@@ -80,7 +80,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.formats.tensor_export import WrittenTensor; rows = WrittenTensor.rows\n"
+    "import os, signal; from llama_jax.formats.build_params import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.SIGINT)\n"
     "    return rows(self, dtype)\n"

@@ -25,7 +25,8 @@ from llama_jax.cli.terminal import columns, printable, size
 from llama_jax.config.presets import PRESETS
 from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
-from llama_jax.formats.lazy_tensors import Dense, Joined, Opened
+from llama_jax.formats.lazy_tensors import Dense, Joined
+from llama_jax.formats.weight_format import Opened
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]

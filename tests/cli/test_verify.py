@@ -18,7 +18,7 @@ from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import NAMES
 from llama_jax.formats.loading import bundled
 from llama_jax.formats.saving import save
-from llama_jax.verify.reference import read_oracle, write_oracle
+from llama_jax.verify.activations import read_oracle, write_oracle
 
 CONFIG = make_goldens.KINDS["gqa"]
 

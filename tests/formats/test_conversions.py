@@ -8,8 +8,8 @@ import gguf
 import pytest
 
 import llama_jax
+from llama_jax.formats.model_folder import About
 from llama_jax.formats.saving import WrittenFormat
-from llama_jax.formats.tokenizer_files import About
 
 pytestmark = pytest.mark.parity  # Meta's folder is written by torch
 MODELS = conversions.models()

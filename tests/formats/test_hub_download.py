@@ -1,4 +1,4 @@
-"""What is downloaded of a repository of the hub, and what is said where nothing can be."""
+"""What is downloaded of a repository of the hub, what is read of it by ranges, and what is said where nothing can be."""
 
 import errno
 import json
@@ -13,6 +13,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.formats import hub_download
 from llama_jax.formats.hub_download import fetch
 from llama_jax.formats.loading import bundled
+from llama_jax.storage import locate
 
 INDEX = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
 SHARDS = {"model.safetensors.index.json": INDEX, "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
@@ -23,11 +24,13 @@ PICKLED = {"pytorch_model.bin": b"p"}
 META = {"params.json": b"{}", "consolidated.00.pth": b"0", "consolidated.01.pth": b"1", "tokenizer.model": b"t"}
 SPLIT = {f"big-0000{part}-of-00002.gguf": b"g" for part in (1, 2)}
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}
+CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(256)), "original/tokenizer.model": b"words"}
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     with serving(monkeypatch, tmp_path / "cache") as server:
+        server.content = CONTENT
         yield server
 
 
@@ -131,3 +134,41 @@ def test_no_room(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", full)
     with pytest.raises(CheckpointError, match=r"/out cannot be written \(No space left on device\); the disk is full"):
         fetch("org/name", folder=tmp_path / "out")
+
+
+# -- read by ranges ----------------------------------------------------------------------------------------------------
+
+
+def test_a_repository_is_read_by_ranges_of_one_commit(hub):
+    folder = locate("hf://org/name")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "original"]
+    assert (folder / "original").is_dir()
+    assert (folder / "original/tokenizer.model").is_file()
+    assert not (folder / "tokenizer.json").exists()
+    weights = locate("hf://org/name@main/model.safetensors")
+    assert weights.is_file()
+    assert weights.stat().st_size == 256
+    with weights.open("rb", buffering=0) as file:
+        file.seek(100)
+        assert file.read(8) == CONTENT["model.safetensors"][100:108]
+    assert hub.ranges == [("model.safetensors", 100, 108)]
+    assert not locate("hf://org/name/none").exists()
+
+
+def test_a_hub_that_fails_is_named(hub):
+    hub.fault = 500
+    with pytest.raises(OSError, match="no whole answer in 2 tries, the last: the hub answers 500") as named:
+        (locate("hf://org/name") / "model.safetensors").open().read()
+    assert named.value.filename == "hf://org/name/model.safetensors"
+    hub.fault = 403
+    with pytest.raises(PermissionError, match=r"the hub does not allow it \(403\)"):
+        (locate("hf://org/name") / "model.safetensors").open().read()
+
+
+def test_a_repository_of_data(hub):
+    found = locate("hf://datasets/org/texts/config.json")
+    assert (found.view.root, found.key) == ("hf://datasets/org/texts", "config.json")
+    with found.open() as file:
+        assert file.read() == CONTENT["config.json"]
+    assert found.view.look("config.json").version == COMMIT
+    assert {path.name for path in found.parent.iterdir()} == {"config.json", "model.safetensors", "original"}

@@ -3,7 +3,6 @@
 import json
 import struct
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,17 @@ import make_goldens
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import jit_logits, params_of, same, write_hf_folder
+from conftest import same, write_hf_folder
 from make_format_goldens import write_llama2c
 from safetensors.numpy import load_file, save_file
 
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.formats import llama2c
 from llama_jax.formats import loading as module
 from llama_jax.formats.huggingface import NAMES, config_from_dict, config_to_dict
 from llama_jax.formats.loading import bundled
 
 KINDS = make_goldens.KINDS
-TOKENS = make_goldens.tokens(KINDS["gqa"])[:, :8]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,12 +31,6 @@ def test_hf_folder_of_every_kind(kind, tmp_path, models):
         assert config == KINDS[kind]
         assert tokenizer is None
         same(params, models[kind][1])
-
-
-def test_sharded_with_index(tmp_path, models):
-    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"])
-    shard(folder, 3)
-    same(llama_jax.load(folder).params, models["gqa"][1])
 
 
 def shard(folder, n):
@@ -85,54 +76,7 @@ def test_weights_do_not_change_with_the_file(tmp_path):
         np.testing.assert_array_equal(leaf, old)
 
 
-def test_stories_260k(stories):
-    config, params, tokenizer = stories
-    assert config == llama_jax.preset("stories-260k")
-    assert tokenizer.vocab_size == config.vocab_size == 512
-    assert params.lm_head is None
-
-
 # -- configuration ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_config_round_trip(kind):
-    assert config_from_dict(config_to_dict(KINDS[kind])) == KINDS[kind]
-
-
-def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
-    new = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 128256,
-    }
-    assert config_from_dict(new) == llama_jax.preset("llama-3.1-8b")
-    old = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-06,
-        "vocab_size": 32000,
-    }
-    assert config_from_dict(old) == llama_jax.preset("llama-7b")
-    assert config_from_dict(old | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope_scaling.kind == "linear"
 
 
 def published(hidden, inter, layers, heads, kv=None, eps=1e-5, context=4096, vocab=32_000, tied=False, **more):
@@ -154,19 +98,14 @@ def llama3(factor=None, **more):
 
 RELEASES = {
     "llama-7b": published(4096, 11_008, 32, 32, eps=1e-6, context=2048),
-    "llama-65b": published(8192, 22_016, 80, 64, context=2048),
     "llama-2-7b": published(4096, 11_008, 32, 32, 32, rope_scaling=None),
     "llama-2-70b": published(8192, 28_672, 80, 64, 8),
-    "codellama-7b": published(4096, 11_008, 32, 32, 32, context=16_384, vocab=32_016, rope_theta=1_000_000),
     "codellama-34b": published(8192, 22_016, 48, 64, 8, context=16_384, rope_theta=1_000_000),
     "tinyllama-1.1b": published(2048, 5632, 22, 32, 4, context=2048, rope_theta=10_000.0),
     "llama-3-8b": published(4096, 14_336, 32, 32, 8, **llama3()),
-    "llama-3-70b": published(8192, 28_672, 80, 64, 8, **llama3()),
     "llama-3.1-8b": published(4096, 14_336, 32, 32, 8, **llama3(8.0)),
-    "llama-3.1-405b": published(16_384, 53_248, 126, 128, 8, **llama3(8.0)),
     "llama-3.2-1b": published(2048, 8192, 16, 32, 8, tied=True, head_dim=64, **llama3(32.0)),
     "llama-3.2-3b": published(3072, 8192, 28, 24, 8, tied=True, head_dim=128, **llama3(32.0)),
-    "llama-3.3-70b": published(8192, 28_672, 80, 64, 8, head_dim=128, **llama3(8.0)),
 }
 
 
@@ -179,28 +118,20 @@ def test_released_config_json(name):
     ("changes", "message"),
     [
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
-        ({"model_type": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2}}, "rope scaling 'proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' has no low_freq_factor"),
         ({"rope_parameters": [1]}, "must be an object"),
-        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope scaling \['linear'\] is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale": 1}}, "'linear' with mscale=1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "contradict each other"),
-        ({"rope_scaling": "linear"}, "must be an object"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"num_key_value_heads": 3}, "n_kv_heads=3"),
         ({"hidden_size": "32"}, "hidden_size='32'"),
-        ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
         ({"max_position_embeddings": 10**30}, "max_seq_len=1000"),
-        ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
-        ({"num_attention_heads": None}, "n_heads=None"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused(changes, message, tmp_path):
@@ -228,17 +159,22 @@ def spoil_tensors(folder, change):
 
 
 Q1 = NAMES["q"].format(1)
+EXTRA = "model.layers.2.mlp.up_proj.weight"
 
 
-def test_missing_tensor(hf_folder):
-    spoil_tensors(hf_folder, lambda t: t.pop(Q1))
-    with pytest.raises(CheckpointError, match=f"tensor '{Q1}' is missing"):
-        llama_jax.load(hf_folder)
-
-
-def test_extra_tensor(hf_folder):
-    spoil_tensors(hf_folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}))
-    with pytest.raises(CheckpointError, match=r"'model.layers.2.mlp.up_proj.weight' is not part of a Llama"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q1), f"tensor '{Q1}' is missing"),
+        (lambda t: t.update({EXTRA: np.zeros((2, 2), np.float32)}), f"'{EXTRA}' is not part of a Llama"),
+        (lambda t: t.update({Q1: t[Q1][:-1].copy()}), rf"'{Q1}' has shape \[31, 32\], the configuration needs \[32, 32\]"),
+        (lambda t: t[Q1].__setitem__((3, 4), np.nan), f"'{Q1}' holds NaN or infinity"),
+        (lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}), f"'{Q1}' is I8; a float"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(hf_folder, change, message):
+    spoil_tensors(hf_folder, change)
+    with pytest.raises(CheckpointError, match=message):
         llama_jax.load(hf_folder)
 
 
@@ -246,27 +182,6 @@ def test_old_rotary_buffers_are_known_by_name(hf_folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     spoil_tensors(hf_folder, lambda t: t.update({name: np.zeros(4, np.float32)}))
     llama_jax.load(hf_folder)
-
-
-def test_wrong_shape(hf_folder):
-    spoil_tensors(hf_folder, lambda t: t.update({Q1: t[Q1][:-1].copy()}))
-    with pytest.raises(CheckpointError, match=rf"'{Q1}' has shape \[31, 32\], the configuration needs \[32, 32\]"):
-        llama_jax.load(hf_folder)
-
-
-def test_weights_that_are_not_finite(hf_folder):
-    def change(tensors):
-        tensors[Q1][3, 4] = np.nan
-
-    spoil_tensors(hf_folder, change)
-    with pytest.raises(CheckpointError, match=f"'{Q1}' holds NaN or infinity"):
-        llama_jax.load(hf_folder)
-
-
-def test_integer_weights(hf_folder):
-    spoil_tensors(hf_folder, lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}))
-    with pytest.raises(CheckpointError, match=f"'{Q1}' is I8; a float"):
-        llama_jax.load(hf_folder)
 
 
 def test_tied_model_with_another_head(tmp_path):
@@ -352,15 +267,6 @@ def test_llama2c_made_with_another_theta(tmp_path):
         llama_jax.load(path)
 
 
-def test_llama2c_with_nan(tmp_path):
-    config = KINDS["tied"]
-    tensors = make_goldens.random_tensors(config)
-    tensors[NAMES["down"].format(1)][0, 0] = np.nan
-    write_llama2c(tmp_path / "model.bin", config, tensors, 0)
-    with pytest.raises(CheckpointError, match=f"tensor '{llama2c.NAMES['down'].format(1)}' holds NaN"):
-        llama_jax.load(tmp_path)
-
-
 def test_small_files_beside_a_model_do_not_matter(tmp_path):
     write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     for n in (0, 1, 5, 27):
@@ -369,10 +275,7 @@ def test_small_files_beside_a_model_do_not_matter(tmp_path):
 
 
 def test_numbers_too_large_for_the_wanted_dtype(hf_folder):
-    def change(tensors):
-        tensors[Q1][3, 4] = 70_000
-
-    spoil_tensors(hf_folder, change)
+    spoil_tensors(hf_folder, lambda t: t[Q1].__setitem__((3, 4), 70_000))
     assert llama_jax.load(hf_folder, "bfloat16").config == KINDS["gqa"]
     with pytest.raises(CheckpointError, match=f"'{Q1}' holds numbers too large for float16"):
         llama_jax.load(hf_folder, "float16")
@@ -417,18 +320,6 @@ def test_several_models_in_a_folder(tmp_path):
         write_llama2c(tmp_path / name, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     with pytest.raises(CheckpointError, match=r"several models \(a.bin, b.bin\)"):
         llama_jax.load(tmp_path)
-
-
-def test_params_of_is_what_load_gives(hf_folder):
-    """The tests' shortcut goes the same way as the file."""
-    same(params_of(KINDS["gqa"], make_goldens.random_tensors(KINDS["gqa"])), llama_jax.load(hf_folder).params)
-    config, params, _ = llama_jax.load(hf_folder)
-    assert jit_logits(config, params, TOKENS).shape == (2, 8, 96)
-
-
-def test_it_lies_inside_the_package():
-    assert bundled() == Path(llama_jax.__file__).parent / "assets"
-    assert llama_jax.load(bundled()).tokenizer is not None
 
 
 def test_an_installation_without_it_says_so(monkeypatch, tmp_path):

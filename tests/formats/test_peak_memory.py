@@ -11,8 +11,8 @@ import pytest
 
 import llama_jax
 from llama_jax.formats import huggingface
-from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor, Opened
-from llama_jax.formats.tensor_names import shares_of
+from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor
+from llama_jax.formats.weight_format import Opened, shares_of
 from llama_jax.model.params import shape_of, specs_for
 
 CONFIG = llama_jax.LlamaConfig(

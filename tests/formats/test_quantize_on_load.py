@@ -77,14 +77,6 @@ def test_what_is_no_matrix_stays_and_sizes_are_counted(stories_model):
         np.testing.assert_allclose(was, back, atol=float(jnp.abs(was).max()) / 200)
 
 
-@pytest.mark.slow
-def test_stacked_layers_are_those_one_by_one(stories_model):
-    _, params, _ = stories_model
-    one_by_one = [quantize(params.replace(blocks=stack([block])), "q8_0").blocks for block in layers_of(params)]
-    for layer, block in zip(layers_of(quantize(params, "q8_0")), one_by_one, strict=True):
-        same(layer, jax.tree.map(lambda a: a[0], block))
-
-
 def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
     config, params, tokenizer = llama_jax.load(Q4_K_M)  # floats are asked for
     same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
@@ -105,16 +97,6 @@ def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
             assert (other.kind, other.shape) == (tensor.kind, tensor.shape)
             ours, theirs = (read_bytes(one.path, one.offset, one.nbytes) for one in (other, tensor))
             np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_written_in_blocks_and_kept(kind, tmp_path, stories_model):
-    config, params, tokenizer = stories_model
-    llama_jax.save(tmp_path / "a.gguf", config, params, tokenizer, dtype=kind)
-    _, kept, _ = llama_jax.load(tmp_path / "a.gguf", quantize="keep")
-    same(kept, quantize(params, kind))
-    llama_jax.save(tmp_path / "b.gguf", config, kept, tokenizer)
-    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
 def test_parts_of_one_kind_lie_side_by_side(tmp_path):
@@ -157,17 +139,6 @@ def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
             np.testing.assert_allclose([row.logprobs[0] for row in found], [row.logprobs[0] for row in wanted], atol=0.1)
         llama_jax.save(tmp_path / f"{sizes.fsdp}.gguf", config, there.params, tokenizer, dtype="float32")
         same(llama_jax.load(tmp_path / f"{sizes.fsdp}.gguf").params, jit_dequantize(alone.params))
-
-
-@pytest.mark.slow
-def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model):
-    config, params, _ = stories_model
-    there = llama_jax.load(bundled(), "float32", quantize="int4", mesh=MeshSizes(tensor=2)).params
-    block = there.blocks
-    assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
-    logits = jit_logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
-    found = jit_logits(config, jit_dequantize(unpad_params(config, there)), jnp.asarray([[1, 5, 9]]))
-    np.testing.assert_allclose(found, logits, atol=2)
 
 
 def test_what_cannot_be_is_one_line(tmp_path, stories_model):
@@ -230,27 +201,6 @@ def test_whatever_makes_int4_leaves_it_groups_first_for_a_tpu(as_on_a_tpu, tmp_p
     joined = found.replace(blocks=stack(layers_of(found)))
     assert groups_first(joined)
     same(joined, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [None, MeshSizes(tensor=2)])
-def test_int4_that_lies_groups_first_generates_the_same(sizes, as_on_a_tpu, monkeypatch, stories_model):
-    _, _, tokenizer = stories_model
-    prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("The dog")]
-
-    def load_and_generate():
-        loaded = llama_jax.load(bundled(), "float32", quantize="int4", mesh=sizes)
-        rows = llama_jax.generate(loaded.config, loaded.params, prompts, max_new_tokens=8)
-        return loaded.params, [row.tokens for row in rows]
-
-    there, found = load_and_generate()
-    assert sizes is not None or groups_first(there)
-    monkeypatch.undo()
-    plain, wanted = load_and_generate()
-    assert not groups_first(plain)
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
-    same(jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, there, is_leaf=is_weight), plain)
-    assert found == wanted
 
 
 # --- orbax ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import open_checkpoint, save
 from llama_jax.formats.gguf import config_from_fields, read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.formats.rope_conversion import in_known_kinds, same_rotation, settings_and_tensors
+from llama_jax.formats.rope_conversion import same_rotation, settings_and_tensors
 
 CONFIG = replace(make_goldens.KINDS["gqa"], head_dim=16, max_seq_len=256)
 FACTORS = {"short_factor": [1.1] * 8, "long_factor": [1.5 + i for i in range(8)]}
@@ -119,13 +119,6 @@ def test_what_transformers_takes_where_config_json_is_silent():
     ):
         with pytest.raises(ConfigError, match=message):
             read(**scaling)
-
-
-@pytest.mark.parametrize("name", ["ntk", "longrope"])
-def test_orbax_keeps_it(name, params, tmp_path):
-    """By the same config.json, as a run's steps do."""
-    save(tmp_path / "whole", CONFIGS[name], params, format="orbax")
-    assert open_checkpoint(tmp_path / "whole").config == CONFIGS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name not in NOT_IN_GGUF])
@@ -279,18 +272,3 @@ def test_a_setting_of_each_layer_is_read_where_all_are_alike(name):
     for wrong in ([value] * (n - 1) + [2 * value], [value] * (n + 1), []):
         with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or the same for each of {n} layers"):
             config_from_fields(fields | {key: array("i", wrong)}, plain)
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-def test_llama2c_has_no_place_for_any(name, params, tmp_path):
-    kind = SCALINGS[name].kind
-    with pytest.raises(CheckpointError, match=rf"rope_scaling={kind} has no place in llama2.c's format"):
-        save(tmp_path / "model.bin", CONFIGS[name], params, format="llama2c")
-
-
-def test_the_known_kinds_of_the_others():
-    assert in_known_kinds(CONFIG) is CONFIG
-    assert in_known_kinds(CONFIGS["yarn"]) is CONFIGS["yarn"]
-    ntk = in_known_kinds(CONFIGS["ntk"])
-    assert ntk.rope_scaling is None
-    assert ntk.rope_theta == pytest.approx(10_000.0 * 4.0 ** (16 / 14))

@@ -14,7 +14,7 @@ from llama_jax.config.presets import PRESETS, preset
 from llama_jax.errors import ConfigError
 from llama_jax.formats import gguf, huggingface, llama2c, meta
 from llama_jax.formats.huggingface import names_of
-from llama_jax.formats.tensor_names import shares_of
+from llama_jax.formats.weight_format import shares_of
 from llama_jax.model.checks import check_params
 from llama_jax.model.params import PARAM_SPECS, shape_of, spec_at, specs_for
 from llama_jax.model.trees import build, count, init, param_shapes, parameter_count

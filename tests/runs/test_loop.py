@@ -124,6 +124,27 @@ def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, back
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "backend"), [(MeshSizes(fsdp=8), "jit"), (MeshSizes(data=2, fsdp=2), "jit"), (MeshSizes(8), "pmap")]
+)
+def test_an_exact_run_has_the_same_bits_on_any_devices(exact, text, tmp_path, mesh, backend):
+    """From these devices to two others, against one device all the time."""
+    recipe, folder, result = exact
+    step = train(recipe, tmp_path, [text], mesh=mesh, backend=backend, log=StopAt("step 4/")).step
+    assert 4 <= step < 12
+    found = train(recipe, tmp_path, [text], mesh=MeshSizes(data=2), resume=True, log=StopAt())
+    same(found.state, result.state)
+    losses, expected = ([(x["step"], x["loss"], x["grad_norm"]) for x in lines(f, "train")] for f in (tmp_path, folder))
+    assert losses == expected
+
+
+@pytest.fixture(scope="module")
+def exact(text, tmp_path_factory):
+    recipe, folder = dataclasses.replace(RECIPE, exact=True, log_every=1), tmp_path_factory.mktemp("exact")
+    return recipe, folder, train(recipe, folder, [text], log=StopAt())
+
+
 def test_another_run_in_the_folder(whole, text):
     folder = whole[0]
     with pytest.raises(TrainingError, match="holds a run that is at step 12; go on with --resume"):

@@ -11,7 +11,7 @@ from llama_jax.errors import ConfigError, TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import override
 from llama_jax.runs.preflight import check_task
-from llama_jax.runs.recipe import Recipe, differences, to_dict
+from llama_jax.runs.recipe import Recipe, differences, fit_to_data, to_dict
 from llama_jax.runs.recipes import BUILT_IN, find, tiny
 from llama_jax.training.preference_loss import PreferenceOptions
 
@@ -226,3 +226,51 @@ def test_preferences_on_the_command_line():
 def test_what_preferences_cannot_have(changes, mesh, backend, message):
     with pytest.raises(TrainingError, match=message):
         check_task(replace(find("dpo"), **changes), mesh, backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "mesh", "message"),
+    [
+        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is for exact=true on text and chats; leave it out"),
+        ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, as 8"),
+        (
+            "tiny",
+            ["exact=true", "batch=12"],
+            MeshSizes(),
+            "batch=12 must be a multiple of virtual_shards=8 times accumulate=1",
+        ),
+        (
+            "tiny",
+            ["exact=true", "accumulate=4"],
+            MeshSizes(),
+            "batch=16 must be a multiple of virtual_shards=8 times accumu",
+        ),
+        (
+            "tiny",
+            ["exact=true", "optimizer.name=muon"],
+            MeshSizes(),
+            "name='muon' multiplies matrices.*exact=true needs adamw",
+        ),
+        ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; leave lora out"),
+        ("tiny", ["exact=true"], MeshSizes(tensor=2), "and tensor=2 would divide sums within a row; use data and fsdp"),
+        ("tiny", ["exact=true", "virtual_shards=4"], MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
+        (
+            "dpo",
+            ["exact=true"],
+            MeshSizes(),
+            "exact=true trains on text, chats and rewards, and not yet on preferences; leave it out",
+        ),
+        ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, and the mesh is data=2"),
+    ],
+)
+def test_what_exact_training_cannot_have(name, changes, mesh, message):
+    with pytest.raises(llama_jax.UserError, match=message):
+        check_task(override(find(name), changes), mesh, "jit")
+
+
+def test_an_exact_batch_fits_any_mesh():
+    """Where the batch follows from the data it must not follow from the mesh, too."""
+    recipe = replace(override(tiny(), ["exact=true", "batch=64"]), steps=0, epochs=1)
+    found = [fit_to_data(recipe, mesh, 100, lambda length: 40) for mesh in (MeshSizes(), MeshSizes(8), MeshSizes(2, 4))]
+    assert found[0].batch == 8
+    assert found[0] == found[1] == found[2]

@@ -97,6 +97,14 @@ def test_what_is_rewarded_becomes_more_probable(whole):
     assert said.count("    [") == 2, "a sample at each evaluation"
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_exactly_the_sampler_is_the_trainer(file, prompts, tmp_path, dtype):
+    train(recipe_for(file, steps=3, exact=True, dtype=dtype), tmp_path, [prompts], log=StopAt())
+    found = lines(tmp_path, "train")
+    assert [line["gap"] for line in found] == [0.0] * 3
+    assert [line["clipped"] for line in found] == [0.0] * 3
+
+
 @pytest.mark.slow
 def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, prompts, tmp_path):
     settings = recipe_for(file, rewards={"updates": 2})

@@ -18,7 +18,16 @@ import numpy as np
 import object_server
 import pytest
 from mortal_run import recipe
-from running import all_lines, check_same_lines, download, environment_fixture, lines, state_in, text_fixture  # noqa: F401  # two fixtures
+from running import (  # noqa: F401  # two are fixtures
+    all_lines,
+    check_same_lines,
+    download,
+    environment_fixture,
+    lines,
+    same,
+    state_in,
+    text_fixture,
+)
 
 import llama_jax
 from llama_jax.cli.inspect import describe
@@ -159,6 +168,30 @@ def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, chang
     assert len(lines(tmp_path, "train")) == 6, "only process 0 writes"
     (sample, *_), (wanted, *_) = lines(tmp_path, "sample"), lines(expected, "sample")
     assert sample["text"] == wanted["text"]
+
+
+@pytest.mark.slow
+def test_exact_training_on_any_devices(started, environment, tmp_path, monkeypatch):
+    """As XLA compiles by default: 50 steps on one device, and in two processes that stop at 20 and go on by pmap."""
+    monkeypatch.delitem(environment, "XLA_FLAGS", raising=False)
+    constant = ("exact=true", "optimizer.schedule=constant", "evaluate_every=0", "save_every=0")
+    two = ("--mesh", "data=2,fsdp=4")
+    lives = [
+        ("alone", {"count": 1, "devices": (1,)}, ("steps=50",)),
+        ("moved", {}, ("steps=20", *two)),
+        ("moved", {"count": 1}, ("steps=50", "--mesh", "data=8", "--backend", "pmap")),
+        ("both", {}, ("steps=50", *two)),
+    ]
+    for name, options, arguments in lives:
+        with started(tmp_path / name, *constant, *arguments, **options) as running:
+            results = ended(running)
+        assert [code for code, *_ in results] == [0] * len(results), results
+    expected, _ = state_in(tmp_path / "alone", "steps=50", *constant)
+    for name in ("moved", "both"):
+        found, _ = state_in(tmp_path / name, "steps=50", *constant)
+        same(found, expected)
+        numbers = [[(x["step"], x["loss"], x["grad_norm"]) for x in lines(tmp_path / f, "train")] for f in (name, "alone")]
+        assert numbers[0] == numbers[1]
 
 
 @pytest.mark.slow

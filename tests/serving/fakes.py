@@ -10,17 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 
 from llama_jax.errors import GenerationError
-from llama_jax.serving.http.auth import Access
+from llama_jax.serving.engine import EngineStats
 from llama_jax.serving.http.connection import Connection
-from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, Service
+from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -79,8 +77,9 @@ class FakeEngine:
     rows: int = 64
     most_waiting: int = 64
     context: int = 512
+    vocab_size: int = BYTES.vocab_size
     per_turn: int = 1
-    after_turn: Callable[[], None] | None = None
+    after_turn: Callable[[], None] = lambda: None
     fail_at: int | None = None
     admitted: list[GenerationRequest] = field(default_factory=list)
     waiting: list[Running] = field(default_factory=list)
@@ -89,7 +88,7 @@ class FakeEngine:
     generated: int = 0
     turns: int = 0
     last_turn: float = field(default_factory=time.monotonic)
-    closing: str | None = None
+    closing: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def room(self, length):
@@ -103,7 +102,7 @@ class FakeEngine:
             ticket = Running(request, deliver, iter(self.says(request)), self.notify)
             self.waiting.append(ticket)
             self.admitted.append(request)
-            self.changed.notify_all()
+        self.notify()
         return ticket
 
     def check_room(self, requests: int = 1) -> None:
@@ -132,8 +131,7 @@ class FakeEngine:
         worked = bool(gone or self.running)
         self.turns += 1
         self.last_turn = time.monotonic()
-        if self.after_turn:
-            self.after_turn()
+        self.after_turn()
         return worked
 
     def _step(self, ticket: Running) -> None:
@@ -167,55 +165,37 @@ class FakeEngine:
         ticket.deliver(update)
 
     def run(self) -> None:
+        last = Update(finish="cancelled")
         try:
-            while True:
+            while not self.closing:
                 with self.changed:
-                    while not (self.waiting or self.running) and not self.closing:
-                        self.changed.wait()
-                    if self.closing == "now" or (self.closing and not (self.waiting or self.running)):
-                        break
-                self.turn()
+                    self.changed.wait_for(lambda: self.waiting or self.running or self.closing)
+                if not self.closing:
+                    self.turn()
         except BaseException as error:
-            for ticket in [*self.waiting, *self.running]:
-                ticket.deliver(Update(finish="failed", error=str(error)))
-            self.waiting, self.running = [], []
+            last = Update(finish="failed", error=str(error))
             raise
         finally:
-            self.closing = "now"
+            self.closing = True
             for ticket in [*self.waiting, *self.running]:
-                ticket.deliver(Update(finish="cancelled"))
-            if self.after_turn:
-                self.after_turn()
+                ticket.deliver(last)
+            self.after_turn()
 
-    def close(self, drain: bool = False) -> None:
-        with self.changed:
-            self.closing = "drain" if drain else "now"
-            self.changed.notify_all()
+    def close(self) -> None:
+        self.closing = True
+        self.notify()
 
-    def stats(self) -> Any:
-        return SimpleNamespace(
-            rows=self.rows,
-            running=len(self.running),
-            reading=0,
-            waiting=len(self.waiting),
-            waiting_tokens=sum(len(ticket.request.prompt) for ticket in self.waiting),
-            cache_fill=len(self.running) / self.rows,
-            prompt_tokens=0,
-            generated_tokens=self.generated,
-            cached_tokens=0,
-            drafted=0,
-            accepted=0,
-            finished=dict(self.finished),
-            refused=0,
-            compilations_after_ready=0,
-            turns=self.turns,
-            turn_seconds=0.0,
-            last_turn=self.last_turn,
-            busy=bool(self.waiting or self.running),
-            prefix_entries=0,
-            prefix_bytes=0,
-            evicted=0,
-        )
+    def stats(self) -> EngineStats:
+        known = {
+            "rows": self.rows,
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "generated_tokens": self.generated,
+            "finished": dict(self.finished),
+            "last_turn": self.last_turn,
+            "busy": bool(self.waiting or self.running),
+        }
+        return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
 
 
 def scored(token: int, step: int, alternatives: int) -> ScoredToken:
@@ -310,7 +290,7 @@ def on_a_thread(engine: FakeEngine) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             engine.run()
 
-    engine.closing = None
+    engine.closing = False
     thread = threading.Thread(target=run)
     thread.start()
     try:
@@ -324,16 +304,16 @@ def talk(
     engine: FakeEngine,
     conversation: Callable[[Client], Any],
     *,
-    access: Access = Access(),
-    limits: Limits = Limits(vocab_size=259, context=512),
     thread: bool = True,
     shown: Served | None = None,
+    connections: int = 0,
+    **options: Any,
 ) -> Any:
     """What a conversation with an application gives; without `thread` it takes the engine's turns itself."""
 
     async def main() -> Any:
-        service = Service(engine, shown or served(), limits, wedged_after=5.0)
-        client = Client(make_app(service, access), service)
+        service = Service(engine, shown or served(), ServerOptions(wedged_after=5.0, **options))
+        client = Client(make_app(service, lambda: connections), service)
         with on_a_thread(engine) if thread else contextlib.nullcontext(), contextlib.closing(service):
             return await conversation(client)
 
@@ -341,7 +321,7 @@ def talk(
 
 
 @contextlib.contextmanager
-def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259, context=512)) -> Iterator[str]:
+def listening(engine: Any, shown: Served) -> Iterator[str]:
     """A server of its own threads on a free port of this machine: its address."""
     started, stop, where = threading.Event(), [], []
 
@@ -356,8 +336,8 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
             log_level="warning",
         )
         server = uvicorn.Server(config)
-        service = Service(engine, shown, limits)
-        app = make_app(service, Access())
+        service = Service(engine, shown)
+        app = make_app(service)
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0)

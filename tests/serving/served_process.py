@@ -13,8 +13,8 @@ import threading
 
 from fakes import BYTES, FakeEngine, ids, served
 
-from llama_jax.serving.http.request_schema import Limits
-from llama_jax.serving.http.server import ServerOptions, Started, Startup, address_of, listen, serve
+from llama_jax.serving.http.server import Started, Startup, address_of, listen, serve
+from llama_jax.serving.http.service import ServerOptions
 
 
 def says(request):
@@ -31,7 +31,6 @@ def says(request):
 
 def main(drain=20.0, buffer=None, starts="at once", **settings):
     engine = FakeEngine(says=says, context=10**9, **settings)
-    limits = Limits(vocab_size=BYTES.vocab_size, context=engine.context)
     listening = listen("127.0.0.1", 0)
     if buffer:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections have it, too
@@ -40,13 +39,13 @@ def main(drain=20.0, buffer=None, starts="at once", **settings):
 
     def start():
         if starts == "at once":
-            return Started(engine, served(), limits)
+            return Started(engine, served())
         startup.report("compiling programs", 3, 7)
         say()
         sys.stdin.readline()
         if starts == "never":
             raise RuntimeError("there is no model")
-        return Started(engine, served(), limits)
+        return Started(engine, served())
 
     serve(start, startup, ServerOptions(drain_seconds=drain), listening, say)
     print("ended", gc.get_freeze_count(), flush=True)

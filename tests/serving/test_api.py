@@ -2,18 +2,13 @@
 
 import asyncio
 import json
-import time
-from dataclasses import replace
 
 import pytest
-from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk, until
+from fakes import BYTES, FakeEngine, ids, logprob, saying, served, talk, until
 
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.json_body import BodyReader
-from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.response import SLICE
-from llama_jax.serving.http.service import Service
-from llama_jax.serving.requests import Update
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 
@@ -159,6 +154,7 @@ def test_a_stop_text_cancels_what_the_engine_still_does():
 
     async def conversation(client):
         call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stop": "two"})
+        await until(lambda: engine.waiting)
         for _ in range(9):
             await asyncio.sleep(0)
             engine.turn()
@@ -191,8 +187,8 @@ def test_tokens_without_text():
     found = ask(FakeEngine(says=saying("é")), lambda c: c.complete("a", logprobs=0)).json["choices"][0]["logprobs"]
     assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "</s>"]
     assert found["text_offset"] == [0, 0, 1]
-    padded = Limits(vocab_size=300, context=512)  # a model's table is longer than its vocabulary
-    echoed = ask(FakeEngine(), lambda c: c.complete([*ids("a"), 280], max_tokens=0, echo=True, logprobs=0), limits=padded)
+    padded = FakeEngine(vocab_size=300)  # a model's table is longer than its vocabulary
+    echoed = ask(padded, lambda c: c.complete([*ids("a"), 280], max_tokens=0, echo=True, logprobs=0))
     assert echoed.json["choices"][0]["text"] == "a"
     assert echoed.json["choices"][0]["logprobs"]["tokens"] == ["a", ""]
 
@@ -277,7 +273,6 @@ def test_calls_of_tools(said, text, calls):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
     engine = FakeEngine(says=saying(said), context=2000)
-    limits = Limits(vocab_size=259, context=2000)
     body = {"messages": [{"role": "user", "content": "Well?"}], "tools": [TOOL], "max_tokens": 200}
     whole, stream, without = ask(
         engine,
@@ -285,7 +280,6 @@ def test_calls_of_tools(said, text, calls):
         lambda c: c.post("/v1/chat/completions", body | {"stream": True}),
         lambda c: c.post("/v1/chat/completions", body | {"tool_choice": "none"}),
         shown=served(tokenizer, "template"),
-        limits=limits,
     )
     choice = whole.json["choices"][0]
     found = choice["message"].get("tool_calls", [])
@@ -311,9 +305,7 @@ def test_calls_of_tools(said, text, calls):
     if calls:
         messages = [choice["message"], {"role": "tool", "tool_call_id": found[0]["id"], "content": "Rain"}]
         body |= {"messages": body["messages"] + messages}
-        again = ask(
-            engine, lambda c: c.post("/v1/chat/completions", body), shown=served(tokenizer, "template"), limits=limits
-        )
+        again = ask(engine, lambda c: c.post("/v1/chat/completions", body), shown=served(tokenizer, "template"))
         assert again.status == 200
         prompt = BYTES.decode([token for token in engine.admitted[-1].prompt if token > 2])
         assert prompt.endswith(f"user: Well?assistant: {text}{'weather(Rom)' * calls}tool: Rain")
@@ -478,12 +470,11 @@ def test_invalid_bodies():
         lambda c: c.post("/v1/completions", {"prompt": "a"}, content_type="application/json; charset=utf-8"),
     )
     assert [kind.status for kind in kinds] == [415, 415, 200]
-    small = Limits(vocab_size=259, context=512, largest_body=100)
     honest, silent = ask(
         FakeEngine(),
         lambda c: c.post("/v1/completions", content=b"x", content_length="101"),
         lambda c: c.complete("x" * 100),
-        limits=small,
+        largest_body=100,
     )
     assert error_of(honest, 413) == error_of(silent, 413)
 
@@ -634,19 +625,22 @@ def test_unexpected_exceptions(monkeypatch):
     assert b'http_responses_total{path="/v1/completions",status="500"} 1.0' in metrics.body
 
 
-def test_a_request_that_takes_too_long():
-    engine = FakeEngine()
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_request_that_takes_too_long_frees_its_row(turns):
+    """While it waits (no turn), and while it is decoded, by an engine that does not answer any more."""
+    engine = FakeEngine(says=saying("x" * 300), rows=1)
 
     async def conversation(client):
-        client.service.seconds = 5.0
-        call = client.begin("POST", "/v1/completions", {"prompt": "a"})
+        call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 300})
         await until(lambda: engine.waiting)
-        assert 4 < engine.admitted[0].deadline - time.monotonic() < 6
-        engine.waiting.pop().deliver(Update(finish="timeout"))
-        engine.after_turn()
-        return await call.response()
+        for _ in range(turns):
+            engine.turn()
+        answer = await call.response()
+        engine.turn()
+        return answer
 
-    assert error_of(talk(engine, conversation, thread=False), 504)["code"] == "timeout"
+    assert error_of(talk(engine, conversation, thread=False, seconds=0.05), 504)["code"] == "timeout"
+    assert engine.finished == {"cancelled": 1}
 
 
 def test_health_and_readiness():
@@ -707,32 +701,25 @@ def test_tokens_and_back():
     assert back.json == {"prompt": text}
 
 
-def test_api_key():
-    access = Access(api_key="s3crét")
+@pytest.mark.parametrize("metrics", [200, 401])
+def test_what_needs_an_api_key(metrics):
+    access = Access(api_key="s3crét", open_metrics=metrics == 200)
     paths = ("/v1/models", "/metrics", "/openapi.json", "/health", "/ready", "/")
-    for metrics in (200, 401):
-        opened = replace(access, open_metrics=metrics == 200)
-        answers = ask(FakeEngine(), *(lambda c, path=path: c.get(path) for path in paths), access=opened)
-        assert [answer.status for answer in answers] == [401, metrics, 401, 200, 200, 200]
+    answers = ask(FakeEngine(), *(lambda c, path=path: c.get(path) for path in paths), access=access)
+    assert [answer.status for answer in answers] == [401, metrics, 401, 200, 200, 200]
     error = error_of(answers[0], 401)
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
     assert answers[0].headers["www-authenticate"] == "Bearer"
-    keys = ("Bearer s3crét", "bearer s3crét", "Bearer s3cret", "Basic s3crét", "Bearer")
-    answers = ask(FakeEngine(), *(lambda c, key=key: c.get("/v1/models", authorization=key) for key in keys), access=access)
-    assert [answer.status for answer in answers] == [200, 200, 401, 401, 401]
 
 
-@pytest.mark.parametrize(
-    "key", ["voilà", "k\u0085", "é"]
-)  # whose last bytes are A0, 85 and A9: blanks in latin-1, two of them
-def test_a_key_may_end_in_any_byte(key):
-    sent = [f"Bearer {key}", f"Bearer  {key} \t", f"Bearer {key}\u00a0", f"Bearer {key[:-1]}"]
-    answers = ask(
-        FakeEngine(),
-        *(lambda c, key=key: c.get("/v1/models", authorization=key) for key in sent),
-        access=Access(api_key=key),
-    )
-    assert [answer.status for answer in answers] == [200, 200, 401, 401]
+# The last bytes of the last three are A0, 85 and A9: blanks in latin-1, two of them.
+@pytest.mark.parametrize("key", ["s3crét", "voilà", "k\u0085", "é"])
+def test_api_keys(key):
+    right = [f"Bearer {key}", f"bearer {key}", f"Bearer  {key} \t"]
+    wrong = [f"Bearer {key}\u00a0", f"Bearer {key[:-1]}", f"Basic {key}", "Bearer"]
+    calls = (lambda c, key=key: c.get("/v1/models", authorization=key) for key in (*right, *wrong))
+    answers = ask(FakeEngine(), *calls, access=Access(api_key=key))
+    assert [answer.status for answer in answers] == [200] * 3 + [401] * 4
 
 
 @pytest.mark.parametrize(
@@ -785,18 +772,8 @@ def test_pages_of_other_origins():
 
 
 def test_too_many_connections():
-    from fakes import Client
-
-    from llama_jax.serving.http.routes import make_app
-
-    async def main():
-        engine = FakeEngine()
-        service = Service(engine, served(), Limits(vocab_size=259, context=512))
-        client = Client(make_app(service, Access(most_connections=3), lambda: 4), service)
-        with on_a_thread(engine):
-            return await client.complete("a"), await client.get("/health")
-
-    refused, health = asyncio.run(main())
+    access = Access(most_connections=3)
+    refused, health = ask(FakeEngine(), lambda c: c.complete("a"), lambda c: c.get("/health"), access=access, connections=4)
     assert error_of(refused, 429)["code"] == "too_many_connections"
     assert refused.headers["connection"] == "close"
     assert health.status == 200

@@ -12,12 +12,9 @@ from starlette.routing import Mount
 import llama_jax
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.serving.http.asgi import Mounted
 from llama_jax.serving.http.auth import Access
-from llama_jax.serving.http.request_schema import Limits
-from llama_jax.serving.http.server import ServerOptions
-
-LIMITS = Limits(vocab_size=259, context=512)
+from llama_jax.serving.http.server import Mounted
+from llama_jax.serving.http.service import ServerOptions
 
 
 @asynccontextmanager
@@ -45,7 +42,7 @@ def test_it_serves_between_the_events_and_drains_at_the_end():
         yield from [*ids("and done"), BYTES.eos_id]
 
     async def main():
-        app = Mounted(FakeEngine(says=says), served(), LIMITS)
+        app = Mounted(FakeEngine(says=says), served())
         client = Client(app, None)
         with pytest.raises(RuntimeError, match="lifespan events"):
             await client.get("/health")
@@ -68,7 +65,7 @@ def test_it_serves_between_the_events_and_drains_at_the_end():
 
 def test_it_serves_below_a_prefix():
     async def main():
-        inner = Mounted(FakeEngine(says=saying("yes")), served(), LIMITS)
+        inner = Mounted(FakeEngine(says=saying("yes")), served())
         client = Client(Starlette(routes=[Mount("/llm", inner)]), None)
         async with hosted(inner) as end:
             found = [
@@ -86,7 +83,7 @@ def test_it_serves_below_a_prefix():
 
 def test_a_failed_engine_is_reported():
     async def main():
-        app = Mounted(FakeEngine(says=saying("abc"), fail_at=1), served(), LIMITS)
+        app = Mounted(FakeEngine(says=saying("abc"), fail_at=1), served())
         assert app.trouble() is None
         async with hosted(app) as end:
             assert app.trouble() is None
@@ -101,7 +98,7 @@ def test_a_failed_engine_is_reported():
 
 def test_what_the_host_owns():
     with pytest.raises(UserError, match="most_connections=5: the host has the connections"):
-        Mounted(FakeEngine(), served(), LIMITS, ServerOptions(access=Access(most_connections=5)))
+        Mounted(FakeEngine(), served(), ServerOptions(access=Access(most_connections=5)))
     with pytest.raises(GenerationError, match="port=9000 is for `llama-jax serve` alone"):
         Serve(port=9000).application()
 

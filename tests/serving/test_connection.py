@@ -13,7 +13,6 @@ from fakes import FakeEngine, ids, listening, saying, served
 from uvicorn.server import ServerState
 
 from llama_jax.serving.http import connection
-from llama_jax.serving.http.request_schema import Limits
 
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
@@ -160,7 +159,7 @@ def test_of_many_requests_in_a_row_few_are_parsed_before_responses(monkeypatch):
     began, parsed = connection.Connection.on_message_begin, []
     monkeypatch.setattr(connection.Connection, "on_message_begin", lambda self: (parsed.append(self), began(self)))
     engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9)
-    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
+    with listening(engine, served()) as address:
         address = address.removeprefix("http://").split(":")
         with connected(address) as found:
             found.sendall(completion() + HEALTH * 2000)
@@ -176,7 +175,7 @@ def test_a_client_that_leaves_with_further_requests_queued():
     engine, ended = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9), threading.Event()
     end = engine._end
     engine._end = lambda *one: (end(*one), ended.set())
-    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
+    with listening(engine, served()) as address:
         with connected(address.removeprefix("http://").split(":")) as found:
             found.sendall(completion() * 3)
             found.recv(1000)
@@ -204,7 +203,7 @@ def test_a_client_that_never_reads_is_left(monkeypatch, stream):
     engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), per_turn=100, context=10**9)
     end = engine._end
     engine._end = lambda *one: (end(*one), ended.set())
-    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address, socket.socket() as found:
+    with listening(engine, served()) as address, socket.socket() as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         found.connect(("127.0.0.1", int(address.rpartition(":")[2])))
         found.sendall(completion(max_tokens=10**8 if stream else 30_000, stream=stream))

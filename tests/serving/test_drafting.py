@@ -1,18 +1,290 @@
-"""Drafts in the engine: they change no token, and are made where they are worth a turn's time."""
+"""Drafts in the engine, of prompt lookup and of smaller models: they change no token, and are made where they are faster."""
 
+import json
 import random
 from dataclasses import replace
+from functools import partial
 
+import jax
+import numpy as np
 import pytest
+from commands import run_here
+from conftest import first_layers
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import SMALL, alone, come_and_go, model, run_warm, some_request  # noqa: F401
+from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, run, run_warm, some_request  # noqa: F401
 
-from llama_jax import PromptLookup
+import llama_jax
+from llama_jax import DraftModel, PromptLookup, Sampling
+from llama_jax.errors import GenerationError, MeshError
+from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.speculation.prompt_lookup import Following
-from llama_jax.serving.drafting import FORGETTING, LookupDrafting
+from llama_jax.model.cache import CacheOptions
+from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.serving.drafting import CATCHING_UP, FORGETTING, LookupDrafting, ModelDrafting
 from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
+
+TINY = EngineOptions(rows=1, context=32, prefill_chunk=16)
+TWO = EngineOptions(rows=2, context=64, prefill_chunk=16)
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """As many drafts as `numbers` has, turn by turn, whatever they are worth."""
+
+    def choose(numbers):
+        left = iter(numbers)
+        chosen = lambda self, shape, rows: next(left) if any(row is not None for row in rows) else 0
+        monkeypatch.setattr(ModelDrafting, "choose", chosen)
+
+    return choose
+
+
+@pytest.fixture(scope="module")
+def similar(model):  # noqa: F811
+    """A draft that is right about half of the time."""
+    config, params = model
+    keys = iter(jax.random.split(jax.random.key(5), 99))
+    noisy = lambda a: a * (1 + 0.05 * jax.random.normal(next(keys), a.shape)) if a.ndim > 1 else a
+    return DraftModel(config, jax.tree.map(noisy, params), tokens=4)
+
+
+def at_random(rng, numbers=(0, 2, 4)):
+    while True:
+        yield from [rng.choice(numbers)] * rng.choice([1, 2, 2, 9, 30])  # asked twice in a turn, and of every pool
+
+
+def same(clients, answers):
+    for client, answer in zip(clients, answers, strict=True):
+        assert (client.ids, client.finish) == (answer.tokens, answer.finish_reason)
+        np.testing.assert_allclose(client.logprobs, answer.logprobs, atol=1e-4)
+
+
+def test_drafts_of_the_same_model_are_all_right(model, force):  # noqa: F811
+    """Which they are only if its cache holds what it should: after a prompt, a found prefix, and tokens without drafts."""
+    config, params = model
+    model = replace(config, n_layers=1), first_layers(params, 1)
+    force([*[2] * 8, *[0] * 40, *[2] * 10_000])
+    drafting, plain = Engine(*model, replace(TINY, draft=DraftModel(*model, 2))), Engine(*model, TINY)
+    clients = {drafting: [], plain: []}
+    for engine, mine in clients.items():
+        for prompt in ([1, 7], [1, *range(20, 37)], [1, *range(20, 38)]):
+            sampling = Sampling(temperature=1.0, seed=len(prompt))
+            mine.append(Client(engine, prompt=prompt, max_new_tokens=32 - len(prompt), sampling=sampling))
+        exhaust(engine)
+    assert [client.ids for client in clients[drafting]] == [client.ids for client in clients[plain]]
+    assert clients[drafting][2].updates[0].cached == 16
+    found = drafting.stats()
+    assert found.drafted > 10
+    assert found.accepted >= found.drafted - 2 * 3  # what comes after the end of a row is not taken
+    assert found.turns < found.generated_tokens
+
+
+class TestEveryRequestGetsWhatItGetsAlone:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
+    def test_among_others_that_come_and_go(self, model, similar, force, seed):  # noqa: F811
+        rng = random.Random(seed)
+        force(at_random(rng))
+        wanted = [some_request(rng) for _ in range(20)]
+        shared = [1, *(rng.randrange(3, 512) for _ in range(60))]
+        wanted += [some_request(rng) | {"prompt": shared[:n], "max_new_tokens": 30} for n in (20, 40, 61, 60, 33)]
+        rng.shuffle(wanted)
+        engine = Engine(*model, replace(SMALL, draft=similar))
+        come_and_go(engine, wanted, rng, partial(alone, model))
+        found = engine.stats()
+        assert 0.2 * found.drafted < found.accepted < 0.9 * found.drafted
+        assert found.cached_tokens > 0
+
+    @pytest.mark.slow
+    def test_with_the_model_as_its_own_draft(self, model, force):  # noqa: F811
+        """Among others: a wrong slot anywhere would make drafts wrong."""
+        rng = random.Random(3)
+        force(at_random(rng))
+        engine = Engine(*model, replace(SMALL, draft=DraftModel(*model, 4)))
+        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=120) for i in range(4)]  # for two places in the end
+        clients += [Client(engine, **some_request(rng)) for _ in range(6)]
+        exhaust(engine)
+        same(clients, [alone(model, client.request) for client in clients])
+        found = engine.stats()
+        assert found.drafted > 300
+        assert found.accepted >= found.drafted - 4 * len(clients)
+
+    @pytest.mark.slow
+    def test_with_a_grammar_and_a_scored_prompt_beside_it(self, model, similar, force):  # noqa: F811
+        force(at_random(random.Random(1)))
+        engine = Engine(*model, replace(SMALL, draft=similar))
+        bound = Client(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
+        scored = Client(engine, prompt=[1, *range(50, 90)], max_new_tokens=30, score_prompt=True, alternatives=2)
+        free = run(engine, prompt=[1, 7], max_new_tokens=40, min_new_tokens=3)
+        assert [token % 2 for token in bound.ids] == [0, 1] * 10
+        same([scored, free], [alone(model, client.request) for client in (scored, free)])
+        assert len(scored.updates[0].prompt) == 41
+
+    @pytest.mark.slow
+    def test_with_caches_of_int8(self, model, similar, force):  # noqa: F811
+        force(at_random(random.Random(2)))
+        options = CacheOptions(dtype="int8")
+        found = []
+        for draft in (similar, None):  # a prompt read in pieces is rounded otherwise than one read whole, so not by `alone`
+            engine = Engine(*model, replace(TWO, draft=draft, cache=options))
+            found.append([Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=30) for i in range(1, 4)])
+            exhaust(engine)
+            assert (engine.stats().accepted > 0) == (draft is not None)
+        for drafted, plain in zip(*found, strict=True):
+            assert drafted.ids == plain.ids
+
+    @pytest.mark.slow
+    def test_on_a_mesh(self, model, force, tmp_path):  # noqa: F811
+        llama_jax.save(tmp_path / "model", *model)
+        there = llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2]
+        force(at_random(random.Random(4)))
+        engine = Engine(*there, replace(TWO, draft=DraftModel(*there, tokens=4)))
+        engine.warm()
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=20) for i in range(1, 5)]
+        exhaust(engine)
+        engine.close()
+        same(clients, [alone(model, client.request) for client in clients])
+        found = engine.stats()
+        assert found.accepted >= found.drafted - 4 * len(clients)
+        assert found.compilations_after_ready == 0
+        with pytest.raises(MeshError, match="the draft model is on other devices than the model"):
+            Engine(*there, replace(SMALL, draft=DraftModel(*model)))
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_once_it_is_warm(model, similar, force):  # noqa: F811
+    rng = random.Random(7)
+    force(at_random(rng))
+    extras = lambda: {"alternatives": rng.choice([0, 3]), "score_prompt": rng.random() < 0.2}
+    wanted = (some_request(rng) | extras() for _ in range(40))
+    _, stats = run_warm(Engine(*model, replace(SMALL, draft=similar)), wanted)
+    assert stats.accepted > 0
+
+
+class TestBatch:
+    @pytest.mark.slow
+    def test_in_the_forms_that_generate_takes(self, model, similar):  # noqa: F811
+        prompts = [[1, *range(5, 5 + 7 * i)] for i in range(6)]
+        wanted = [llama_jax.generate(*model, [prompt], max_new_tokens=20)[0] for prompt in prompts]
+        for draft in (similar, llama_jax.PromptLookup()):
+            found = dict(llama_jax.batch(*model, prompts, max_new_tokens=20, draft=draft, options=SMALL))
+            assert [found[i].tokens for i in range(6)] == [row.tokens for row in wanted]
+
+    @pytest.mark.slow
+    def test_the_command(self, tmp_path):
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once", "The dog", "Lily saw a")))
+        llama_jax.save(tmp_path / "draft", *llama_jax.load())
+        usual = ("--max-new-tokens", 12, "--seed", 5, "--rows", 2)
+        texts = []
+        for more in ((), ("--draft", f"{tmp_path / 'draft'}:2")):
+            out = tmp_path / f"out{len(more)}.jsonl"
+            done = run_here("batch", prompts, out, *usual, *more)
+            assert done.returncode == 0, done.stderr
+            assert ("drafted tokens accepted" in done.stderr) == bool(more)
+            texts.append(sorted(out.read_text().splitlines()))
+        assert texts[0] == texts[1]
+
+
+class Other(Drafter):
+    tokens = 4
+
+    def propose(self, memory, state, history, count):
+        raise NotImplementedError
+
+
+class TestInvalidDrafts:
+    def test_drafts_for_another_model(self, model):  # noqa: F811
+        config, params = model
+        with pytest.raises(GenerationError, match="the draft has a vocabulary of 511, the model one of 512") as caught:
+            Engine(*model, replace(SMALL, draft=DraftModel(replace(config, vocab_size=511), params)))
+        assert "\n" not in str(caught.value)
+        with pytest.raises(GenerationError, match="the draft's context is 100 tokens, the engine's 128; pass context=100"):
+            Engine(*model, replace(SMALL, draft=DraftModel(replace(config, max_seq_len=100), params)))
+        with pytest.raises(GenerationError, match="an engine drafts by a PromptLookup or a DraftModel"):
+            list(llama_jax.batch(*model, [[1]], max_new_tokens=1, draft=Other()))
+        draft = llama_jax.PromptLookup()
+        with pytest.raises(GenerationError, match="draft is set twice"):
+            list(llama_jax.batch(*model, [[1]], max_new_tokens=1, draft=draft, options=EngineOptions(draft=draft)))
+
+    @pytest.mark.parametrize("command", ["serve", "batch"])
+    def test_on_the_command_line(self, model, tmp_path, command):  # noqa: F811
+        llama_jax.save(tmp_path / "draft", *model)
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "Once"}\n')
+        given = ("--port", 0) if command == "serve" else (prompts, tmp_path / "out.jsonl")
+        for draft, said in (
+            (
+                tmp_path / "draft",
+                "has a vocabulary of 512, the model one of 4096; use a draft with",
+            ),
+            ("nowhere", "nowhere does not exist"),
+            ("prompt:0", "tokens=0 of a draft must be an integer from 1 to 15"),
+        ):
+            ended = run_here(command, *given, "--draft", draft)
+            assert ended.returncode == 2
+            *before, last = ended.stderr.splitlines()
+            assert said in last
+            assert not [line for line in before if "listening on" not in line]
+
+
+ROWS = [[1, 2]] * 2  # the last tokens of two rows
+
+
+class TestHowMuchIsDrafted:
+    """Of turns of two rows that take a millisecond without drafts, and more with, of a share `acceptance` that is right."""
+
+    def run(self, cost, acceptance, tokens, seed=0, every=1):
+        """Tokens a millisecond of each row, without drafts 1; seconds are seen of one of `every` turns."""
+        rng, shape = np.random.default_rng(seed), (2, 128)
+        drafting, made, taken, turns = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0, 0.0, 0
+        while made < tokens:
+            number = drafting.choose(shape, ROWS)
+            right = np.cumprod(rng.random((2, number)) < acceptance, axis=1).sum(axis=1)
+            seconds = cost(number) if number else 1.0
+            if number:
+                drafting.propose(ROWS, number)
+                drafting.settle(number, (right + 1).tolist())
+            drafting.observe([(shape, number)], seconds / 1000 if turns % every == 0 else None)
+            made, taken, turns = made + 1 + right.mean(), taken + seconds, turns + 1
+        assert 0 <= drafting.accepted <= drafting.offered
+        return made / taken
+
+    @pytest.mark.parametrize(
+        ("fixed", "each", "acceptance", "every", "share"),
+        [(1.7, 0.24, 0.1, 1, 0.97), (1.7, 0.24, 0.1, 5, 0.97), (1.4, 0.24, 0.8, 1, 0.9), (1.0, 0.3, 0.75, 1, 0.9)],
+    )
+    def test_as_many_as_pay_are_drafted(self, fixed, each, acceptance, every, share):
+        cost = lambda number: fixed + each * number
+        best = max(1.0, *(sum(acceptance**i for i in range(n + 1)) / cost(n) for n in (2, 4)))
+        assert self.run(cost, acceptance, 2000, every=every) > share * best
+
+    def test_rows_without_drafts_have_none(self):
+        drafting = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4))
+        drafting.observe([((2, 128), 0)], 1.0)
+        assert drafting.choose((2, 128), [None, ROWS[0]]) == 4
+        assert drafting.choose((2, 128), [None, None]) == 0
+        assert drafting.propose([None, ROWS[0]], 4).tolist() == [[-1, -1], [1, 2]]
+
+    def test_the_cost_of_a_try_includes_catching_up(self):
+        """So that tries become rarer where the draft has much to read before each."""
+        shape, tries = (2, 128), []
+        for reading in (0, 5):
+            drafting, count = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0
+            for _ in range(2000):
+                number = drafting.choose(shape, ROWS)
+                if number:
+                    count += 1
+                    for _ in range(reading):
+                        drafting.observe([(shape, CATCHING_UP)], 0.002)
+                    drafting.settle(number, [1, 1])
+                drafting.observe([(shape, number)], 0.003 if number else 0.001)
+            tries.append(count)
+        assert tries[0] > tries[1] >= 6
+
 
 DRAFTING = replace(SMALL, draft=PromptLookup(tokens=4))
 
@@ -39,7 +311,7 @@ def foresight(model, monkeypatch):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_every_request_gets_what_it_gets_alone(model, foresight, seed):  # noqa: F811
+def test_prompt_lookup_changes_no_token(model, foresight, seed):  # noqa: F811
     rng, engine = random.Random(seed), Engine(*model, DRAFTING)
     wanted = [some_request(rng) | {"alternatives": rng.choice([0, 2])} for _ in range(16)]
     answers = {fields["sampling"].seed: foresight(GenerationRequest(**fields)) for fields in wanted}
@@ -48,7 +320,7 @@ def test_every_request_gets_what_it_gets_alone(model, foresight, seed):  # noqa:
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_once_it_is_warm(model, foresight):  # noqa: F811
+def test_nothing_is_compiled_once_it_is_warm_for_prompt_lookup(model, foresight):  # noqa: F811
     rng = random.Random(7)
     wanted = [some_request(rng) | {"alternatives": rng.choice([0, 3])} for _ in range(30)]
     for fields in wanted:

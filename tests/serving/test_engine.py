@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -76,6 +75,13 @@ def run(engine, **fields):
     return client
 
 
+def growing(engine):
+    """Clients whose prompts and answers are each longer than the last, and have ended."""
+    clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
+    exhaust(engine)
+    return clients
+
+
 def alone(model, request, **options):
     return llama_jax.generate(
         *model,
@@ -120,6 +126,8 @@ def some_request(rng, vocab=512, context=128):
 def come_and_go(engine, wanted, rng, expected):
     """Requests at random moments, of which some are cancelled; each must get what it gets alone, or the beginning of that.
 
+    In the end nothing is left of them.
+
     Args:
       wanted: the fields of each.
       expected: what `generate` gives a request alone.
@@ -144,6 +152,10 @@ def come_and_go(engine, wanted, rng, expected):
             np.testing.assert_allclose(client.logprobs, answer.logprobs, atol=1e-4)
         for update in client.updates:
             assert all(len(token.alternatives) == client.request.alternatives for token in update.tokens)
+    stats = engine.stats()
+    assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
+    assert not engine.scheduler.rows
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count
 
 
 def run_warm(engine, wanted):
@@ -161,29 +173,32 @@ def run_warm(engine, wanted):
 
 
 class TestEveryRequestGetsWhatItGetsAlone:
+    @pytest.mark.parametrize(
+        ("options", "in_bursts", "counts"),
+        [(SMALL, False, (24,)), (SMALL, True, (8, 1, 1, 2)), (FULL, False, (16,))],
+        ids=["one token a turn", "bursts", "a full cache"],
+    )
     @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
-    def test_among_others_that_come_and_go(self, model, warm_engine, seed):
-        rng = random.Random(seed)
-        wanted = [some_request(rng) for _ in range(24)]
-        come_and_go(Engine(*model, SMALL), wanted, rng, partial(alone, model))
+    def test_among_others_that_come_and_go(self, model, warm_engine, bursts, options, in_bursts, counts, seed):
+        bursts(in_bursts)
+        engine, rng = Engine(*model, options), random.Random(seed)
+        more = {"max_new_tokens": 35, "stop_tokens": ()} if options is FULL else {}
+        for count in counts:
+            come_and_go(engine, [some_request(rng) | more for _ in range(count)], rng, partial(alone, model))
+        assert (engine.stats().preempted > 0) == (options is FULL)
 
     @pytest.mark.slow
     def test_with_a_cache_of_int8_and_quantized_weights(self, model, bursts):
         config, params = model
-        params = quantize(params, "int8")
-        engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype="int8")))
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
-        exhaust(engine)
-        for client in clients:
-            assert client.ids == alone((config, params), client.request, cache=CacheOptions(dtype="int8")).tokens
+        quantized, cache = (config, quantize(params, "int8")), CacheOptions(dtype="int8")
+        for client in growing(Engine(*quantized, replace(SMALL, cache=cache))):
+            assert client.ids == alone(quantized, client.request, cache=cache).tokens
 
     @pytest.mark.slow
     def test_on_a_mesh(self, model, tmp_path, bursts):
         llama_jax.save(tmp_path / "model", *model)
         engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
-        exhaust(engine)
-        as_alone(model, clients)
+        as_alone(model, growing(engine))
 
 
 def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
@@ -248,11 +263,6 @@ class TestBursts:
         exhaust(engine)
         as_alone(model, (first, second))
 
-    def test_among_others_that_come_and_go(self, model, warm_engine, bursts):
-        engine, rng = Engine(*model, SMALL), random.Random(5)
-        for count in (8, 1, 1, 2):
-            come_and_go(engine, [some_request(rng) for _ in range(count)], rng, partial(alone, model))
-
 
 class TestPrefixCache:
     @pytest.fixture(autouse=True)
@@ -313,16 +323,6 @@ class TestFullCache:
         assert engine.stats().preempted > 2
         assert [client.finish for client in clients] == ["length"] * 4
         as_alone(model, clients)
-        assert engine.scheduler.pages.available == engine.scheduler.pages.count
-
-    @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in range(1, 5))])
-    def test_among_others_that_come_and_go(self, model, seed):
-        rng = random.Random(seed)
-        engine = Engine(*model, FULL)
-        wanted = [some_request(rng) | {"max_new_tokens": 35, "stop_tokens": ()} for _ in range(16)]
-        come_and_go(engine, wanted, rng, partial(alone, model))
-        assert engine.stats().preempted
-        engine.scheduler.pages.most_bytes = 0
         assert engine.scheduler.pages.available == engine.scheduler.pages.count
 
     def test_what_gave_way_leaves_only_prefixes_of_its_own_tokens(self, model):
@@ -413,31 +413,6 @@ class TestCancelling:
         as_alone(model, running[:2])
         reading.ticket.cancel()  # one that has ended
         assert not engine.turn()
-
-    def test_many_leave_nothing(self, model, warm_engine):
-        engine, rng = Engine(*model, SMALL), random.Random(3)
-        for _ in range(150):
-            client = Client(engine, **some_request(rng))
-            for _ in range(rng.randrange(3)):
-                engine.turn()
-            client.ticket.cancel()
-        exhaust(engine)
-        stats = engine.stats()
-        assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
-        assert not engine.scheduler.rows
-
-    def test_deadlines(self, model, warm_engine):
-        engine = Engine(*model, SMALL)
-        late = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() - 1)
-        soon = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() + 3600)
-        exhaust_but_timed(engine)
-        assert (late.finish, soon.finish) == ("timeout", "length")
-        assert late.ids == []
-
-
-def exhaust_but_timed(engine):
-    while engine.busy:
-        engine.turn()
 
 
 class TestQueue:
@@ -575,13 +550,6 @@ class TestSlowConstraints:
 
 
 class TestRowSettings:
-    def test_constrained_among_free_ones(self, model, warm_engine):
-        engine = Engine(*model, SMALL)
-        free = Client(engine, prompt=[1, 7], max_new_tokens=20)
-        bound = run(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
-        assert [token % 2 for token in bound.ids] == [0, 1] * 10
-        assert free.ids == alone(model, free.request).tokens
-
     def test_no_stop_token_before_the_least(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         first = alone(model, GenerationRequest(prompt=[1, 7], max_new_tokens=3)).tokens
@@ -665,7 +633,11 @@ class TestOptions:
         config, _ = model
         assert SMALL.steps == ((1, 1), (4, 4), (4, 20))
         assert EngineOptions(prefill_chunk=64).steps == ((1, 1), (4, 4), (16, 16), (16, 32), (16, 80))
-        assert EngineOptions().steps[-1] == (16, 48)  # on a CPU
+        for rows in (1, 4, 16, 64):
+            steps = EngineOptions(rows=rows).steps
+            assert len(steps) + 2 <= 8  # programs, with those of scores and seen tokens
+            assert steps[-1] == (rows, rows + 32)  # on a CPU
+            assert list(steps) == sorted(set(steps))
         assert SMALL.pages(config) == 4 * 128 // 16
         assert EngineOptions(rows=2, context=500).pages(config) == 63
         assert EngineOptions(rows=2, cache_tokens=600).pages(config) == 38

@@ -11,7 +11,7 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.http.tools import ToolText, grammar_of_calls
+from llama_jax.serving.http.completion_choice import ToolText, grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
 
 SCHEMA = {

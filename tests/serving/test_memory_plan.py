@@ -11,9 +11,8 @@ from llama_jax.formats import open_checkpoint
 from llama_jax.formats.loading import bundled, planned_weights
 from llama_jax.model.cache import CacheOptions, cache_bytes
 from llama_jax.model.trees import bytes_in_memory
-from llama_jax.serving import memory
-from llama_jax.serving.memory import MemoryPlan, fit, free_memory
-from llama_jax.serving.options import EngineOptions
+from llama_jax.serving import options as module
+from llama_jax.serving.options import EngineOptions, MemoryPlan, fit, free_memory
 
 CONFIG = replace(llama_jax.preset("llama-3.1-8b"), max_seq_len=131_072)
 ROW = cache_bytes(CONFIG, 1, 131_072, "bfloat16")
@@ -70,8 +69,8 @@ def test_weights_are_planned_as_they_are_loaded(dtype, quantize):
 def test_the_free_memory_is_that_of_the_machine_and_of_its_containers(tmp_path, monkeypatch):
     (device, *_) = jax.devices("cpu")
     assert 0 < free_memory(device) < 2**50
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(module, "CGROUPS", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:    3000 kB\n")
     assert free_memory(device) == 3000 << 10
     (tmp_path / "memory.max").write_text("max\n")

@@ -21,7 +21,7 @@ from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_process, service
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
-from llama_jax.serving.http.request_schema import Limits
+from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
@@ -114,20 +114,6 @@ def test_a_grammar_whose_client_left_is_not_compiled(monkeypatch):
     assert len(engine.admitted) == 1
 
 
-def test_what_is_being_prepared_is_refused_when_the_server_drains(monkeypatch):
-    compiling = Compiling(monkeypatch)
-
-    async def conversation(client):
-        calls = await compiling.begin(client, THREADS + 1)
-        client.service.begin_drain()
-        answers = [await call.response() for call in calls]
-        compiling.told.set()
-        return answers
-
-    for answer in talk(FakeEngine(), conversation):
-        assert error_of(answer, 503)["code"] == "draining"
-
-
 def children(script):
     """The priorities of the processes of a script that this process has started, as differences from its own."""
     if sys.platform != "linux":
@@ -158,6 +144,17 @@ def test_one_process_of_low_priority_compiles_the_grammars_of_completions_and_ch
     assert found == [10]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux alone")
+def test_only_threads_that_are_to_wait_have_a_low_priority():
+    """Not those of the start, whose priority XLA's own threads have."""
+
+    def priority():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert DaemonThreadPool("as others", 1).submit(priority).result() == priority()
+    assert DaemonThreadPool("low", 1, niceness=LOW).submit(priority).result() == min(priority() + LOW, 19)
+
+
 def test_a_process_ends_although_grammars_compile():
     """It waits for no thread and no other process, and says nothing of those that it left."""
     pytest.importorskip("llguidance")
@@ -174,31 +171,29 @@ def test_a_process_ends_although_grammars_compile():
         assert running.stderr.read() == ""
 
 
-def test_bodies_that_are_not_whole_are_refused_when_the_server_drains():
+@pytest.mark.parametrize("stage", ["body", "text", "grammar"])
+def test_what_the_engine_has_not_taken_is_refused_when_the_server_drains(monkeypatch, stage):
+    """A body that is not whole, a long text that is being encoded, grammars that compile or wait; and what comes then."""
+    compiling, begun = Compiling(monkeypatch), threading.Event()
+    encode = lambda self, *given: (begun.set(), compiling.told.wait(20), [])[2]
+
     async def conversation(client):
-        call = unfinished(client, b" " * 100)
-        await until(lambda: call.messages.empty())
+        if stage == "body":
+            calls = [unfinished(client, b" " * 100)]
+            await until(calls[0].messages.empty)
+        elif stage == "text":
+            monkeypatch.setattr(type(BYTES), "encode", encode)
+            calls = [client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})]
+            await until(begun.is_set)
+        else:
+            calls = await compiling.begin(client, THREADS + 1)
         client.service.begin_drain()
-        return [await call.response(), await client.post("/tokenize", {"prompt": "a"})]
+        answers = [await call.response() for call in calls]
+        compiling.told.set()
+        return [*answers, await client.post("/tokenize", {"prompt": "a"})]
 
     for answer in talk(FakeEngine(), conversation):
         assert error_of(answer, 503)["code"] == "draining"
-
-
-def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(monkeypatch):
-    told, begun = threading.Event(), threading.Event()
-    encode = lambda self, *given: (begun.set(), told.wait(20), [])[2]
-    monkeypatch.setattr(type(BYTES), "encode", encode)
-
-    async def conversation(client):
-        call = client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})
-        await until(lambda: begun.is_set())
-        client.service.begin_drain()
-        answer = await call.response()
-        told.set()
-        return answer
-
-    assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
 
 
 @pytest.mark.parametrize(("cores", "at_once"), [(2, 1), (64, service.LONG_THREADS)])
@@ -231,7 +226,7 @@ def unfinished(client, content):
 
 def test_all_bodies_share_a_budget():
     """What is beyond it is refused at once; small bodies need no room in it, and what a client leaves is free again."""
-    limits, size = Limits(vocab_size=259, context=512, largest_body=10**6), 10**6 // 2
+    size = 10**6 // 2
     fit = service.BODIES * 10**6 // (size - SMALL_BODY)
 
     async def conversation(client):
@@ -250,7 +245,7 @@ def test_all_bodies_share_a_budget():
         assert bodies.held == 0
         return refused, small, whole
 
-    refused, small, whole = talk(FakeEngine(), conversation, limits=limits)
+    refused, small, whole = talk(FakeEngine(), conversation, largest_body=10**6)
     assert {error_of(each, 429)["code"] for each in refused} == {"bodies_full"}
     assert refused[0].headers["connection"] == "close"
     assert small.status == 200

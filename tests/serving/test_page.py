@@ -9,8 +9,6 @@ import pytest
 from browser import Browser
 from fakes import BYTES, FakeEngine, ids, listening, served
 
-from llama_jax.serving.http.request_schema import Limits
-
 BODY = "document.querySelector('.answer:last-of-type .body').textContent"
 IDLE = "document.getElementById('stop').disabled"
 SAID = "Grüße 🦙!"
@@ -118,7 +116,7 @@ def test_a_chat_in_the_browser(browser):
 @pytest.mark.slow
 def test_a_model_that_only_completes(browser):
     engine = FakeEngine(says=Hesitating())
-    with listening(engine, served(chat=None), Limits(vocab_size=259, context=512)) as address:
+    with listening(engine, served(chat=None)) as address:
         browser.open(address)
         browser.until(
             "document.getElementById('mode').value === 'completion' && document.getElementById('about').textContent"

@@ -269,7 +269,7 @@ def test_invalid_options(arguments, said):
     ],
 )
 def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeypatch, free, arguments, remedy):
-    monkeypatch.setattr("llama_jax.serving.memory.free_memory", lambda device: round(free))
+    monkeypatch.setattr("llama_jax.serving.options.free_memory", lambda device: round(free))
     monkeypatch.setattr("llama_jax.load", None)
     ended = run_here("serve", "--port", "0", "--prefix-cache", "0", *arguments)
     assert ended.returncode == 2

@@ -1,13 +1,10 @@
-import subprocess
-
 import pytest
 import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
-from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format, template_worker
-from llama_jax.tokenizers.chat import shared_renderer
+from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
 
 # The published formats as templates.
 LLAMA_2 = (
@@ -129,30 +126,6 @@ def test_special_tokens_in_a_message_are_text(all_kinds, special_in_plain, text)
             assert chat[0]["content"] in tokenizer.decode(ids), how
 
 
-@pytest.mark.parametrize(("format", "end"), [("llama2", "</s>"), ("llama3", "<|eot_id|>"), ("zephyr", "</s>")])
-def test_what_ends_a_reply(all_kinds, format, end):
-    tokenizer = all_kinds[format]
-    for how in ("auto", format):
-        ends = reply_ends(tokenizer, how)
-        assert tokenizer.special_tokens[end] in ends
-        assert set(tokenizer.stop_ids) <= set(ends)
-
-
-def test_a_template_is_started_and_compiled_once(all_kinds, monkeypatch):
-    """Of thousands of chats that bring no renderer of their own each would cost the start of a Python and a compilation."""
-    started, start = [], subprocess.Popen
-    monkeypatch.setattr("subprocess.Popen", lambda *args, **named: started.append(args) or start(*args, **named))
-    shared_renderer.cache_clear()
-    chats = [[{"role": "user", "content": f"once {i}"}] for i in range(5)]
-    found = [encode_chat(all_kinds["zephyr"], chat) for chat in chats]
-    assert found == [encode_chat(all_kinds["zephyr"], chat, "zephyr") for chat in chats]
-    assert len(started) == 1
-    template_worker._compiled.cache_clear()
-    for chat in chats:
-        template_worker.rendered(ZEPHYR, {"messages": chat, "eos_token": "</s>"})
-    assert template_worker._compiled.cache_info().misses == 1
-
-
 def test_the_end_that_only_the_template_knows(tmp_path):
     template = "{% for m in messages %}<|python_tag|>{{ m.role }}\n{{ m.content }}<|reserved_special_token_9|>\n{% endfor %}"
     tokenizer = load_tokenizer(vocabularies.write(tmp_path, "ranks", tokenizer_config={"chat_template": template}))
@@ -216,24 +189,3 @@ def test_ids_are_transformers_own(all_kinds, format, tmp_path):
 
     compare()
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("kind", ["bytes", "spaces", "first", "never"])
-def test_transformers_encodes_alike(kind, tmp_path):
-    from transformers import PreTrainedTokenizerFast
-
-    names = ("<|begin_of_text|>", "<|end_of_text|>") if kind == "bytes" else ("<s>", "</s>")
-    settings = {"bos_token": names[0], "eos_token": names[1], "unk_token": None if kind == "bytes" else "<unk>"}
-    vocabularies.write(tmp_path, kind, tokenizer_config=settings)
-    vocabularies.find_special_tokens_in_raw_text(tmp_path / "tokenizer.json")
-    ours, theirs = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-
-    @given(text=TEXTS)
-    def compare(text):
-        ids = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, bos=False, special=True) == ids
-        if kind != "first":  # theirs takes all leading spaces of the first token away there
-            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    compare()

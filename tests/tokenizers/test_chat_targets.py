@@ -71,14 +71,6 @@ def test_targets_are_what_the_assistant_says_with_the_end_of_its_turn(all_kinds,
     assert not any(taught.targets[: len(encode_chat(tokenizer, TALK[:2], family))])
 
 
-def test_the_three_ways_find_the_same(all_kinds):
-    found = []
-    for kind, format in (("marked", "auto"), ("llama3", "template"), ("llama3", "llama3")):
-        with ReplyEncoder(all_kinds[kind], format) as encoder:
-            found.append(encoder.chat(TALK))
-    assert found[0] == found[1] == found[2]
-
-
 @settings(max_examples=8)
 @given(chat=chats(), reply=TEXTS)
 def test_no_text_makes_a_special_token_or_a_target(all_kinds, chat, reply):

@@ -57,13 +57,6 @@ def test_json_is_not_escaped_for_html():
     assert text("{{ messages[0] | tojson }}") == '{"role": "user", "content": "Hi <there> & \'é\'"}'
 
 
-def test_messages_are_not_changed():
-    chat = [dict(message) for message in CHAT]
-    with pytest.raises(GenerationError):
-        text("{{ messages[0].update(role='x') }}", chat)
-    assert chat == CHAT
-
-
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), EVERYTHING.replace("{% break %}", "")])
 @pytest.mark.parametrize(("count", "times"), [(1001, 100), (3, 33_000)])
 def test_a_chat_of_megabytes_is_rendered(template, count, times):
@@ -100,21 +93,15 @@ def sixty_times(step, start="'aa'"):
 
 LARGE = {
     "product": "{{ 'a' * 10 ** 10 }}",
-    "product of lists": "{{ [1] * 10 ** 10 }}",
     "concatenation": sixty_times("{% set n.x = n.x ~ n.x %}"),
-    "block": sixty_times("{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"),
     "replace": sixty_times("{% set n.x = n.x | replace('a', n.x) %}"),
-    "width": "{{ 'a'.ljust(10 ** 10) }}",
     "json's width": "{{ [1] | tojson(indent=10 ** 10) }}",
-    "format": "{{ '%10000000000d' % 1 }}",
     "bytes": "{% set y = 'a'.encode().zfill(4000000000) %}",
 }
 LONG = {
     "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
     "power": "{{ 7 ** (10 ** 9) }}",
     "lists of lists": sixty_times("{% set n.x = [n.x, n.x] %}", "[1]").replace("n.x == n.x", "n.x"),
-    "search": "{% set x = ['a' * 1000] * 100000 %}{% for i in range(90000) %}{% if 'b' in x %}{% endif %}{% endfor %}",
 }
 
 
@@ -154,13 +141,10 @@ def test_the_process_knows_nothing_of_this_one():
 
 def test_no_process_to_be_had(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(GenerationError, match=r"it takes over .* or /nowhere/python fails"):
-        text("x", renderer=Renderer())
-
-
-def test_messages_that_no_process_can_be_told():
     with pytest.raises(GenerationError, match="made of texts"):
         text("x", [{"role": "user", "content": object()}])
+    with pytest.raises(GenerationError, match=r"it takes over .* or /nowhere/python fails"):
+        text("x", renderer=Renderer())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")

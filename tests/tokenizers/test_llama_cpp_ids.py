@@ -142,13 +142,6 @@ MADE = {
         "",
         {"prefix_token_id": 32000},
     ),
-    "in the manner of Code Llama, by text": (
-        [("▁<PRE>", NORMAL), ("▁<SUF>", NORMAL), ("▁<MID>", NORMAL), ("▁<EOT>", NORMAL)],
-        {},
-        "",
-        {},
-    ),
-    "of gpt-oss's ends": ([(f"<|{name}|>", CONTROL) for name in ("end", "return", "call", "channel", "start")], {}, "", {}),
     "of few fields": (
         [],
         {},
@@ -171,47 +164,6 @@ def test_sentencepiece(kind, tmp_path):
     fields |= {f"tokenizer.ggml.{field}": value for field, value in others.items()}
     path = vocabularies.write_gguf(tmp_path / "x.gguf", {k: v for k, v in fields.items() if v is not None}, name)
     check(path, vocabularies.slices(100) + vocabularies.random_texts(400))
-
-
-# A byte that ends, a byte that is not there, and tokens that merges lead to.
-@pytest.mark.parametrize(
-    ("fields", "tokens", "kinds"),
-    [
-        ({"eos_token_id": 13}, {}, {}),
-        ({"unknown_token_id": 13}, {3 + 0xFF: "<gone>"}, {}),
-        ({}, {31000: "\udce3\udc81"}, {278: CONTROL, 30439: UNKNOWN, 29871: UNUSED, 13: USER}),
-        ({"unknown_token_id": 278}, {}, {278: UNKNOWN, 30439: CONTROL}),
-    ],
-)
-def test_odd_sentencepiece(fields, tokens, kinds, tmp_path):
-    found = to_metadata(load_tokenizer(shared_data("tokenizers/llama2")))
-    for name, changes in (("tokens", tokens), ("token_type", {token: int(kind) for token, kind in kinds.items()})):
-        for token, value in changes.items():
-            found[f"tokenizer.ggml.{name}"][token] = value
-    path = vocabularies.write_gguf(
-        tmp_path / "x.gguf", found | {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    )
-    check_ids(path, ["see the\ncat カ\u0378", *vocabularies.slices(50), *vocabularies.random_texts(100)])
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
-def test_odd_bpe(pre, tmp_path):
-    fields = fields_of("gpt-2") | {"tokenizer.ggml.pre": pre}
-    for text, new in (("Ġthe", "<gone>"), ("Ġcat", ""), ("ing", "\udce3\udc81"), ("Ġof", "<ab"), ("Ġto", "b><c>")):
-        token = fields["tokenizer.ggml.tokens"].index(text)
-        fields["tokenizer.ggml.tokens"][token] = new
-        fields["tokenizer.ggml.token_type"][token] = int(USER if "b" in new else NORMAL)
-    path = vocabularies.write_gguf(tmp_path / "x.gguf", fields)
-    check_ids(path, ["see them the cat, singing <ab><c>", *vocabularies.slices(50), *vocabularies.random_texts(100)])
-
-
-def check_ids(path, texts):
-    """Ids alone are llama.cpp's."""
-    tokenizer, peer = load_tokenizer(path), opened(path)
-    for text in texts:
-        for special in (False, True):
-            ids = peer.tokenize(text.encode(), add_bos=False, special=special)
-            assert tokenizer.encode(text, bos=False, eos=False, special=special) == ids, (special, text)
 
 
 def test_bpe_of_spaces(tmp_path):

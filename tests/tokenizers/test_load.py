@@ -97,19 +97,6 @@ def test_of_named_templates_the_default_one(tmp_path):
     assert load_tokenizer(tmp_path).chat_template is None
 
 
-def test_tokens_added_to_a_sentencepiece_model(tmp_path):
-    """Fine-tuned models name their own tokens beside tokenizer.model."""
-    size = load_tokenizer(vocabularies.write(tmp_path, "sentencepiece")).vocab_size
-    added = {str(size): {"content": "<|im_end|>", "special": True}, "1": {"content": "<s>", "special": True}}
-    vocabularies.write(
-        tmp_path, "sentencepiece", tokenizer_config={"added_tokens_decoder": added, "eos_token": "<|im_end|>"}
-    )
-    assert load_tokenizer(tmp_path).eos_id == size
-    (tmp_path / "tokenizer_config.json").unlink()
-    vocabularies.write(tmp_path, "sentencepiece", added_tokens={"<|im_end|>": size})
-    assert load_tokenizer(tmp_path).encode("<|im_end|>", bos=False, special=True) == [size]
-
-
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("content", [b"", b"\x0a\x0e\x0anoise that is no vocabulary", b"IQ== 0\nIg== 1\n", b"{}"])
 def test_a_damaged_vocabulary_beside_weights_is_an_error(tmp_path, name, content):
@@ -226,10 +213,3 @@ def test_ranks_of_one_hash_and_too_many(tmp_path):
     path.write_bytes(b"YQ== 0\n" * 300_000)
     with pytest.raises(TokenizerError, match="over 262144 lines"):
         load_tokenizer(path)
-
-
-def test_settings_of_megabytes_are_not_read(tmp_path):
-    vocabularies.write(tmp_path, "spaces")
-    (tmp_path / "tokenizer_config.json").write_text("[" + "{}," * (1 << 21) + "{}]")
-    with pytest.raises(TokenizerError, match="over 4194304 bytes, too large to be a model's settings"):
-        load_tokenizer(tmp_path)

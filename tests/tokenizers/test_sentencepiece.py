@@ -22,16 +22,6 @@ def small(model):
     return SentencePieceTokenizer(model, "small")
 
 
-def test_ids_equal_llama_cpps_vectors():
-    llama2, vectors = vocabularies.published("llama2")
-    for text, ids in vectors:
-        assert llama2.encode(text, bos=False) == ids, repr(text)
-        assert llama2.decode(ids) == text
-    assert (llama2.bos_id, llama2.eos_id, llama2.vocab_size, llama2.stop_ids) == (1, 2, 32_000, (1, 2))
-    assert llama2.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
-    assert llama2.space_prefix
-
-
 @settings(max_examples=50)
 @given(NO_SURROGATES)
 def test_ids_and_text_are_those_of_sentencepiece(model, small, text):

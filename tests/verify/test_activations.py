@@ -1,28 +1,47 @@
-"""A trace is what the forward pass does; and what a model shows of itself: whether it is whole, and whether it speaks."""
+"""A trace is what the forward pass does, and transformers; what a model shows of itself; and no oracle's file does harm."""
 
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+import zipfile
 from dataclasses import replace
 
 import jax
+import make_goldens
+import ml_dtypes
 import numpy as np
 import pytest
-from conftest import first_layers, jit_logits, params_of
+from conftest import first_layers, jit_logits, params_of, write_hf_folder
+from hypothesis import given
+from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.formats.huggingface import NAMES, from_params
+from llama_jax.errors import CheckpointError, UserError
+from llama_jax.formats.huggingface import NAMES, config_to_dict, from_params
+from llama_jax.verify import activations
 from llama_jax.verify.activations import (
     TEXT,
-    Origin,
     Trace,
     check_logits,
+    check_room,
     check_speech,
+    check_transformers,
     check_vocabulary,
-    nats_per_token,
+    read_oracle,
     run_layer,
     run_output,
+    run_transformers,
     trace,
+    write_oracle,
 )
+from llama_jax.verify.compare import compare
+from llama_jax.verify.rounding_error import Origin
 
+KINDS = make_goldens.KINDS
 TOKENS = np.random.default_rng(0).integers(0, 96, 24, dtype=np.int32)
 
 
@@ -49,10 +68,6 @@ def test_the_parts_one_by_one_make_up_the_whole(models, traced):
     for i, block in enumerate(llama_jax.layers_of(params)):
         np.testing.assert_allclose(run_layer(config, block, traced.streams[i]), traced.streams[i + 1], atol=1e-5)
     np.testing.assert_allclose(run_output(config, params, traced.streams[-1]), traced.logits, atol=1e-5)
-
-
-def test_guessing_costs_the_logarithm_of_the_vocabulary():
-    assert nats_per_token(np.arange(5), np.zeros((5, 96), np.float32)) == pytest.approx(np.log(96))
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +145,224 @@ def test_vocabulary(stories):
     assert (large.passed, large.found.split(";")[0]) == (False, "513 pieces for 512 rows of the embedding")
     lossy = check_vocabulary(Vocabulary(back=str.lower), 512, TEXT)
     assert (lossy.passed, "does NOT come back" in lossy.found) == (False, True)
+
+
+# -- oracles -------------------------------------------------------------------------------------------------------------
+
+CONFIG = replace(KINDS["llama3"], vocab_size=12, dim=8, n_heads=2, n_kv_heads=1, hidden_dim=6, head_dim=4)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Trace:
+    """Of a model that never was: only its shapes matter here."""
+    rng = np.random.default_rng(0)
+    return Trace(
+        Origin("some model", CONFIG, ("F32", "Q4_0"), "float32", {"llama_jax": "0.1.0"}),
+        rng.integers(0, 12, 5, dtype=np.int32),
+        rng.standard_normal((5, 12), np.float32),
+        rng.standard_normal((3, 5, 8), np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def path(oracle, tmp_path_factory):
+    path = tmp_path_factory.mktemp("oracle") / "model.oracle"
+    write_oracle(path, oracle)
+    return path
+
+
+def same(a: Trace, b: Trace) -> bool:
+    return a.origin == b.origin and all(
+        np.array_equal(getattr(a, n), getattr(b, n)) for n in ("tokens", "logits", "streams")
+    )
+
+
+def write_members(path, members: dict[str, bytes], compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def members_of(path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def npy(array, **options) -> bytes:
+    content = io.BytesIO()
+    np.lib.format.write_array(content, array, **options)
+    return content.getvalue()
+
+
+def test_an_oracle_comes_back_under_the_name_it_was_given(path, oracle):
+    assert os.listdir(path.parent) == [path.name]
+    assert same(read_oracle(path), oracle)
+
+
+def test_an_oracle_is_a_plain_npz(path, oracle):
+    with np.load(path, allow_pickle=False) as file:
+        np.testing.assert_array_equal(file["logits"], oracle.logits)
+        assert json.loads(file["about"].tobytes())["name"] == "some model"
+
+
+class Harm:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HARM"],)
+
+
+def test_no_pickle_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    hostile = tmp_path / "hostile"
+    write_members(hostile, members_of(path) | {"logits.npy": npy(np.array([Harm()]), allow_pickle=True)})
+    with pytest.raises(CheckpointError, match=r"logits.npy holds object"):
+        read_oracle(hostile)
+    hostile.write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(CheckpointError, match="is not a whole oracle"):
+        read_oracle(hostile)
+    assert not (tmp_path / "harm").exists()
+
+
+def header(shape: str, descr: str = "<f4") -> bytes:
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+ABOUT = {
+    "format": activations.ORACLE_FORMAT,
+    "name": "n",
+    "config": config_to_dict(CONFIG),
+    "kinds": ["F32"],
+    "dtype": "float32",
+    "versions": {},
+}
+
+
+def about(**changes) -> bytes:
+    return npy(np.frombuffer(json.dumps(ABOUT | changes).encode(), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logits.npy": b""}, "EOF"),
+        ({"logits.npy": header("(1000000000000, 1000000)")}, "reshape"),
+        ({"logits.npy": header("(" * 5000)}, "."),
+        ({"logits.npy": npy(np.zeros((5, 12)))}, "holds float64, not rows of <f4"),
+        ({"logits.npy": npy(np.zeros((12, 5), np.float32).T)}, "not rows"),
+        ({"logits.npy": npy(np.full((5, 12), np.nan, np.float32))}, "not finite"),
+        ({"streams.npy": npy(np.zeros((2, 5, 8), np.float32))}, "shapes of its arrays"),
+        ({"tokens.npy": npy(np.full(5, 12, np.int32))}, "its tokens"),
+        ({"tokens.npy": npy(np.full(5, -1, np.int32))}, "its tokens"),
+        ({"tokens.npy": npy(np.zeros(5, np.int32), version=(2, 0))}, r"has version \(2, 0\)"),
+        ({"about.npy": npy(np.frombuffer(b"[" * 10_000, np.uint8))}, "recursion|Expecting|decode"),
+        ({"about.npy": about(format="llama_jax oracle 9")}, "not of this version"),
+        ({"about.npy": about(kinds=["F32", "Q0"])}, "weights of"),
+        ({"about.npy": about(kinds=[["F32"]])}, "weights of"),
+        ({"about.npy": about(dtype="int8")}, "computed in 'int8'"),
+        ({"about.npy": about(name=3)}, "not texts"),
+        ({"about.npy": about(config={"model_type": "gemma2"})}, "gemma2"),
+        ({"streams.npy": None}, "streams.npy"),
+    ],
+)
+def test_a_damaged_or_hostile_member_is_one_line(path, tmp_path, changes, message):
+    spoiled = tmp_path / "spoiled"
+    members = members_of(path) | changes
+    write_members(spoiled, {name: content for name, content in members.items() if content is not None})
+    with pytest.raises(CheckpointError, match=r"spoiled is not a whole oracle \(.*" + message) as caught:
+        read_oracle(spoiled)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_is_compressed_is_not_unpacked(path, tmp_path):
+    write_members(tmp_path / "bomb", members_of(path), zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"tokens.npy is compressed"):
+        read_oracle(tmp_path / "bomb")
+
+
+def test_what_is_no_file_or_too_large(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("nowhere", "pipe", "."):
+        with pytest.raises(CheckpointError, match="is not a file"):
+            read_oracle(tmp_path / name)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(activations.LARGEST_ORACLE + 1)
+    with pytest.raises(CheckpointError, match="too many for an oracle"):
+        read_oracle(tmp_path / "large")
+
+
+@given(data=st.data())
+def test_any_damage_is_found_or_without_effect(path, oracle, tmp_path_factory, data):
+    whole = path.read_bytes()
+    spoiled = tmp_path_factory.getbasetemp() / "spoiled"
+    at = data.draw(st.integers(0, len(whole) - 1))
+    if data.draw(st.booleans()):
+        spoiled.write_bytes(whole[:at])
+    else:
+        spoiled.write_bytes(whole[:at] + data.draw(st.binary(min_size=1, max_size=4)) + whole[at + 4 :])
+    with contextlib.suppress(CheckpointError):  # anything else that is raised is a fault
+        assert same(read_oracle(spoiled), oracle)
+
+
+def test_room_is_looked_for_before_anything_runs(tmp_path):
+    check_room(tmp_path / "new", CONFIG, 64)
+    for path in (tmp_path, tmp_path / "none" / "new"):
+        with pytest.raises(UserError, match="cannot be written"):
+            check_room(path, CONFIG, 64)
+    with pytest.raises(UserError, match="100000000 tokens takes 14800000000 bytes"):
+        check_room(tmp_path / "new", CONFIG, 100_000_000)
+
+
+# -- transformers --------------------------------------------------------------------------------------------------------
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match="install the extra 'parity'"):
+        check_transformers()
+
+
+MANY = np.random.default_rng(3).integers(0, 96, 48, dtype=np.int32)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_agrees(kind, tmp_path, models):
+    config, params = models[kind]
+    found = run_transformers(write_hf_folder(tmp_path / "model", config), MANY)
+    assert found.origin.config == config
+    compared = compare(params, trace(params, MANY, Origin("here", config, ("F32",), "float32", {})), found)
+    assert compared.same, compared.why
+    assert compared.rounding == "float32"
+    assert compared.max_abs < 1e-4
+    assert compared.agreeing + compared.ties == 48
+    # A limit is worth something where what is right stays far below it.
+    assert max(part.roundings for part in compared.parts) < 3
+
+
+@pytest.mark.parity
+def test_transformers_in_bfloat16_files_and_a_wrong_layer(tmp_path):
+    config = KINDS["gqa"]
+    tensors = make_goldens.random_tensors(config)
+    narrow = {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}
+    found = run_transformers(write_hf_folder(tmp_path / "model", config, narrow), MANY)
+    assert found.origin.kinds == ("BF16",)
+
+    def against(tensors, kinds):
+        params = params_of(config, tensors, "float32")
+        return compare(params, trace(params, MANY, Origin("here", config, kinds, "float32", {})), found)
+
+    assert against(narrow, ("BF16",)).rounding == "float32"
+    assert against(tensors, ("F32",)).why.startswith("the same model within the rounding of BF16")
+    name = NAMES["v"].format(1)
+    wrong = against(tensors | {name: tensors[name][::-1].copy()}, ("F32",))
+    assert "departs in layer 1" in wrong.why
+
+
+@pytest.mark.parity
+def test_what_transformers_cannot_read_is_one_line(tmp_path):
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], pad_token_id="none")
+    with pytest.raises(CheckpointError, match=r"transformers cannot run .*model \(") as caught:
+        run_transformers(folder, MANY)
+    assert "\n" not in str(caught.value)

@@ -15,8 +15,9 @@ from llama_jax import ops
 from llama_jax.config.presets import SHAPE_FIELDS
 from llama_jax.formats.huggingface import NAMES
 from llama_jax.verify import compare as module
-from llama_jax.verify.activations import Origin, trace
+from llama_jax.verify.activations import trace
 from llama_jax.verify.compare import compare
+from llama_jax.verify.rounding_error import Origin
 
 CONFIG = make_goldens.KINDS["gqa"]
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24, dtype=np.int32)

@@ -23,6 +23,7 @@ from llama_jax.inference.drafter import Drafter
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 
 
 class Model(struct.PyTreeNode):
@@ -76,7 +77,7 @@ def verify(
     positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
-    with sharding.context():
+    with sharding.context(), exact.exactly(model.compute.exact):
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
         state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)

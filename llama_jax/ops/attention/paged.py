@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from llama_jax.errors import MeshError
+from llama_jax.ops import exact
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
@@ -243,6 +244,9 @@ def _attend(
     sinks: int,
     sink_queries: jax.Array | None,
 ) -> jax.Array:
+    options: dict[str, Any] = {"scale": scale, "window": window, "chunk": chunk, "sinks": sinks}
+    if exact.is_exact():
+        return _attend_exactly(queries, view, sink_queries, **options)
     shapes = PagedAttentionShape(
         queries.shape,
         view.pages.shape,
@@ -256,14 +260,25 @@ def _attend(
     name, why = choose_paged(lowering_platform(), shapes)
     log_backend(name, why)
     if name == "paged blocks":
-        return attend_by_blocks(
-            queries, view, scale=scale, window=window, chunk=chunk, sinks=sinks, sink_queries=sink_queries
-        )
+        return attend_by_blocks(queries, view, sink_queries=sink_queries, **options)
     from llama_jax.ops.attention.paged_kernels import ragged, triton
 
     if name == "ragged":
         return ragged(queries, view, scale=scale, window=window)
     return triton(queries, view, scale=scale, window=window, chunk=chunk)
+
+
+def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
+    """Each query as a row of its own, a block of them at a time."""
+    row, position = view.tokens(len(queries))
+    size = exact.block_size()
+
+    def attend(queries: jax.Array, sink_queries: jax.Array | None, row: jax.Array, position: jax.Array) -> jax.Array:
+        starts = jnp.arange(size + 1, dtype=jnp.int32)
+        own = view.replace(table=view.table[row], lengths=position + 1, starts=starts, tokens_per_row=1)
+        return attend_by_blocks(queries, own, sink_queries=sink_queries, **options)
+
+    return exact.by_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
 
 
 def choose_paged(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:

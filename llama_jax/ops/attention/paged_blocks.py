@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from llama_jax.ops import exact
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
+EXACT_KEYS_PER_BLOCK = 128  # of a single query, however few keys there are
 FEW_QUERIES = 16  # with at most so many queries per row all rows are computed in one vmap
 
 
@@ -61,7 +63,10 @@ def attend_by_blocks(
     tokens, heads, groups, width = queries.shape
     rows, entries = view.table.shape
     page = view.pages.shape[2]
-    pages_at_once = min(max(1, KEYS_PER_BLOCK // page), entries)
+    # Exact sums do not depend on the capacity of the cache.
+    pages_at_once = (
+        max(1, EXACT_KEYS_PER_BLOCK // page) if exact.is_exact() else min(max(1, KEYS_PER_BLOCK // page), entries)
+    )
     table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries

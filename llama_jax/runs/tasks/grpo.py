@@ -67,6 +67,8 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
         raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
     if recipe.batch % r.group:
         raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
+    if recipe.exact and mesh.devices > 1:
+        raise TrainingError(f"exact=true samples on a single device, and the mesh is {mesh}; leave one of the two out")
     prompts = recipe.batch // r.group
     if prompts % mesh.rows:
         raise TrainingError(
@@ -134,7 +136,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
 
 
-KIND = TaskKind("rewards", open_task, check, divides_rows=False)
+KIND = TaskKind("rewards", open_task, check, divides_rows=False, exact=True)
 
 
 def settings_of(recipe: Recipe) -> RewardSettings:

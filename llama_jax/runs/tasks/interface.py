@@ -233,6 +233,7 @@ class TaskKind:
       backends: those that support it.
       mixes: whether it supports mixtures of sources.
       divides_rows: whether a mesh may divide rows over its context axis.
+      exact: whether it supports `Recipe.exact`.
       tokenizer: for a new model if neither --tokenizer nor --weights gives one.
     """
 
@@ -242,6 +243,7 @@ class TaskKind:
     backends: tuple[Backend, ...] = ("jit",)
     mixes: bool = False
     divides_rows: bool = True
+    exact: bool = False
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
 
 
@@ -265,4 +267,5 @@ def name_format_setting(setting: str) -> Iterator[None]:
 
 def compute_of(recipe: Recipe) -> Compute:
     """The `Compute` options of a recipe."""
-    return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend)
+    exact = recipe.exact and recipe.rewards is not None  # elsewhere exact runs have `exact_shards`
+    return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend, exact=exact)

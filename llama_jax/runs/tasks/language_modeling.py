@@ -106,7 +106,7 @@ def _digest(corpora: dict[str, Corpus]) -> str:
     return hashlib.sha256("\n".join(f"{name} {corpus.digest}" for name, corpus in corpora.items()).encode()).hexdigest()
 
 
-KIND = TaskKind("text", open_task, backends=("jit", "pmap"), mixes=True)
+KIND = TaskKind("text", open_task, backends=("jit", "pmap"), mixes=True, exact=True)
 
 
 def objective(recipe: Recipe) -> Objective:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from llama_jax.serving.requests import GenerationRequest, Ticket, Update
+from llama_jax.serving.requests import FinishReason, GenerationRequest, Ticket, Update
 
 
 class UpdateStream:
@@ -20,18 +20,16 @@ class UpdateStream:
 
     def __init__(self, closed: Callable[[UpdateStream], None]) -> None:
         self.tickets: list[Ticket] = []
-        self.disconnected = False
         self._updates: dict[int, Update] = {}
         self._waiter: asyncio.Future[None] | None = None
+        self._limit: asyncio.TimerHandle | None = None
         self._closed = closed
 
     async def next(self) -> dict[int, Update]:
-        """What is new, by choice; nothing once the client has disconnected."""
-        while not self._updates and not self.disconnected:
+        """What is new, by choice."""
+        while not self._updates:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self.disconnected:
-            return {}
         updates, self._updates = self._updates, {}
         return updates
 
@@ -43,28 +41,26 @@ class UpdateStream:
             merged.prompt = merged.prompt if update.prompt is None else update.prompt
             merged.cached = max(merged.cached, update.cached)
             merged.finish, merged.error, merged.ended_by = update.finish, update.error, update.ended_by
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    def cancel(self) -> None:
-        """End every choice that has not ended, where the engine cannot."""
+    def end(self, reason: FinishReason) -> None:
+        """End every choice that has not ended, without the engine."""
         for index in range(len(self.tickets)):
             if index not in self._updates or self._updates[index].finish is None:
-                self.put(index, Update(finish="cancelled"))
+                self.put(index, Update(finish=reason))
 
-    def disconnect(self) -> None:
-        """Record that the client has disconnected."""
-        self.disconnected = True
-        self._wake()
+    def end_after(self, seconds: float) -> None:
+        """End as "timeout" what has not ended by then, in any stage."""
+        self._limit = asyncio.get_running_loop().call_later(seconds, self.end, "timeout")
 
     def close(self) -> None:
         """End the response: cancel the requests that still run."""
+        if self._limit is not None:
+            self._limit.cancel()
         for ticket in self.tickets:
             ticket.cancel()
         self._closed(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineBridge:
@@ -97,7 +93,7 @@ class EngineBridge:
     def cancel(self) -> None:
         """End every response as cancelled without the engine, which is in a long step."""
         for stream in list(self.open):
-            stream.cancel()
+            stream.end("cancelled")
 
     def wake(self) -> None:
         """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""

@@ -46,6 +46,13 @@ class ApiError(Exception):
         return {"error": {"message": _valid(self.message), "type": kind, "param": _valid(self.param), "code": self.code}}
 
 
+class DisconnectedError(ApiError):
+    """The client has disconnected, and reads no response."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "the client disconnected before its request was answered")
+
+
 def _valid(text: str | None) -> str | None:
     """The text as valid UTF-8, because field names come from clients and may contain lone surrogates."""
     return text and text.encode(errors="backslashreplace").decode()

@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.serving.http import json_process
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused
+from llama_jax.serving.thread_pool import LOW
 
 BODY_SECONDS = 60  # limit for a client to send a body
 SMALL_BODY = 64 << 10  # bytes; so much of each body is outside the budget, and is parsed on the event loop
@@ -29,8 +30,6 @@ class BodyReader:
 
     def __init__(self, largest: int, most_bytes: int) -> None:
         self.held = 0
-        self._reading: set[asyncio.Timeout] = set()
-        self._ended = False
         self._largest = largest
         self._most_bytes = most_bytes
 
@@ -43,36 +42,23 @@ class BodyReader:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._largest:
             raise self._too_large()
-        if self._ended:
-            raise shutting_down()
         content, held = bytearray(), 0
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS) as limit:
-                    self._reading.add(limit)
+                async with asyncio.timeout(BODY_SECONDS):
                     async for part in request.stream():
                         content += part
                         held += self._take(max(len(content) - SMALL_BODY, 0) - held)
                         if len(content) > self._largest:
                             raise self._too_large()
             except TimeoutError:
-                if self._ended:
-                    raise shutting_down() from None
                 close = {"Connection": "close"}
                 raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers=close) from None
             except ClientDisconnect:
-                raise ApiError(400, "the client disconnected before its body was complete") from None
-            finally:
-                self._reading.discard(limit)
+                raise DisconnectedError from None
             yield content
         finally:
             self.held -= held
-
-    def end(self) -> None:
-        """Refuse all bodies that are not whole, because the server is shutting down."""
-        self._ended = True
-        for limit in self._reading:
-            limit.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, more: int) -> int:
         if self.held + more > self._most_bytes:
@@ -95,7 +81,7 @@ class JsonParser:
     """Parses JSON bodies, from any thread: large ones in a process of their own."""
 
     def __init__(self) -> None:
-        self._child = ChildProcess(*isolated(Path(json_process.__file__), ()), PARSE_SECONDS)
+        self._child = ChildProcess(*isolated(Path(json_process.__file__), (), niceness=LOW), PARSE_SECONDS)
 
     def close(self) -> None:
         """Kill the process, if there is one; another body starts another."""

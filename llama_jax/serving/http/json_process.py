@@ -1,19 +1,17 @@
-"""JSON of bodies, and what parses large ones, as a program that `json_body` starts.
+"""JSON of bodies, and what parses large ones, as a program of `child_process` that `json_body` starts.
 
 `json.loads` holds Python's lock until it is done, 0.1 s for 16 MB and more on a busy machine, in which no stream goes on: so
-this is a process. It imports nothing of this library, so that it starts quickly.
+this is a process.
 """
 
 from __future__ import annotations
 
 import json
 import marshal
-import os
-import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
 
 MOST_SYMBOLS = 1 << 18  # strings, commas and brackets: so many are passed on in less than 0.1 s
-NICENESS = 10  # rather than the engine, this waits for a processor
 
 
 class JsonError(ValueError):
@@ -64,8 +62,12 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def answer(content: bytes) -> bytes:
-    """The process's answer to a body: "t" and the marshalled value, or "e" and the marshalled reason and code."""
+def begin(source: BinaryIO) -> Callable[[bytes], bytes]:
+    """The function that answers bodies: with "t" and the marshalled value, or "e" and the marshalled reason and code."""
+    return _answer
+
+
+def _answer(content: bytes) -> bytes:
     try:
         value = parse(content)
         try:
@@ -74,22 +76,3 @@ def answer(content: bytes) -> bytes:
             raise JsonError("the body is nested too deeply") from None
     except JsonError as error:
         return b"e" + marshal.dumps((str(error), error.code))
-
-
-def main() -> None:
-    """Say that it is ready, and answer bodies; they and the answers are preceded by their lengths, as 8 bytes."""
-    source, out = sys.stdin.buffer, sys.stdout.buffer
-    if hasattr(os, "nice"):
-        os.nice(max(NICENESS - os.nice(0), 0))  # the thread that starts it may have a low priority already
-    out.write(b"r")
-    out.flush()
-    while size := source.read(8):
-        reply = answer(source.read(int.from_bytes(size, "big")))
-        out.write(len(reply).to_bytes(8, "big"))
-        out.write(reply)
-        out.flush()
-        del reply
-
-
-if __name__ == "__main__":
-    main()

@@ -33,15 +33,13 @@ class Limits:
       vocab_size: of the model.
       context: tokens of prompt and continuation together.
       most_choices: continuations per HTTP request: prompts times n.
-      longest_prompt: characters of a prompt, or of all messages together; more where the context is long.
-      largest_body: bytes.
+      longest_prompt: characters of a prompt, or of all messages together.
     """
 
     vocab_size: int
     context: int
-    most_choices: int = 128
-    longest_prompt: int = 1_000_000
-    largest_body: int = 16 << 20
+    most_choices: int
+    longest_prompt: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,17 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.completion_choice import Delta, PlacedToken, TokenNames, ToolCall
+from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused, shutting_down
 from llama_jax.serving.http.request_schema import ApiRequest
-from llama_jax.serving.http.service import AdmittedRequest, Service, until_disconnected
-from llama_jax.serving.http.tools import ToolCall
+from llama_jax.serving.http.service import AdmittedRequest, Service, unless_disconnected
 from llama_jax.serving.requests import ScoredToken, Update
 
 DONE = b"data: [DONE]\n\n"
@@ -195,24 +195,17 @@ class GeneratedResponse:
         self._since = 0  # tokens that were written since other tasks could run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watching = asyncio.create_task(self._watch(receive))
+        """Respond until the client disconnects, streamed or not, also while the request waits in the queue."""
         try:
-            await (self._stream(send) if self._admitted.body.stream else self._whole(send))
-            if not self._admitted.updates.disconnected:
+            with suppress(DisconnectedError):
+                await unless_disconnected(self._stream(send) if self._admitted.body.stream else self._whole(send), receive)
                 self._service.metrics.whole.observe(time.monotonic() - self._admitted.arrived)
         finally:
-            watching.cancel()
             self._admitted.updates.close()
 
-    async def _watch(self, receive: Receive) -> None:
-        """Stop as soon as the client disconnects, streamed or not, also while the request waits in the queue."""
-        await until_disconnected(receive)
-        self._admitted.updates.disconnect()
-
-    async def _next(self, write: Callable[[int, Update], None]) -> bool:
-        """Write what is new, in slices between which other tasks run; False once the client has disconnected."""
-        updates = await self._admitted.updates.next()
-        for i, update in updates.items():
+    async def _next(self, write: Callable[[int, Update], None]) -> None:
+        """Write what is new, in slices between which other tasks run."""
+        for i, update in (await self._admitted.updates.next()).items():
             self._observe(i, update)
             for part in in_slices(update):
                 write(i, part)
@@ -220,7 +213,6 @@ class GeneratedResponse:
                 if self._since >= SLICE:
                     self._since = 0
                     await asyncio.sleep(0)
-        return bool(updates)
 
     async def _whole(self, send: Send) -> None:
         choices = [WholeChoice() for _ in self._admitted.choices]
@@ -234,8 +226,7 @@ class GeneratedResponse:
                     choice.logprobs.setdefault(name, []).append(elements)
 
         while self._open:
-            if not await self._next(write):
-                return
+            await self._next(write)
         bodies = []
         for body in self._format.whole(choices, [choice.finish for choice in self._admitted.choices], self._usage()):
             bodies.append(body)
@@ -265,8 +256,7 @@ class GeneratedResponse:
         try:
             while self._open:
                 events.clear()
-                if not await self._next(write):
-                    return
+                await self._next(write)
                 if not self._open:
                     events += [self._format.last(self._usage())] * (usage is not None) + [DONE]
                 if events:

@@ -24,14 +24,14 @@ from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import read_chat, read_completion
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, GeneratedResponse, ResponseFormat
 from llama_jax.serving.http.schema import Schema
-from llama_jax.serving.http.service import AdmittedRequest, Service
+from llama_jax.serving.http.service import Service, Submit, unless_disconnected
 
 T = TypeVar("T")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, access: Access, connections: Callable[[], int] = lambda: 0) -> Starlette:
+def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> Starlette:
     """The ASGI application of a service.
 
     Args:
@@ -51,7 +51,7 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
         "/openapi.json": ("GET", routes.openapi),
     }
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected_error}
-    return guarded(table, access, service.metrics, connections, handlers)
+    return guarded(table, service.options.access, service.metrics, connections, handlers)
 
 
 def guarded(
@@ -88,14 +88,14 @@ class Routes:
         path: str,
         request: Request,
         read: Callable[..., Any],
-        submit: Callable[..., Coroutine[Any, Any, AdmittedRequest]],
+        prepare: Callable[[Any], Coroutine[Any, Any, Submit]],
         format: type[ResponseFormat],
     ) -> Response:
         """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
         arrived, service = time.monotonic(), self._service
         service.check_open()  # before a body is read for nothing
-        use = lambda typed: service.unless_ended(submit(typed, arrived=arrived), request.receive)
-        return GeneratedResponse(service, await self._post(path, request, read, use), format)  # type: ignore[return-value]
+        submit = await self._post(path, request, read, lambda typed: unless_disconnected(prepare(typed), request.receive))
+        return GeneratedResponse(service, submit(arrived), format)  # type: ignore[return-value]
 
     async def _post(
         self, path: str, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]
@@ -108,10 +108,11 @@ class Routes:
           use: is called with that request.
         """
         service = self._service
-        async with service.bodies.read(request) as body:
-            typed = await service.parse(body, partial(read, service.schemas[path]))
-            service.check_model(typed.model)
-            return await use(typed)
+        with service.preparing():
+            async with service.bodies.read(request) as body:
+                typed = await service.parse(body, partial(read, service.schemas[path]))
+                service.check_model(typed.model)
+                return await use(typed)
 
     async def tokenize(self, request: Request) -> Response:
         use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens)
@@ -251,11 +252,7 @@ def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: b
 
 
 def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+    return f.object_of(properties, *properties)
 
 
 def _list(schema: Schema) -> Schema:
@@ -273,20 +270,20 @@ def _schemas() -> Schema:
     logprob = {"type": "number", "maximum": 1e-3}  # because of float32 rounding
     token = {"token": TEXT, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
     of_tokens = {"type": "object", "additionalProperties": logprob}
-    message = _object(role={"const": "assistant"}, content=_or_null(TEXT), refusal={"type": "null"})
+    message = _object(role={"const": "assistant"}, content=f.or_null(TEXT), refusal={"type": "null"})
     function = _object(name=TEXT, arguments=TEXT)
     message["properties"]["tool_calls"] = _list(_object(id=TEXT, type={"const": "function"}, function=function))
     of_completion = _object(
         tokens=_list(TEXT),
-        token_logprobs=_list(_or_null(logprob)),
-        top_logprobs=_list(_or_null(of_tokens)),
+        token_logprobs=_list(f.or_null(logprob)),
+        top_logprobs=_list(f.or_null(of_tokens)),
         text_offset=_list(COUNT),
     )
     of_chat = _object(content=_list(_object(**token, top_logprobs=_list(_object(**token)))), refusal={"type": "null"})
     return {
-        "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
-        "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(of_completion)}),
-        "Chat": _answer("chat.completion", {"message": message, "logprobs": _or_null(of_chat)}),
+        "Error": _object(error=_object(message=TEXT, type=TEXT, param=f.or_null(TEXT), code=f.or_null(TEXT))),
+        "Completion": _answer("text_completion", {"text": TEXT, "logprobs": f.or_null(of_completion)}),
+        "Chat": _answer("chat.completion", {"message": message, "logprobs": f.or_null(of_chat)}),
         "Usage": _object(
             prompt_tokens=COUNT,
             completion_tokens=COUNT,
@@ -303,7 +300,7 @@ def _schemas() -> Schema:
                     owned_by=TEXT,
                     max_model_len=COUNT,
                     chat={"type": "boolean"},
-                    parent=_or_null(TEXT),
+                    parent=f.or_null(TEXT),
                 )
             ),
         ),

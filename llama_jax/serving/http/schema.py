@@ -37,9 +37,9 @@ def text(*, longest: int, shortest: int = 0, about: str = "") -> Schema:
     return _annotated({"type": "string", "minLength": shortest, "maxLength": longest}, None, about)
 
 
-def enum(*values: Any, default: Any = None, about: str = "") -> Schema:
+def enum(*values: Any, about: str = "") -> Schema:
     """One of a few values, compared by type too: true is not 1."""
-    return _annotated({"enum": list(values)}, default, about)
+    return _annotated({"enum": list(values)}, None, about)
 
 
 def unsupported(*values: Any) -> Schema:
@@ -76,12 +76,13 @@ def described(schema: Schema) -> Schema:
     if "properties" in schema:
         fields = {name: described(field) for name, field in schema["properties"].items()}
         schema["properties"] = {
-            name: field if name in schema["required"] else _or_null(field) for name, field in fields.items()
+            name: field if name in schema["required"] else or_null(field) for name, field in fields.items()
         }
     return schema
 
 
-def _or_null(schema: Schema) -> Schema:
+def or_null(schema: Schema) -> Schema:
+    """The schema, or null."""
     if isinstance(schema.get("type"), str) and schema["type"] != "null":
         return schema | {"type": [schema["type"], "null"]}
     return {"anyOf": [schema, NULL]}

@@ -1,4 +1,7 @@
-"""The server process: its answers while it starts, the engine on a thread, the sockets on an event loop, and shutdown."""
+"""The server process: its answers while it starts, the engine on a thread, the sockets on an event loop, and shutdown.
+
+`Mounted` is the same server for a host that owns the sockets and the event loop, such as Ray Serve.
+"""
 
 from __future__ import annotations
 
@@ -21,59 +24,35 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.request_schema import Limits
 from llama_jax.serving.http.routes import METRICS_TYPE, guarded, make_app, status_response
-from llama_jax.serving.http.service import Served, Service
+from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
 SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
 LAST_WORDS = 0.5  # seconds after the engine has ended in which clients can read their responses; then they are disconnected
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """How a server is reached and ends.
-
-    Attributes:
-      access: who may ask.
-      drain_seconds: limit for running requests to end once shutdown was requested.
-      seconds: limit for a request, 0 for no limit.
-      wedged_after: see `Service`.
-    """
-
-    access: Access = Access()
-    drain_seconds: float = 30.0
-    seconds: float = 0.0
-    wedged_after: float = 120.0
-
-    def service(self, engine: Any, served: Served, limits: Limits, metrics: ServerMetrics | None = None) -> Service:
-        """See `Service`."""
-        timing = {"seconds": self.seconds, "wedged_after": self.wedged_after}
-        return Service(engine, served, limits, metrics=metrics, **timing)
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; UserError if that fails. Opened before a model is loaded, which may take minutes."""
-    remedy = "choose another --port, 0 for a free one, or --host"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {host} port {port} ({reason_of(error)}); {remedy}") from None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        raise UserError(f"cannot listen on {host} port {port} ({error.strerror or error}); {remedy}") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            listening = stack.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except (OSError, OverflowError) as error:
+            reason = reason_of(getattr(error, "strerror", None) or error)
+            remedy = "choose another --port, 0 for a free one, or --host"
+            raise UserError(f"cannot listen on {host} port {port} ({reason}); {remedy}") from None
+        stack.pop_all()
     listening.setblocking(False)
     return listening
 
@@ -85,11 +64,10 @@ def address_of(listening: socket.socket) -> str:
 
 
 class Started(NamedTuple):
-    """What a server serves: an `Engine` that is warm, the model as clients see it, and the limits of requests."""
+    """What a server serves: an `Engine` that is warm, and the model as clients see it."""
 
     engine: Any
     served: Served
-    limits: Limits
 
 
 def serve(
@@ -163,12 +141,12 @@ async def _serve(
     if not starting.done() or starting.exception() is not None:
         await server.end(serving, LAST_WORDS)
         return starting.exception() if starting.done() else None
-    service = options.service(*starting.result(), metrics)
+    service = Service(*starting.result(), options, metrics)
     stop: asyncio.Future[None] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(_stop, number, stop))
     service.start_engine()
-    app = make_app(service, options.access, connections)
+    app = make_app(service, connections)
     ready()
     first = [service.ended, stop, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -294,3 +272,49 @@ def make_starting_app(
     handlers = {"/": page, "/health": health, "/ready": ready, "/metrics": numbers}
     table = {path: ("GET", handler) for path, handler in handlers.items()}
     return guarded(table, access, metrics, connections, {HTTPException: other})
+
+
+class Mounted:
+    """A server as an ASGI application, whose engine starts and stops with the lifespan events of its host.
+
+    At shutdown it accepts no new requests, and running ones have `options.drain_seconds` to end.
+
+    Args:
+      engine: an `Engine` that is warm.
+
+    Raises:
+      UserError: a limit on connections, which only the host can count.
+    """
+
+    def __init__(self, engine: Any, served: Served, options: ServerOptions = ServerOptions()) -> None:
+        if options.access.most_connections:
+            raise UserError(f"most_connections={options.access.most_connections}: the host has the connections; pass 0")
+        self._engine = engine
+        self._served = served
+        self._options = options
+        self._service: Service | None = None
+        self._app: ASGIApp | None = None
+
+    def trouble(self) -> str | None:
+        """Why the server is not healthy, as `/health` reports it, or None. From any thread."""
+        return None if self._service is None else self._service.trouble()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is None:
+            raise RuntimeError("the host has not begun this application: it must send ASGI's lifespan events")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        service = self._service = Service(self._engine, self._served, self._options)
+        self._app = make_app(service)
+        service.start_engine()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if not service.ended.done():
+            await service.drain(self._options.drain_seconds)
+        service.close()
+        await send({"type": "lifespan.shutdown.complete"})

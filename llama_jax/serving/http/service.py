@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +17,9 @@ from starlette.types import Receive
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
 from llama_jax.serving.http.asyncio_bridge import EngineBridge, UpdateStream
-from llama_jax.serving.http.completion_choice import Choice, TokenNames
-from llama_jax.serving.http.errors import ApiError, refused, shutting_down
+from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.completion_choice import Choice, TokenNames, grammar_of_calls
+from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused, shutting_down
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import (
@@ -29,12 +30,12 @@ from llama_jax.serving.http.request_schema import (
     Limits,
     request_schemas,
 )
-from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
 
+LONGEST_PROMPT = 1_000_000  # characters, and more where the context is long
 CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
 # Threads at most, see `threads_beside_engine`.
@@ -73,6 +74,27 @@ class Served:
         return (self.name, *self.adapters)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server is reached, what a request may take, and how it ends.
+
+    Attributes:
+      access: who may ask.
+      most_choices: continuations per HTTP request: prompts times n.
+      largest_body: bytes.
+      seconds: limit for a request, 0 for no limit.
+      drain_seconds: limit for running requests to end once shutdown was requested.
+      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+    """
+
+    access: Access = Access()
+    most_choices: int = 128
+    largest_body: int = 16 << 20
+    seconds: float = 0.0
+    drain_seconds: float = 30.0
+    wedged_after: float = 120.0
+
+
 @dataclass(frozen=True)
 class AdmittedRequest:
     """An HTTP request that the engine has taken.
@@ -91,17 +113,19 @@ class AdmittedRequest:
     arrived: float
 
 
+Submit = Callable[[float], AdmittedRequest]  # called with the time at which the request arrived
+
+
 class Service:
     """Everything that the routes share. Made on the event loop that is to run it.
 
     Attributes:
-      seconds: limit for a request, 0 for no limit.
       draining: no new requests are accepted.
       failure: why the engine has failed.
       ended: resolved when the engine's thread ends, with the exception that ended it or None.
 
     Args:
-      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+      engine: an `Engine` that is warm.
       metrics: those that have counted before there was an engine.
     """
 
@@ -109,33 +133,34 @@ class Service:
         self,
         engine: Any,
         served: Served,
-        limits: Limits,
-        *,
-        seconds: float = 0.0,
-        wedged_after: float = 120.0,
+        options: ServerOptions = ServerOptions(),
         metrics: ServerMetrics | None = None,
     ) -> None:
-        longest = max(limits.longest_prompt, CHARACTERS_OF_A_TOKEN * engine.context)
-        self.limits = limits = replace(limits, context=engine.context, longest_prompt=longest)
-        self.engine, self.served, self.seconds = engine, served, seconds
-        self.schemas = request_schemas(limits)
+        longest = max(LONGEST_PROMPT, CHARACTERS_OF_A_TOKEN * engine.context)
+        self.engine, self.served, self.options = engine, served, options
+        self.limits = Limits(
+            vocab_size=engine.vocab_size,
+            context=engine.context,
+            most_choices=options.most_choices,
+            longest_prompt=longest,
+        )
+        self.schemas = request_schemas(self.limits)
         self.names = TokenNames(served.tokenizer)
         self.created = int(time.time())
         self.draining = False
         self.failure: str | None = None
         self.bridge = EngineBridge(engine, asyncio.get_running_loop())
         self.ended: asyncio.Future[BaseException | None] = self.bridge.loop.create_future()
-        self.bodies = BodyReader(limits.largest_body, BODIES * limits.largest_body)
+        self.bodies = BodyReader(options.largest_body, BODIES * options.largest_body)
         self.metrics = ServerMetrics() if metrics is None else metrics
         self.metrics.stats, self.metrics.compiling = engine.stats, lambda: self.compiling
-        self._wedged_after = wedged_after
         self._busy_since = 0.0
-        self._drain_begun: asyncio.Future[None] = self.bridge.loop.create_future()
+        self._preparing: set[asyncio.Task[Any]] = set()
         self._ends = served.tokenizer.stop_ids
         self._chat_ends = () if served.chat is None else reply_ends(served.tokenizer, served.chat)
-        self._grammars = Grammars(served.tokenizer, limits.vocab_size, self._ends)
+        self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
         same = set(self._ends) == set(self._chat_ends)
-        self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, limits.vocab_size, self._chat_ends)
+        self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
         self._renderer = Renderer()
         self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
@@ -181,9 +206,8 @@ class Service:
     def begin_drain(self) -> None:
         """Accept no new requests; those that the engine has not taken yet are refused."""
         self.draining = True
-        self.bodies.end()
-        if not self._drain_begun.done():
-            self._drain_begun.set_result(None)
+        for task in self._preparing:
+            task.cancel()
 
     async def drain(self, seconds: float) -> None:
         """Accept no new requests, wait so many seconds for the running ones, and then end the others."""
@@ -196,22 +220,23 @@ class Service:
         if not self.ended.done():
             self.bridge.cancel()
 
-    async def unless_ended(self, preparation: Coroutine[Any, Any, T], receive: Receive) -> T:
-        """The result of preparing an answer; cancelled, with an ApiError, if the client disconnects or the server drains."""
-        task = asyncio.ensure_future(preparation)
-        disconnected = asyncio.ensure_future(until_disconnected(receive))
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """For what a request needs before it is answered: its task is cancelled, with an ApiError, if the server drains."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self.draining:
+            raise shutting_down()
+        self._preparing.add(task)
         try:
-            futures: set[asyncio.Future[Any]] = {task, disconnected, self._drain_begun}
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                result = task.result()
-                if disconnected.done() and isinstance(result, AdmittedRequest):  # at the same time: not reported again
-                    result.updates.disconnect()
-                return result
-            raise shutting_down() if self.draining else ApiError(400, "the client disconnected before its request was taken")
+            yield
+        except asyncio.CancelledError:
+            if self.draining:
+                task.uncancel()
+                raise shutting_down() from None
+            raise
         finally:
-            task.cancel()
-            disconnected.cancel()
+            self._preparing.discard(task)
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
         """The result of `read` for the value of a JSON body, a large one in a thread."""
@@ -222,8 +247,8 @@ class Service:
         """Where so many characters or tokens are converted: None for the event loop."""
         return None if size <= SHORT else self._texts if size <= SMALL_BODY else self._long_texts
 
-    async def complete(self, body: CompletionRequest, arrived: float) -> AdmittedRequest:
-        """Hand a completion to the engine.
+    async def complete(self, body: CompletionRequest) -> Submit:
+        """The function that hands a completion to the engine.
 
         Raises:
           ApiError: the request is invalid, or there is no room.
@@ -241,10 +266,10 @@ class Service:
         scores = body.echo and (body.alternatives is not None or body.max_tokens == 0)
         constraint = await self._constraint(body.format, self._grammars)
         settings: dict[str, Any] = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
-        return await self._submit(body, prompts, self._ends, constraint, arrived, **settings)
+        return partial(self._submit, body, prompts, self._ends, constraint, **settings)
 
-    async def chat(self, body: ChatRequest, arrived: float) -> AdmittedRequest:
-        """Hand a chat to the engine; raises as `complete` does."""
+    async def chat(self, body: ChatRequest) -> Submit:
+        """The function that hands a chat to the engine; raises as `complete` does."""
         self.check_open()
         tokenizer, format = self.served.tokenizer, self.served.chat
         if format is None:
@@ -263,7 +288,7 @@ class Service:
         else:
             constraint = await self._constraint(body.format, self._chat_grammars)
         tools = [tool["function"]["name"] for tool in body.tools]
-        return await self._submit(body, [prompt], self._chat_ends, constraint, arrived, tools=tools)
+        return partial(self._submit, body, [prompt], self._chat_ends, constraint, tools=tools)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> bytes:
         """The JSON of a text's ids."""
@@ -284,29 +309,17 @@ class Service:
         return await self._convert(run, param, self._pool(len(ids)))
 
     async def _convert(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
-        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400).
-
-        Raises:
-          ApiError: also once the server drains, for which the thread need not end.
-        """
+        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
         try:
             if pool is None:
                 return run()
             with _as_api_errors():
                 future = pool.submit(run)
-            converted = asyncio.wrap_future(future)
-            try:
-                futures: set[asyncio.Future[Any]] = {converted, self._drain_begun}
-                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-                if converted.done():
-                    return converted.result()
-            finally:
-                converted.cancel()
-            raise shutting_down()
+            return await asyncio.wrap_future(future)
         except UserError as error:
             raise refused(str(error), param) from None
 
-    async def _submit(
+    def _submit(
         self,
         body: ApiRequest,
         prompts: Sequence[Sequence[int]],
@@ -339,7 +352,6 @@ class Service:
                         score_prompt=scores,
                         constraint=constraints[-1] if constraints else None,
                         adapter=self.served.names.index(name) - 1,
-                        deadline=arrived + self.seconds if self.seconds else None,
                     )
                 )
                 choices.append(
@@ -352,12 +364,12 @@ class Service:
                         tools=tools,
                     )
                 )
-        if self.draining:
-            raise shutting_down()
         if not self.bridge.open:
             self._busy_since = time.monotonic()
         with _as_api_errors():
             updates = self.bridge.submit(requests)
+        if self.options.seconds:
+            updates.end_after(arrived + self.options.seconds - time.monotonic())
         self.metrics.requests[name] += len(requests)
         return AdmittedRequest(body, prompts, choices, constraints, updates, arrived)
 
@@ -398,7 +410,7 @@ class Service:
             return self.failure
         stats = self.engine.stats()
         since = time.monotonic() - max(stats.last_turn, self._busy_since)
-        if stats.busy and self.bridge.open and since > self._wedged_after:
+        if stats.busy and self.bridge.open and since > self.options.wedged_after:
             return f"the engine has work, and has ended no turn for {since:.0f} s"
         return None
 
@@ -413,9 +425,24 @@ def threads_beside_engine(most: int) -> int:
     return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
-async def until_disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects before."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # is no surprise where nobody asks for it
+
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    disconnected = asyncio.ensure_future(until_disconnected())
+    try:
+        await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():  # which is not reported again
+            raise DisconnectedError
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
 
 
 @contextmanager

@@ -31,6 +31,7 @@ import numpy as np
 import platformdirs
 
 from llama_jax.errors import UserError, reason_of
+from llama_jax.ops.exact import is_exact
 from llama_jax.storage.atomic_write import write_atomically
 
 NATIVE_FORMATS = (  # of quantized weights
@@ -53,7 +54,9 @@ def _libraries() -> dict[str, tuple[str, ...]]:
             libraries[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"
         libraries[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
         libraries[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
-    return libraries | {"rows": ("rows.cc",)}
+    # Sums in an order that no other token changes, see `ops.exact`.
+    exact = {f"exact_{name}": (*source, "-DEXACT=true") for name, source in libraries.items()}
+    return libraries | exact | {"rows": ("rows.cc",)}
 
 
 LIBRARIES = _libraries()
@@ -96,7 +99,12 @@ def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | No
 
 def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
     usable(library)  # XLA must know it when it compiles the call
-    return jax.ffi.ffi_call(f"{PREFIX}{library}", out, vmap_method="sequential", **options)
+    return jax.ffi.ffi_call(f"{PREFIX}{_variant(library)}", out, vmap_method="sequential", **options)
+
+
+def _variant(library: str) -> str:
+    """The library that takes its place in what is traced now."""
+    return f"exact_{library}" if is_exact() and f"exact_{library}" in LIBRARIES else library
 
 
 def attend_paged(
@@ -131,14 +139,14 @@ def usable(library: str) -> bool:
 
     ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
     """
-    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(library).result()
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(_variant(library)).result()
 
 
 def prepare(libraries: Iterable[str]) -> None:
     """Begin to compile what is missing of some libraries, and do not wait."""
     if os.environ.get("LLAMA_JAX_NATIVE", "on") != "off":
         for library in libraries:
-            _registered(library)
+            _registered(_variant(library))
 
 
 def called_in(executable: bytes) -> tuple[str, ...]:
@@ -213,7 +221,7 @@ def _register(library: str) -> bool:
     except (OSError, subprocess.SubprocessError, UserError, AttributeError, RuntimeError) as error:  # the last is XLA's
         if _ended:  # by which its compiler was stopped
             return False
-        _say_missing(library.startswith("quantized"), reason_of(error, 300))
+        _say_missing("quantized" in library, reason_of(error, 300))
         return False
     return True
 

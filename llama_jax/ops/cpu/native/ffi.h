@@ -74,6 +74,16 @@ class Call {
   // 1 where an int32[] comes first, which says with which one of a group of operands, or of layers, to compute; else 0.
   int64_t first() const { return argument(0).rank == 0; }
   int64_t group() const { return first() ? *data<int32_t>(0) : 0; }
+
+  // Of tokens [T, D], the argument `i`, those before zeros at the end, whose results of `columns` numbers are zeros too.
+  int64_t without_zeros(int64_t i, int64_t columns) const {
+    const int64_t *size = sizes(i), given = size[0];
+    int64_t end = given * size[1];
+    while (end > 0 && data<float>(i)[end - 1] == 0) --end;
+    const int64_t tokens = (end + size[1] - 1) / size[1];
+    std::memset(out<float>() + tokens * columns, 0, sizeof(float) * (given - tokens) * columns);
+    return tokens;
+  }
 };
 
 // What each source file defines.

@@ -11,6 +11,10 @@
 #include "simd.h"
 #include "thread_pool.h"
 
+#ifndef EXACT
+#define EXACT false  // a token's sums do not depend on how many there are
+#endif
+
 constexpr int TOKENS_TOGETHER = VNNI ? 6 : 2;  // by four rows: sums stay in registers, of which AVX-512 has 32 and AVX2 16
 
 // Tokens [T, D] and a weight [N, D].
@@ -142,7 +146,7 @@ static inline void multiply_tile(const T* w, const floats* panels, int64_t lengt
 template <typename T>
 static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
   constexpr int R = TILE_ROWS, C = TILE_PANELS;
-  if (job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
+  if (EXACT || job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
   const int64_t columns = job.columns, length = (columns + NUMBERS<T> * LANES - 1) / (NUMBERS<T> * LANES) * LANES;
   const int64_t count = (job.tokens + LANES - 1) / LANES, tiles = (job.rows + R - 1) / R;
   const std::unique_ptr<floats[]> panels(new floats[count * length]);
@@ -181,6 +185,7 @@ static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
 static void run(const Call& call) {
   const int64_t first = call.first(), *sizes = call.sizes(first), rows = call.result().dims[1];
   const TYPE* weight = call.data<TYPE>(first + 1) + call.group() * rows * sizes[1];
-  const Product<TYPE> job{call.data<float>(first), weight, call.out<float>(), sizes[0], rows, sizes[1]};
+  const int64_t tokens = EXACT ? call.without_zeros(first, rows) : sizes[0];
+  const Product<TYPE> job{call.data<float>(first), weight, call.out<float>(), tokens, rows, sizes[1]};
   multiply_floats(ThreadPool(call), job);
 }

@@ -10,6 +10,10 @@
 #include "simd.h"
 #include "thread_pool.h"
 
+#ifndef EXACT
+#define EXACT false  // a query's sums do not depend on how many there are, or with which they are computed
+#endif
+
 constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
 constexpr int64_t FEW = 12;            // queries of a head up to which keys are not packed
@@ -155,7 +159,7 @@ static void score_few(const PagedBlock<T>& block, int64_t s, const float* const*
 template <int C, int V, bool whole, typename T>
 static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, const float* weights,
                     int64_t width, int64_t h, float* out, int64_t row) {
-  constexpr int R = C == 1 ? 4 : C == 2 ? 2 : 1;
+  constexpr int R = EXACT ? 1 : C == 1 ? 4 : C == 2 ? 2 : 1;
   floats sums[4][V] = {};
   for (int64_t s = begin; s < end; s += R)
 #pragma GCC unroll 4
@@ -244,7 +248,7 @@ template <bool whole, typename T>
 static void attend_block_few(const PagedAttention<T>& job, const PagedPart& part, int64_t begin, const PagedBlock<T>& block,
                              PagedScratch& scratch, Ahead<T>& ahead) {
   const int64_t queries = part.count * job.groups, width = job.width, row = scratch.row;
-  const int64_t together = queries > FEW_TOGETHER ? 16 : BLOCK;  // keys that stay in the first cache for all queries
+  const int64_t together = EXACT || queries > FEW_TOGETHER ? 16 : BLOCK;  // keys that stay in the first cache for all queries
   for (int64_t from = 0; from < block.count; from += together)
     some_at_once(queries, [&](auto C, int64_t c) {
       for (int64_t s = from; s < std::min(from + together, block.count); s += 4)
@@ -316,8 +320,8 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
     const int64_t next_begin = begin + BLOCK;
     const PagedBlock<T> next(job, part.row, part.head, next_begin, end);
     Ahead<T> ahead{&next, first.bytes};
-    queries <= FEW ? attend_block_few<whole>(job, part, begin, block, scratch, ahead)
-                   : attend_block_many<whole>(job, part, begin, block, scratch);
+    EXACT || queries <= FEW ? attend_block_few<whole>(job, part, begin, block, scratch, ahead)
+                            : attend_block_many<whole>(job, part, begin, block, scratch);
     block = next, begin = next_begin;
   }
   for (int64_t c = 0; c < queries; ++c) {
@@ -366,13 +370,15 @@ static void attend_paged(const ThreadPool& threads, const PagedAttention<T>& job
       const int64_t count = std::min(together, after - first), position = job.lengths[r] - (after - first);
       const int64_t end = std::min(position + count, job.entries * job.page);  // what is beyond the table is nowhere
       const int64_t begin = std::min(end, job.first_seen(position) / BLOCK * BLOCK), queries = count * job.groups;
-      const int64_t each = queries <= FEW ? PART : end - begin;
-      const bool several = end - begin > each;
+      const int64_t each = EXACT || queries <= FEW ? PART : end - begin;
+      const int64_t offset = EXACT ? begin % PART : 0;  // each part begins at a multiple of PART
+      const bool several = EXACT || end - begin > each;
       work += (end - begin) * (queries + 7) / 8 * job.heads * job.width;
       for (int64_t head = 0; head < job.heads; ++head) {
-        if (several) joined.emplace_back(parts.size(), (end - begin + each - 1) / each);
-        for (int64_t from = begin; from < end; from += each, sums += several ? queries : 0)
-          parts.push_back({r, first, count, position, head, from, std::min(end, from + each), several ? sums : -1});
+        if (several) joined.emplace_back(parts.size(), (end - begin + offset + each - 1) / each);
+        for (int64_t from = begin - offset; from < end; from += each, sums += several ? queries : 0)
+          parts.push_back(
+              {r, first, count, position, head, std::max(begin, from), std::min(end, from + each), several ? sums : -1});
       }
     }
   }

@@ -1,4 +1,5 @@
-"""What lies beside the weights: the vocabulary with its settings, how to sample, the model's name and license.
+"""The folder of a model: what lies beside the weights in it (the vocabulary with its settings, how to sample, the name and
+license), and when it may be written or replaced.
 
 Every format holds it in its own way, a GGUF in its metadata and all others in files of the folder, and is read into the same
 description, an `About` and a tokenizer. So what a conversion loses is what differs when the new model is read.
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llama_jax.data.load_corpus import examine
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
@@ -52,6 +55,10 @@ CARD_KEYS = (
 )
 PER_FILE_FIELDS = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
 LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
+# What a folder of a model may hold: one that holds anything else is never replaced.
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
+DECISIVE_FILES = ("config.json", "adapter_config.json")  # without which nobody takes a folder for a model, or an adapter
+OTHER_FILES = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS_FILES}
 
 
 @dataclass(frozen=True)
@@ -255,3 +262,50 @@ def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> Non
         with write_atomically(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])
         written.append(path)
+
+
+@contextmanager
+def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
+    """A new empty file or folder that becomes `path` when all of it is written, see `atomic_write.write_atomically`.
+
+    Args:
+      folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
+      overwrite: whether a file may be replaced by a file.
+      sources: paths that are read at the same time, and must not be touched.
+    """
+    path = resolved(path)
+    check_room(path, folder=folder, overwrite=overwrite, sources=sources)
+    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
+    with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=DECISIVE_FILES) as target:
+        yield target
+
+
+def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
+    """Raise as `new_output` would, without writing anything."""
+    if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
+        raise CheckpointError(f"{path} is on the hub: write to a path of this machine, and upload that with `hf upload`")
+    with reading(path, CheckpointError):
+        _check_room(resolved(path), folder, overwrite, sources)
+
+
+def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
+    for source in map(resolved, sources):
+        if path == source or path in source.parents or source in path.parents:
+            raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
+    if not path.exists():
+        return
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder; use another path")
+    if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
+        raise CheckpointError(f"{path} is the current folder, and another would take its place; use a folder inside it")
+    if path.is_dir() != folder:
+        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; use another path")
+    inside = sorted(entry.name for entry in path.iterdir()) if folder else []
+    if folder and not inside:
+        return
+    if not overwrite:
+        raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
+    foreign = [name for name in inside if name not in OTHER_FILES and not WEIGHT_FILES.fullmatch(name)]
+    if foreign:
+        raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; use another path")

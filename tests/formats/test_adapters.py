@@ -1,6 +1,7 @@
-"""PEFT's folders: what is written is read again, and what cannot be used is named."""
+"""Adapters in PEFT's folders and in GGUF: what is written is read again, and what cannot be used is named."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -10,18 +11,45 @@ import make_goldens
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_logits
+from conftest import jit_init, jit_logits, write_hf_folder
 from safetensors.numpy import load_file, save_file
 
 import llama_jax
+from llama_jax.cli.convert import Convert
 from llama_jax.errors import CheckpointError, MeshError
-from llama_jax.formats import load_adapter, save_adapter
-from llama_jax.model.lora import Lora, adapted
+from llama_jax.formats import convert, load_adapter, save_adapter
+from llama_jax.formats.gguf import read_file
+from llama_jax.model.lora import Lora, adapted, merge
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import pad_params
 
 CONFIG = make_goldens.KINDS["gqa"]
 KEY = "base_model.model.model.layers.{}.{}.lora_{}.weight"
+SOME = Lora(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "down_proj"), rslora=True)
+DORA = Lora(rank=2, targets=("q_proj", "k_proj", "up_proj"), dora=True)
+
+
+@pytest.mark.parametrize("lora", [LORA, SOME, DORA], ids=["all", "some", "dora"])
+@pytest.mark.parametrize("name", ["a", "a.gguf"])
+def test_what_is_written_is_read_again(name, lora, tmp_path):
+    adapters = random_adapters(CONFIG, lora)
+    if lora.dora and name == "a.gguf":
+        with pytest.raises(CheckpointError, match=r"dora=True: llama.cpp does not support magnitudes; merge the adapter"):
+            save_adapter(tmp_path / name, CONFIG, adapters, lora)
+        assert not os.listdir(tmp_path)
+        return
+    save_adapter(tmp_path / name, CONFIG, adapters, lora, base="some/model")
+    found = load_adapter(tmp_path / name, CONFIG)
+    assert found.base == "some/model"
+    assert (found.lora.rank, set(found.lora.targets)) == (lora.rank, set(lora.targets))
+    assert found.lora.scale == pytest.approx(lora.scale, rel=1e-6)  # also of the root of the rank
+    jax.tree.map(np.testing.assert_array_equal, found.params, adapters)
+    if name == "a":
+        assert found.lora == lora
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +73,6 @@ def change(folder, **settings):
 def change_tensors(folder, **changes):
     path = folder / "adapter_model.safetensors"
     save_file({**load_file(path), **changes}, path)
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [
-        LORA,
-        Lora(rank=2, targets=("q_proj", "v_proj", "down_proj"), rslora=True),
-        Lora(rank=2, targets=("q_proj", "k_proj", "up_proj"), dora=True),
-    ],
-    ids=["all", "some", "dora"],
-)
-def test_what_is_written_is_read_again(lora, tmp_path):
-    adapters = random_adapters(CONFIG, lora)
-    save_adapter(tmp_path / "a", CONFIG, adapters, lora, base="some/model")
-    found = load_adapter(tmp_path / "a", CONFIG)
-    assert (found.lora, found.base) == (lora, "some/model")
-    jax.tree.map(np.testing.assert_array_equal, found.params, adapters)
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_each_tensor_goes_to_its_own_rows(written):
@@ -189,3 +199,82 @@ def test_what_is_there_is_kept(folder, tmp_path):
     with pytest.raises(CheckpointError, match="holds NaN or infinity"):
         save_adapter(tmp_path / "new", CONFIG, broken, LORA)
     assert not (tmp_path / "new").exists()
+
+
+# -- GGUF --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_what_llama_cpp_reads(tmp_path):
+    """By its own reader: types, names, shapes."""
+    from gguf import GGUFReader
+
+    save_adapter(tmp_path / "a.gguf", CONFIG, random_adapters(CONFIG), LORA)
+    reader = GGUFReader(tmp_path / "a.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.type"] == "adapter"
+    assert fields["adapter.type"] == "lora"
+    assert fields["general.architecture"] == "llama"
+    assert fields["adapter.lora.alpha"] == LORA.alpha
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 2 * 7 * CONFIG.n_layers
+    save = tensors["blk.1.ffn_down.weight.lora_a"], tensors["blk.1.ffn_down.weight.lora_b"]
+    assert [one.data.shape for one in save] == [(3, CONFIG.hidden_dim), (CONFIG.dim, 3)]
+    assert [list(one.shape) for one in save] == [[CONFIG.hidden_dim, 3], [3, CONFIG.dim]]  # as ggml counts its axes
+
+
+def test_beside_a_model_in_gguf_it_changes_the_same_rows(tmp_path):
+    """What llama.cpp does: B A of the file, times alpha / R, added to the weights of the file."""
+    from gguf import GGUFReader
+
+    params = jit_init(CONFIG, jax.random.key(0))
+    adapters = random_adapters(CONFIG)
+    llama_jax.save(tmp_path / "base.gguf", CONFIG, params)
+    llama_jax.save(tmp_path / "merged.gguf", CONFIG, merge(params, adapters, LORA))
+    save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA)
+    base, merged, pairs = (
+        {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        for name in ("base", "merged", "a")
+    )
+    changed = {name.removesuffix(".lora_a") for name in pairs if name.endswith(".lora_a")}
+    assert {name for name in base if np.abs(base[name] - merged[name]).max() > 1e-3} == changed
+    for name in changed:
+        change = LORA.scale * pairs[f"{name}.lora_b"] @ pairs[f"{name}.lora_a"]
+        np.testing.assert_allclose(base[name] + change, merged[name], atol=1e-5)
+
+
+def test_adapters_are_converted_both_ways(calling, tmp_path):
+    base = write_hf_folder(tmp_path / "base", CONFIG)
+    theirs.write_adapter(tmp_path / "peft", CONFIG, LORA)
+    with pytest.raises(
+        CheckpointError, match=r"says nothing of its base; pass the base's folder or file as base \(--base\)"
+    ):
+        convert(tmp_path / "peft", tmp_path / "a.gguf")
+    calling(Convert, tmp_path / "peft", tmp_path / "a.gguf", "--base", base, "--dtype", "float16")
+    assert {tensor.kind for tensor in read_file(tmp_path / "a.gguf")[1].values()} == {"F16"}
+    calling(Convert, tmp_path / "a.gguf", tmp_path / "again")  # it says where its base is
+    before, after = (load_adapter(tmp_path / name, CONFIG) for name in ("peft", "again"))
+    assert (after.lora, after.base) == (before.lora, str(base))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), after.params, before.params)
+
+
+def test_an_adapter_in_another_place(tmp_path):
+    base = write_hf_folder(tmp_path / "base", CONFIG)
+    adapters = random_adapters(CONFIG)
+    save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA, base="a/hub")
+    with pytest.raises(CheckpointError, match=r"is an adapter; pass the model that it was trained on"):
+        llama_jax.load(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; pass the base"):
+        convert(tmp_path / "a.gguf", tmp_path / "peft")
+    with pytest.raises(CheckpointError, match="is an adapter: it is written as safetensors or gguf, in a float"):
+        convert(tmp_path / "a.gguf", tmp_path / "b.gguf", dtype="q8_0", base=base)
+    with pytest.raises(CheckpointError, match=r"an adapter in GGUF is a file named .gguf, and for PEFT a folder"):
+        convert(tmp_path / "a.gguf", tmp_path / "b", format="gguf", base=base)
+    with pytest.raises(CheckpointError, match=r"is for an adapter, and .* is a model"):
+        convert(base, tmp_path / "b.gguf", base=base)
+    with pytest.raises(CheckpointError, match="rank 3 and this base need"):
+        load_adapter(tmp_path / "a.gguf", make_goldens._config(hidden_dim=64))
+    with pytest.raises(CheckpointError, match=r"general.architecture='llama', but an adapter of this base has 'qwen2'"):
+        load_adapter(tmp_path / "a.gguf", make_goldens._config(qkv_bias=True))
+    llama_jax.save(tmp_path / "model.gguf", CONFIG, jit_init(CONFIG, jax.random.key(0)))
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        load_adapter(tmp_path / "model.gguf", CONFIG)

@@ -1,0 +1,150 @@
+"""What a format of weights is to the rest of the library, a checkpoint that it opened, and the tensors that these hold.
+
+Each format has the names of these tensors in a table `NAMES` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llama_jax.config import LlamaConfig
+from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
+from llama_jax.formats.model_folder import About
+from llama_jax.model.params import ParamSpec
+from llama_jax.storage import Location
+from llama_jax.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was recognized; its weights have not been read.
+
+    Attributes:
+      format: in words, such as "Hugging Face safetensors".
+      path: for messages: the file, or the folder.
+      config: the configuration from the files.
+      tensors: all that are part of the model, by the format's names.
+      names: the format's name of each part of a Llama, "{}" standing for the layer.
+      interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
+      tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
+      about: reads what else lies beside the weights.
+    """
+
+    format: str
+    path: Location
+    config: LlamaConfig
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    interleaved: bool
+    tokenizer: Callable[[], Tokenizer | None]
+    about: Callable[[], About] = About
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights: all that the rest of the library asks about it. `loading.FORMATS` lists them.
+
+    Attributes:
+      name: as `save` and the command line have it.
+      recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
+      open: the model at such a path; its weights are not read.
+      write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
+        `progress`, which wraps the list of tensors; None where the format is only read.
+      write_params: writes parameters in memory in its place: given a new folder, the configuration, the parameters, and the
+        path for messages.
+      suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
+      is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
+      files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
+        model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
+      dtypes: the types in which `save` can write it.
+      can_keep: whether a tensor's blocks can be written as they are.
+      in_stores: whether it can be written into a store.
+      names_attention: whether it has a place for `LlamaConfig.attend`.
+    """
+
+    name: str
+    recognizes: Callable[[Location], bool]
+    open: Callable[[Location], Any]
+    write: Callable[..., None] | None = None
+    write_params: Callable[..., None] | None = None
+    suffixes: tuple[str, ...] = ()
+    is_whole: Callable[[Location], bool] | None = None
+    files: Callable[[Collection[str], Callable[[str], bytes], str], list[str] | None] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    can_keep: Callable[[TensorInfo], bool] = lambda tensor: False
+    in_stores: bool = False
+    names_attention: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.suffixes
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor of a checkpoint that is a parameter, or a share of one.
+
+    Attributes:
+      name: the key of its name in the formats' tables.
+      axes: of the tensor, as formats store it: rows are outputs.
+      width: its part of the parameter's second axis; "" if it is the whole parameter.
+      rotary: whether the rows of each head are in the order of the rotary layout, which differs between formats.
+    """
+
+    name: str
+    axes: str
+    width: str = ""
+    rotary: bool = False
+
+
+# By path and axes of the parameter: a feed-forward and its experts have the same place in the tree. First those that are one
+# tensor of the same shape. In files of Mixtral each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and
+# splits them, and transposes those of Llama 4.
+WHOLE_TENSORS = {
+    ("embedding", "V D"): "embedding",
+    ("blocks.attention_norm", "D"): "attention_norm",
+    ("blocks.attention.query_norm", "H"): "query_norm",
+    ("blocks.attention.key_norm", "H"): "key_norm",
+    ("blocks.attention_post_norm", "D"): "attention_post_norm",
+    ("blocks.attention.out", "D N*H"): "out",
+    ("blocks.ffn_norm", "D"): "ffn_norm",
+    ("blocks.ffn_post_norm", "D"): "ffn_post_norm",
+    ("blocks.feed_forward.gate", "F D"): "gate",
+    ("blocks.feed_forward.up", "F D"): "up",
+    ("blocks.feed_forward.down", "D F"): "down",
+    ("blocks.feed_forward.router", "E D"): "router",
+    ("blocks.feed_forward.gate", "E F D"): "expert_gate",
+    ("blocks.feed_forward.up", "E F D"): "expert_up",
+    ("blocks.feed_forward.down", "E D F"): "expert_down",
+    ("blocks.feed_forward.shared_gate", "F D"): "shared_gate",
+    ("blocks.feed_forward.shared_up", "F D"): "shared_up",
+    ("blocks.feed_forward.shared_down", "D F"): "shared_down",
+    ("final_norm", "D"): "final_norm",
+    ("lm_head", "V D"): "lm_head",
+}
+SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE_TENSORS.items()} | {
+    ("blocks.attention.qkv", "K G+2 H D"): (
+        Share("q", "N*H D", width="G", rotary=True),
+        Share("k", "K*H D", width="1", rotary=True),
+        Share("v", "K*H D", width="1"),
+    ),
+    ("blocks.attention.qkv_bias", "K G+2 H"): (
+        Share("q_bias", "N*H", width="G", rotary=True),
+        Share("k_bias", "K*H", width="1", rotary=True),
+        Share("v_bias", "K*H", width="1"),
+    ),
+    ("blocks.attention.query_norm", "K G H"): (Share("query_norm", "N*H"),),
+    ("blocks.attention.key_norm", "K 1 H"): (Share("key_norm", "K*H"),),
+}
+
+
+def shares_of(row: ParamSpec) -> tuple[Share, ...]:
+    """The tensors that make up a parameter."""
+    return SHARES[row.path, row.axes]
+
+
+def with_layers(outside: dict[str, str], prefix: str, inside: dict[str, str]) -> dict[str, str]:
+    """A table of names: those outside of layers, and those inside, which begin with `prefix`, where "{}" is the layer."""
+    return outside | {name: prefix + rest for name, rest in inside.items()}

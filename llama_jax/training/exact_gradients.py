@@ -1,0 +1,162 @@
+"""Gradients that no mesh changes, bit for bit: `StepOptions.virtual_shards`.
+
+The order in which a compiled program sums depends on the shapes of its arrays, and so on the number of devices. Here a batch
+is divided into a fixed number of virtual shards. A device computes the gradients of its shards one after the other, in a
+loop with the same body on arrays of the same shapes, whether it has one shard or all. Everything that is summed over shards
+is summed in one binary tree: neighbors first, then pairs of neighbors. The lower part of the tree is summed on each device,
+and the rest by exchange between devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Shaped
+
+from llama_jax.config.validation import require_positive_int
+from llama_jax.errors import ConfigError, MeshError
+from llama_jax.model.forward_options import Sharding
+from llama_jax.model.params import Llama
+
+VIRTUAL_SHARDS = 8  # of an exact recipe that does not set them
+Differentiate = Callable[
+    [Llama, Any, jax.Array], tuple[Any, Llama]
+]  # (params, rows, divisor) -> (sums to report, gradients)
+
+
+def check_virtual_shards(shards: int) -> None:
+    """Raise ConfigError for a number of virtual shards that is not a power of two."""
+    require_positive_int("virtual_shards", shards)
+    if shards & (shards - 1):
+        raise ConfigError(f"virtual_shards={shards} must be a power of two, as 8")
+
+
+def check_exact_mesh(mesh: Mapping[str, int], shards: int) -> None:
+    """Raise MeshError if the devices of a mesh, axis sizes by name, cannot each take the same number of virtual shards."""
+    within = ", ".join(f"{axis}={mesh[axis]}" for axis in ("context", "tensor") if mesh.get(axis, 1) > 1)
+    if within:
+        raise MeshError(f"exact training divides rows, and {within} would divide sums within a row; use data and fsdp")
+    devices = math.prod(mesh.values())
+    if shards % devices:
+        raise MeshError(
+            f"virtual_shards={shards} cannot be divided over {devices} devices; use a power of two up to {shards} of them,"
+            " or begin the run with more virtual shards"
+        )
+
+
+def exact_gradients(
+    differentiate: Differentiate,
+    count: Callable[[Any], jax.Array],
+    params: Llama,
+    batch: Any,
+    shards: int,
+    sharding: Sharding,
+    step: Int[Array, ""],
+) -> tuple[Any, Llama, Float[Array, ""], Float[Array, ""]]:
+    """The sums to report, the gradients, the divisor, and the Euclidean norm of the gradients, over all devices.
+
+    Every device holds all parameters meanwhile, and log2(n) + 2 times their gradients, n being its number of virtual shards.
+
+    Args:
+      differentiate: of the parameters, the rows of a virtual shard, and the divisor of its sums; for a single device.
+      count: maps rows to their part of the divisor.
+      batch: B rows; under `jax.pmap` those of this device.
+      shards: number of virtual shards, a power of two.
+      sharding: whose mesh, or `axis_name`, names the devices.
+      step: at least 0.
+
+    Raises:
+      ConfigError: rows that cannot be divided into `shards`.
+      MeshError: as `check_exact_mesh`.
+    """
+    mesh, axis_name = sharding.mesh, sharding.axis_name
+    sizes = {axis_name: lax.axis_size(axis_name)} if axis_name is not None else {} if mesh is None else dict(mesh.shape)
+    check_exact_mesh(sizes, shards)
+    devices = math.prod(sizes.values())
+    is_mapped = axis_name is not None
+    rows = jax.tree.leaves(batch)[0].shape[0] * (devices if is_mapped else 1)
+    if rows % shards:
+        raise ConfigError(f"a batch of {rows} rows cannot be divided into virtual_shards={shards}; pass a multiple of it")
+    axes = tuple(sizes)
+    on_device = partial(_on_device, differentiate, count, shards, devices, axes)
+    if not is_mapped and devices > 1:
+        # Devices have whole parameters: of a part of a matrix XLA would compute a part of each sum.
+        on_device = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes), P()), out_specs=P(), check_vma=False)
+    return on_device(params, batch, step)
+
+
+def _on_device(
+    differentiate: Differentiate,
+    count: Callable[[Any], jax.Array],
+    shards: int,
+    devices: int,
+    axes: tuple[str, ...],
+    params: Llama,
+    batch: Any,
+    step: jax.Array,
+) -> tuple[Any, Llama, jax.Array, jax.Array]:
+    """`exact_gradients` as each device computes them, given its rows."""
+    own = shards // devices
+    parts = jax.tree.map(lambda x: x.reshape(own, x.shape[0] // own, *x.shape[1:]), batch)
+    # Of a loop that turns once the compiler would make a program of its own. It does not know that no step is negative.
+    unknown_zero = jnp.minimum(step, 0)
+
+    def total(function: Callable[[Any], Any]) -> Any:
+        """The sum of a function of rows over all virtual shards."""
+        here = _tree_sum(lambda i: function(_at(parts, i)), own, own + unknown_zero)
+        return jax.tree.map(partial(_sum_over_devices, axes, devices), here) if devices > 1 else here
+
+    divisor = total(count)
+    reported, gradients = total(lambda rows: differentiate(params, rows, divisor))
+    slices = jax.tree.map(lambda x: _equal_parts(x, shards), gradients)
+    squares = _tree_sum(lambda i: _sum_of_squares(_at(slices, i)), shards, shards + unknown_zero)
+    return reported, gradients, divisor, jnp.sqrt(squares)
+
+
+def _tree_sum(compute: Callable[[jax.Array], Any], count: int, turns: jax.Array) -> Any:
+    """compute(0) + compute(1) + ... of 2**n trees of arrays, in a binary tree: neighbors first; n + 1 sums are kept.
+
+    Args:
+      turns: int32[], equal to `count`, but not known when the program is compiled.
+    """
+    levels = count.bit_length() - 1
+    empty = jax.tree.map(lambda x: jnp.zeros((levels + 1, *x.shape), x.dtype), jax.eval_shape(compute, jnp.int32(0)))
+
+    def add(i: jax.Array, sums: Any) -> Any:
+        # A binary counter: as many sums wait for this one as i ends with ones. They are added by a loop, because a sum that
+        # is compiled together with the product before it would be rounded once, and not twice.
+        level = lax.population_count(i & ~(i + 1))
+        part = lax.fori_loop(0, level, lambda k, part: jax.tree.map(jnp.add, _at(sums, k), part), compute(i))
+        return jax.tree.map(lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, level, 0), sums, part)
+
+    return jax.tree.map(lambda kept: kept[levels], lax.fori_loop(0, turns, add, empty))
+
+
+def _at(tree: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def _equal_parts(x: Shaped[Array, " ..."], count: int) -> Shaped[Array, "{count} size"]:
+    """The numbers of an array in equal parts, of which the last may end with zeros."""
+    return jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
+
+
+def _sum_over_devices(axes: tuple[str, ...], devices: int, x: jax.Array) -> jax.Array:
+    """The sum of an array over devices, on all of them: the upper part of the tree. Each device sums an equal part."""
+    parts = lax.all_to_all(_equal_parts(x, devices), axes, 0, 0)
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return lax.all_gather(parts[0], axes, tiled=True)[: x.size].reshape(x.shape)
+
+
+def _sum_of_squares(tree: Any) -> jax.Array:
+    """In float32 at least: squares of 16 bits would overflow, and lose the small ones."""
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in wide)  # type: ignore[return-value]  # a sum of arrays
