@@ -113,8 +113,8 @@ def _measure(case: Case) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
     jax.block_until_ready(run(*arguments))
     held = _status("VmHWM") - empty
-    alone = (memory.total - program.beside - memory.scratch) * sizes.devices
-    estimate = (memory.total - program.beside) * sizes.devices
+    alone = (memory.total - memory.scratch) * sizes.devices
+    estimate = memory.total * sizes.devices
     return asdict(case) | {
         "estimate_mb": round(estimate / 1e6, 1),
         "held_mb": round(held / 1e6, 1),

@@ -1,4 +1,4 @@
-"""The schema of settings: a dataclass whose fields have a default, bounds in their types, and a help text.
+"""The schema of settings: a dataclass whose fields have a default, bounds or literals in their types, and a help text.
 
     steps: Annotated[int, at_least(1)] = 100
     \"\"\"Steps of the run.\"\"\"
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llama_jax.errors import UserError, shown
 
@@ -25,12 +26,12 @@ class Bounds:
     minimum: float = -math.inf
     maximum: float = math.inf
 
-    def check(self, name: str, value: float) -> None:
-        """Raise UserError, naming the setting, for a number out of bounds or NaN."""
+    def check(self, name: str, value: float, raises: type[UserError] = UserError) -> None:
+        """Raise an error, naming the setting, for a number out of bounds or NaN."""
         if not self.minimum <= value <= self.maximum:
             bounded = self.maximum not in (LARGEST, math.inf) or value > self.minimum
             most = f" and at most {self.maximum:.10g}" if bounded else ""
-            raise UserError(f"{name}={shown(value, 40)} must be at least {self.minimum:.10g}{most}")
+            raise raises(f"{name}={shown(value, 40)} must be at least {self.minimum:.10g}{most}")
 
 
 def at_least(minimum: int) -> Bounds:
@@ -38,15 +39,25 @@ def at_least(minimum: int) -> Bounds:
     return Bounds(minimum, LARGEST)
 
 
-def check_bounds(settings: Any) -> None:
-    """Raise UserError for the first field of a dataclass, or of a dataclass in it, that is out of the bounds in its type."""
-    kind: type = type(settings)
-    for name, bounds in _bounds_of(kind).items():
-        value = getattr(settings, name)
+def check_bounds(settings: Any, raises: type[UserError] = UserError, within: str = "") -> None:
+    """Raise an error for the first field of a dataclass, or of a dataclass in it, whose value its type does not allow.
+
+    Args:
+      within: precedes the names of fields in messages, as "rewards.".
+    """
+    owner: type = type(settings)
+    for name, (bounds, kind) in _declared(owner).items():
+        key, value = f"{within}{name}", getattr(settings, name)
         if is_dataclass(value):
-            check_bounds(value)
-        elif bounds is not None and value is not None:
-            bounds.check(name, value)
+            check_bounds(value, raises, f"{key}.")
+        elif value is None:
+            continue
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            raise raises(f"{key}={shown(value, 40)} must be one of {', '.join(map(str, get_args(kind)))}")
+        elif bounds is not None:
+            if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
+                raise raises(f"{key}={shown(value, 40)} must be an integer")
+            bounds.check(key, value, raises)
 
 
 @cache
@@ -63,12 +74,15 @@ def help_of(kind: type) -> dict[str, str]:
 
 
 @cache
-def _bounds_of(kind: type) -> dict[str, Bounds | None]:
+def _declared(kind: type) -> dict[str, tuple[Bounds | None, Any]]:
+    """The bounds in the type of each field, and the type itself without them and without None."""
     hints = get_type_hints(kind, include_extras=True)
-    return {
-        field.name: next((one for one in _parts(hints[field.name]) if isinstance(one, Bounds)), None)
-        for field in fields(kind)
-    }
+    found = {}
+    for field in fields(kind):
+        parts = [hints[field.name], *_parts(hints[field.name])]
+        own = [one for one in parts if get_origin(one) not in (Annotated, Union, UnionType) and one is not type(None)]
+        found[field.name] = next((one for one in parts if isinstance(one, Bounds)), None), own[0]
+    return found
 
 
 def _parts(hint: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 
@@ -29,6 +29,7 @@ class Settings:
     """A number without
     bounds."""
     rate: Rate = Rate()
+    kind: Literal["red", "blue"] | None = None
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,10 @@ class Settings:
         ({"first": 0}, "first=0 must be at least 1"),
         ({"first": 2**31}, "first=2147483648 must be at least 1 and at most 2147483647"),
         ({"second": -1}, "second=-1 must be at least 0"),
-        ({"rate": Rate(-1)}, "value=-1 must be at least 0 and at most 1000000000"),
-        ({"rate": Rate(math.nan)}, "value=nan must be at least 0 and at most 1000000000"),
+        ({"second": 1.0}, "second=1.0 must be an integer"),
+        ({"kind": "green"}, "kind='green' must be one of red, blue"),
+        ({"rate": Rate(-1)}, "rate.value=-1 must be at least 0 and at most 1000000000"),
+        ({"rate": Rate(math.nan)}, "rate.value=nan must be at least 0 and at most 1000000000"),
     ],
 )
 def test_values_out_of_their_bounds_are_named(changes, message):

@@ -66,7 +66,7 @@ class ShowData:
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
         from llama_jax.data.chat_tokens import ChatReading, encode_example, open_chats, open_preferences, shortened
         from llama_jax.data.data_files import find_files
-        from llama_jax.data.documents import jsonl_objects
+        from llama_jax.data.documents import first_fields
         from llama_jax.formats.loading import bundled, open_checkpoint
 
         if self.length is None and self.too_long == "drop":
@@ -79,8 +79,8 @@ class ShowData:
         file, *_ = find_files(self.file)
         if file.suffix.lower() != ".jsonl" or self.file.is_dir():
             raise UserError(f"{self.file} is not a .jsonl file of one object a line")
-        first, _, _ = next(jsonl_objects(file), ({}, 0, 0))
-        is_preferences = self.kind == "preferences" or (self.kind == "auto" and {"chosen", "rejected"} <= first.keys())
+        is_pair = self.kind == "auto" and {"chosen", "rejected"} <= first_fields([file])
+        is_preferences = self.kind == "preferences" or is_pair
         wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
         found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
         with ReplyEncoder(tokenizer, self.format) as encoder:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
@@ -461,10 +460,9 @@ def page_of_lengths(found: Sequence[llama_jax.LengthLoss], facts: dict[str, Any]
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
     """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
     from llama_jax.data.data_files import find_files
-    from llama_jax.data.documents import jsonl_objects
+    from llama_jax.data.documents import first_fields
 
-    files = [file for file in find_files(data) if file.suffix.lower() == ".jsonl"]
-    first = next((set(found) for file in files for found, _, _ in islice(jsonl_objects(file), 1)), set())
+    first = first_fields(find_files(data))
     if field in first:
         return "text"
     if {"chosen", "rejected"} <= first:

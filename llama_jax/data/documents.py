@@ -8,7 +8,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
@@ -112,6 +112,12 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
 
         for found, number in json_objects(lines(), str(path)):
             yield found, number, read
+
+
+def first_fields(files: Sequence[Path]) -> set[str]:
+    """The fields of the first object in the first .jsonl among files; none if there is no such file."""
+    objects = (found for file in files if file.suffix.lower() == ".jsonl" for found, _, _ in jsonl_objects(file))
+    return set(next(objects, {}))
 
 
 def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str, Any], int]]:

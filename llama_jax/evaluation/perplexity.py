@@ -169,6 +169,7 @@ def divergence(
     stride: int | None = None,
     batch: int | None = None,
     compute: Compute = Compute(),
+    measure: Callable[..., tuple[jax.Array, ...]] | None = None,
     progress: Progress | None = None,
 ) -> Divergence:
     """Compare two models' predictions of every token of documents, read through the same sliding window.
@@ -181,6 +182,7 @@ def divergence(
       reference_config: its configuration, if it differs; any model of the same vocabulary.
       length, stride, batch, progress: see `evaluate`.
       compute: of both.
+      measure: `compare_tokens` with all but its last three arguments bound, under `jax.jit`.
 
     Raises:
       DataError: what `evaluate` raises for either model, or vocabularies of two sizes.
@@ -194,12 +196,13 @@ def divergence(
     shorter = min(config, reference_config, key=lambda one: one.max_seq_len)
     length, stride, batch = choose_sizes(shorter, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
-    compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
+    if measure is None:
+        measure = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
     token_kls = []
-    measure = partial(compared, params, reference)
+    bound = partial(measure, params, reference)
     with tracing_for(params):
-        for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, measure, progress):
+        for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, bound, progress):
             for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
                 np.add.at(sums, owner, found)
             token_kls.append(kl)

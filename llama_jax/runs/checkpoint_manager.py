@@ -126,7 +126,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.wait()
 
     def save(
         self,
@@ -155,7 +155,8 @@ class CheckpointManager:
         self._store.check()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
-        added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
+        versions = {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
+        added = {"step": step, "validation_loss": validation_loss, "versions": versions}
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
         with ExitStack() as until_written, self._watched(step):
@@ -199,10 +200,6 @@ class CheckpointManager:
             self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
         ):
             self.wait()
-
-    def close(self) -> None:
-        """Wait as `wait` does."""
-        self.wait()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; one that is being saved is not among them."""
@@ -468,10 +465,6 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _in_words(array: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if array is None else f"{array[1]}{list(array[0])}"
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
 
 
 def _is_first() -> bool:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.errors import TrainingError, shown
+from llama_jax.errors import TrainingError
 from llama_jax.model.forward_options import Attend, Compute, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import dataclass_of
+from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
@@ -30,6 +32,9 @@ from llama_jax.training.step import Loss
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
 Truncated = Literal["count", "mask"]
+Positive = Annotated[int, at_least(1)]
+NotNegative = Annotated[int, at_least(0)]
+Finite = Annotated[float, Bounds(0, sys.float_info.max)]
 EPOCHS = 3.0  # the usual number of passes in fine-tuning, where a recipe names neither steps nor epochs
 STEPS_PER_EPOCH = 8  # at least; else few examples would give a handful of updates
 LENGTH_MULTIPLE = 16  # of the tokens of a row
@@ -44,9 +49,6 @@ BOOKKEEPING = frozenset(
     | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
 )
 
-POSITIVE = ("batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
-NOT_NEGATIVE = ("steps", "seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
-
 
 @dataclass(frozen=True)
 class RewardSettings:
@@ -56,7 +58,7 @@ class RewardSettings:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
         command line's ``--reward`` adds one.
       weights: of the functions in their sum; empty for 1 each.
-      group: answers to each prompt; the recipe's batch / group are the prompts of a step.
+      group: answers to each prompt, which are compared; the recipe's batch / group are the prompts of a step.
       answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
       temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
       updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
@@ -76,10 +78,10 @@ class RewardSettings:
 
     functions: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    group: int = 8
-    answer: int = 64
+    group: Annotated[int, at_least(2)] = 8
+    answer: Positive = 64
     temperature: float = 1.0
-    updates: int = 1
+    updates: Positive = 1
     loss: PolicyKind = "dapo"
     clip: float = 0.2
     clip_high: float | None = None
@@ -88,23 +90,14 @@ class RewardSettings:
     truncated: Truncated = "count"
     format: Format = "auto"
     special: bool = False
-    held: int = 32
-    samples: int = 2
+    held: NotNegative = 32
+    samples: NotNegative = 2
 
     def __post_init__(self) -> None:
-        for name in ("group", "answer", "updates"):
-            require_positive_int(f"rewards.{name}", getattr(self, name))
-        for name in ("held", "samples"):
-            _require_int(f"rewards.{name}", getattr(self, name), 0)
-        if self.group < 2:
-            raise TrainingError(
-                f"rewards.group={self.group} must be at least 2: an answer is compared with its group's others"
-            )
+        check_bounds(self, TrainingError, "rewards.")
         require_number("rewards.temperature", self.temperature, above=0)
         for weight in self.weights:
             require_number("rewards.weights", weight)
-        if self.truncated not in get_args(Truncated):
-            raise TrainingError(f"rewards.truncated={self.truncated!r} must be one of {', '.join(get_args(Truncated))}")
         PolicyOptions(self.loss, self.clip, self.clip_high, self.beta, self.answer if self.loss == "dr_grpo" else None)
 
 
@@ -170,57 +163,45 @@ class Recipe:
     """
 
     model: LlamaConfig
-    steps: int = 0
-    epochs: float = 0.0
-    batch: int
-    length: int
-    accumulate: int = 1
+    steps: NotNegative = 0
+    epochs: Finite = 0.0
+    batch: Positive
+    length: Positive
+    accumulate: Positive = 1
     exact: bool = False
     virtual_shards: int = VIRTUAL_SHARDS
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     vocabulary: Vocabulary = "given"
     lora: Lora | None = None
     quantize: FrozenFormatName = "none"
-    seed: int = 0
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 0  # `jax.random.key` leaves out the bits above
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
     attend: Attend | None = None
     loss: Loss | None = None
-    chunk: int = LOSS_CHUNK
-    z_loss: float = 0.0
-    neftune: float = 0.0
+    chunk: Positive = LOSS_CHUNK
+    z_loss: Finite = 0.0
+    neftune: Finite = 0.0
     ema_decay: float = 0.0
-    skip_limit: int = 10
+    skip_limit: Positive = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
     chats: ChatReading | None = None
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
     rewards: RewardSettings | None = None
     validation: float = 0.05
-    evaluate_every: int = 250
-    evaluate_tokens: int = 0
-    save_every: int = 250
-    keep_last: int = 2
-    keep_best: int = 1
-    log_every: int = 10
+    evaluate_every: NotNegative = 250
+    evaluate_tokens: Annotated[int, Bounds(0)] = 0
+    save_every: NotNegative = 250
+    keep_last: Positive = 2
+    keep_best: NotNegative = 1
+    log_every: Positive = 10
     prompts: tuple[str, ...] = ()
-    sample_tokens: int = 64
+    sample_tokens: Positive = 64
 
     def __post_init__(self) -> None:
-        for name in (*POSITIVE, *NOT_NEGATIVE):
-            _require_int(name, getattr(self, name), int(name in POSITIVE))
-        if self.seed >= 1 << 32:  # `jax.random.key` leaves out the bits above
-            raise TrainingError(f"seed={shown(self.seed, 40)} must be an integer from 0 to 2**32 - 1")
-        kinds = (
-            ("vocabulary", Vocabulary),
-            ("remat", Remat),
-            ("dtype", Literal["float32", "bfloat16"]),
-            ("quantize", FrozenFormatName),
-        )
-        for name, known in kinds:
-            if getattr(self, name) not in get_args(known):
-                raise TrainingError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(known))}")
+        check_bounds(self, TrainingError)
         for name in ("attend", "loss"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TrainingError(f"{name}={getattr(self, name)!r} must be a function; a recipe of your own can give one")
@@ -235,9 +216,6 @@ class Recipe:
         Compute(attention=self.attention, attend=self.attend)
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
-        for name in ("z_loss", "neftune", "epochs"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise TrainingError(f"{name}={getattr(self, name)} must be at least 0")
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"
@@ -330,11 +308,6 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {name: list(value) if isinstance(value, tuple) else value}
     return {key: leaf for field, inner in value.items() for key, leaf in _flat(inner, f"{name}.{field}".strip(".")).items()}
-
-
-def _require_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TrainingError(f"{name}={value!r} must be an integer of at least {least}")
 
 
 def fit_to_data(recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[int], int], group: int = 1) -> Recipe:

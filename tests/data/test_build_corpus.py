@@ -4,11 +4,13 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -28,6 +30,7 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 SMALL = BuildOptions(unit=2000)
 TOKENIZER = bundled()
+PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"
 
 
 @pytest.fixture(scope="module")
@@ -431,3 +434,33 @@ def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypat
         parts = []
         build(path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of))
         assert parts[-1] == (count, count)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_ray_builds_the_same_bytes(tmp_path):
+    """As a Ray Data job with two workers of this machine; needs ray."""
+    pytest.importorskip("ray", reason="the recipe needs ray")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(5):
+        stories = [f"Story {n} of {number}: once upon a time there were {n % 17} llamas on a hill." for n in range(300)]
+        (texts / f"{number}.txt").write_text("<|endoftext|>".join(stories))
+    options = BuildOptions(drop_duplicates=True)
+    build(texts, tmp_path / "here", bundled(), options=options, processes=1)
+    command = [sys.executable, PAGE, texts, "--out", tmp_path / "there", "--tokenizer", bundled(), "--cpus", 2]
+    where = os.pathsep.join([str(PAGE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": where, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [*map(str, command), "--drop-duplicates"], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"[\d,]+ tokens of [\d,]+ documents", done.stdout)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [CORPUS_NAME]
+    assert (tmp_path / "there" / CORPUS_NAME).read_bytes() == (tmp_path / "here" / CORPUS_NAME).read_bytes()
+
+    broken = texts / "broken.jsonl"
+    broken.write_text("{")
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1
+    assert "was built with other files, sources" in done.stderr

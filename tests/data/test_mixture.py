@@ -85,13 +85,6 @@ def test_batches_have_the_rows_of_each_source_in_their_order(hosts):
                 np.testing.assert_array_equal(np.concatenate([next(part).tokens for part in parts]), rows)
 
 
-def test_every_step_has_its_shares_to_the_row():
-    mixture = Mixture([(0, shares({"a": 0.7, "b": 0.3}))])
-    steps = np.diff([mixture.counts(8 * step) for step in range(50)], axis=0)
-    assert np.abs(steps - [5.6, 2.4]).max() < 2
-    assert np.abs(np.cumsum(steps, axis=0) - np.arange(1, 50)[:, None] * [5.6, 2.4]).max() < 1
-
-
 @pytest.mark.parametrize("corpora", [1, 3])
 def test_a_mixture_has_a_share_for_each(corpora):
     with pytest.raises(DataError, match="a share for each"):

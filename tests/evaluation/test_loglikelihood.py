@@ -114,18 +114,17 @@ def test_of_equal_tokens_the_first_is_greedy(model, measure):
     assert [one.greedy for one in found] == [best < other, other < best]
 
 
-def test_rows_are_few_lengths(monkeypatch):
+def test_rows_are_few_lengths(model, measure, plain, monkeypatch):
     monkeypatch.setattr(loglikelihood, "SHORTEST", 16)
-    runs = [
-        loglikelihood._Run(np.zeros(n, np.int32), [(0, np.zeros(1, np.int32))])
-        for n in [5, 100, 64, 15, 17, 3, 70, 9, 16, 10]
-    ]
-    batches = loglikelihood._batches(runs, 100, 2)
-    assert [length for length, _ in batches] == [100, 64, 16, 16]
-    assert sorted(run for _, rows in batches for row in rows for run in row) == list(range(10))
-    for length, rows in batches:
-        assert len(rows) <= 2
-        assert all(sum(runs[run].size for run in row) <= length for row in rows)
+    lengths = []
+
+    def noting(params, rows):
+        lengths.append(rows.tokens.shape[1])
+        return measure(params, rows)
+
+    pairs = random_pairs([(size, 1) for size in (5, 60, 15, 17, 3, 30, 9)])
+    check(score_pairs(*model, pairs, batch=2, measure=noting), pairs, plain)
+    assert lengths == [64, 16, 16]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,18 +75,6 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
 def test_packing_wastes_little():
     found = np.random.default_rng(0).integers(1, 101, 20 * OPEN).tolist()
     assert sum(found) > 0.95 * 100 * len(pack(found, 100))
-
-
-def test_windows_of_one_document_begin_at_every_stride():
-    windows = cut_windows(corpus_of([12]), 5, 2)
-    np.testing.assert_array_equal(windows.start, 3 + 2 * np.arange(4))
-    np.testing.assert_array_equal(windows.read, [5] * 4)
-    np.testing.assert_array_equal(windows.context, [0, 3, 3, 3])
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_document_with_nothing_to_predict_has_no_window(count):
-    assert len(cut_windows(corpus_of([count]), 5, 2).read) == 0
 
 
 def test_the_next_job_is_launched_before_a_result_is_used():

@@ -17,6 +17,7 @@ from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.trees import init
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
@@ -75,7 +76,21 @@ def same(tree, other):
     """Asserts that two trees hold the same bits."""
     for (path, a), (there, b) in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves_with_path(other), strict=True):
         assert path == there
+        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+
+
+def stop_and_resume(recipe, folder, data, at, **options):
+    """The result of a run that is stopped at a step and resumed."""
+    stopped = train(recipe, folder, data, log=StopAt(f"step {at}/"), **options)
+    assert at <= stopped.step < recipe.steps
+    return train(recipe, folder, data, resume=True, log=StopAt(), **options)
+
+
+def losses(recipe, folder, data, **options):
+    """The loss of every step that a run logs, and that of its last evaluation."""
+    result = train(recipe, folder, data, log=StopAt(), **options)
+    return [*(line["loss"] for line in lines(folder, "train")), result.validation.loss]
 
 
 def all_lines(folder):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
-from running import StopAt, caches, lines, same, text_fixture  # noqa: F401  # two fixtures
+from running import StopAt, caches, lines, losses, same, stop_and_resume, text_fixture  # noqa: F401  # two fixtures
 
 import llama_jax
 from llama_jax.errors import TrainingError
@@ -63,10 +63,7 @@ def test_the_student_approaches_the_teacher(whole, teacher):
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(whole, text, student, tmp_path):
-    stopped = train(student, tmp_path, [text], log=StopAt("step 12/"))
-    assert 12 <= stopped.step < 30
-    resumed = train(student, tmp_path, [text], resume=True, log=StopAt())
-    same(resumed.state, whole[1].state)
+    same(stop_and_resume(student, tmp_path, [text], 12).state, whole[1].state)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +83,7 @@ def test_over_a_mesh_and_in_parts_the_same_is_learnt(teacher, text, student, tmp
         "parts": (replace(one, accumulate=2), MeshSizes(data=2)),
         "context": (one, MeshSizes(context=2)),
     }
-    found = []
-    for how in ("alone", *ways):
-        changed, mesh = every[how]
-        result = train(changed, tmp_path / how, [text], mesh=mesh, log=StopAt())
-        found.append([*(line["loss"] for line in lines(tmp_path / how, "train")), result.validation.loss])
+    found = [losses(every[how][0], tmp_path / how, [text], mesh=every[how][1]) for how in ("alone", *ways)]
     np.testing.assert_allclose(found[1:], [found[0]] * len(ways), rtol=2e-4)
 
 

@@ -145,14 +145,6 @@ def exact(text, tmp_path_factory):
     return recipe, folder, train(recipe, folder, [text], log=StopAt())
 
 
-def test_an_ended_run_stays_as_it_is(whole, text, tmp_path):
-    folder, result, _ = whole
-    log = StopAt()
-    again = train(RECIPE, folder, [text], resume=True, log=log)
-    same(again.state, result.state)
-    assert "resumed at step 12" in log.said
-
-
 def test_another_run_in_the_folder(whole, text):
     folder = whole[0]
     with pytest.raises(TrainingError, match="holds a run that is at step 12; go on with --resume"):
@@ -269,19 +261,6 @@ def test_other_data_on_resume(whole, tmp_path):
     (tmp_path / "other.txt").write_text("another text " * 300)
     with pytest.raises(TrainingError, match="the train data is not what this run began with"):
         train(RECIPE, whole[0], [tmp_path / "other.txt"], resume=True, log=StopAt())
-
-
-def test_another_rope_scaling_on_resume(whole, text):
-    model = dataclasses.replace(CONFIG, rope_scaling=llama_jax.RopeScaling("yarn", 2.0, original_max_seq_len=32))
-    with pytest.raises(TrainingError, match=r"another recipe \(.*model.rope_scaling.kind: None in the folder, 'yarn' now"):
-        train(dataclasses.replace(RECIPE, model=model), whole[0], [text], resume=True, log=StopAt())
-
-
-@pytest.mark.slow
-def test_a_run_keeps_its_rope_scaling(text, tmp_path):
-    model = dataclasses.replace(CONFIG, rope_scaling=llama_jax.RopeScaling("by_parts", 2.0, original_max_seq_len=32))
-    train(dataclasses.replace(RECIPE, model=model, steps=1, optimizer=OptimizerSettings()), tmp_path, [text], log=StopAt())
-    assert llama_jax.load(tmp_path).config == model
 
 
 @pytest.mark.slow

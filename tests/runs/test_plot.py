@@ -59,20 +59,6 @@ def test_a_run(tmp_path):
     np.testing.assert_array_equal(run.validation["tokens"], [2500, 5000])  # of the training lines around
 
 
-def test_of_a_step_the_last_line_holds(tmp_path):
-    again = [train(40, loss=7.0), validation(50, loss=8.0)]
-    run = read_run(write(tmp_path, [*WHOLE, *again]))
-    np.testing.assert_array_equal(run.train["step"], [10, 20, 30, 40, 50])
-    assert run.train["loss"][3] == 7
-    assert run.validation["loss"][1] == 8
-
-
-def test_what_was_written_of_steps_after_a_resume_is_dropped(tmp_path):
-    run = read_run(write(tmp_path, [*WHOLE, event(30, "resume"), train(35, loss=7.0)]))
-    np.testing.assert_array_equal(run.train["step"], [10, 20, 30, 35])
-    np.testing.assert_array_equal(run.validation["step"], [25])
-
-
 @given(st.lists(st.tuples(st.sampled_from(["train", "validation", "resume"]), st.integers(1, 12)), max_size=30))
 def test_any_history_is_what_the_last_process_saw(tmp_path_factory, history):
     """Plain: a dictionary of steps to the number of the line that wrote them."""

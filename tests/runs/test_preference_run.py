@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import environment_of, preferring, recipe, write_words
-from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from running import StopAt, caches, lines, losses, same, stop_and_resume  # noqa: F401  # caches is a fixture
 
 from llama_jax.errors import TrainingError
 from llama_jax.model.lora import Lora
@@ -95,10 +95,7 @@ def test_the_preferred_answer_becomes_more_probable(whole, name):
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.nightly), "adapters"])
 def test_an_interrupted_run_ends_with_the_same_bits(whole, base, pairs, tmp_path, name):
     one = {"full": FULL, "adapters": ADAPTERS}[name]
-    stopped = train(one, tmp_path, pairs, weights=base, log=StopAt("step 3/"))
-    assert 3 <= stopped.step < 8
-    resumed = train(one, tmp_path, pairs, weights=base, resume=True, log=StopAt())
-    same(resumed.state, whole[name][1].state)
+    same(stop_and_resume(one, tmp_path, pairs, 3, weights=base).state, whole[name][1].state)
     found, expected = (lines(folder, "validation")[-1] for folder in (tmp_path, whole[name][0]))
     assert found == expected
 
@@ -155,12 +152,8 @@ def test_over_devices_and_in_parts_the_same_is_learnt(base, pairs, tmp_path, cha
         "mesh": (short, MeshSizes(fsdp=2, tensor=2)),
         "parts": (replace(short, accumulate=2), MeshSizes(data=2)),
     }
-    found = {}
-    for name, (one, mesh) in ways.items():
-        result = train(one, tmp_path / name, pairs, weights=base, mesh=mesh, log=StopAt())
-        found[name] = [*(line["loss"] for line in lines(tmp_path / name, "train")), result.validation.loss]
-    for name in ("mesh", "parts"):
-        np.testing.assert_allclose(found[name], found["alone"], rtol=2e-4)
+    alone, *others = (losses(one, tmp_path / name, pairs, weights=base, mesh=mesh) for name, (one, mesh) in ways.items())
+    np.testing.assert_allclose(others, [alone] * 2, rtol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["hinge", "simpo", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("ipo", "orpo"))])

@@ -10,7 +10,7 @@ from commands import run_here
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
-from llama_jax.data import ChatReading, DataError
+from llama_jax.data import ChatReading
 from llama_jax.errors import TrainingError
 from llama_jax.formats.loading import bundled
 from llama_jax.model.lora import Lora
@@ -217,7 +217,7 @@ def test_recipes_that_cannot_be(changes, mesh, message):
     [
         ({"group": 1}, "rewards.group=1 must be at least 2"),
         ({"truncated": "drop"}, "rewards.truncated='drop' must be one of count, mask"),
-        ({"held": -1}, "rewards.held=-1 must be an integer of at least 0"),
+        ({"held": -1}, "rewards.held=-1 must be at least 0"),
         ({"temperature": 0.0}, "rewards.temperature=0.0 must be a finite number above 0"),
         ({"clip": 2.0}, "clip=2.0 must be at least 0 and below 1"),
     ],
@@ -225,15 +225,6 @@ def test_recipes_that_cannot_be(changes, mesh, message):
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         RewardSettings(**changes)
-
-
-def test_what_fails_is_told_before_anything_is_compiled_or_where_it_is(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"pass one with --reward FILE.py:FUNCTION"):
-        train(recipe_for(file, rewards={"functions": ()}), tmp_path, [prompts])
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"wrong.jsonl, line 1: prompt is missing"):
-        train(recipe_for(file), tmp_path / "run", [wrong])
 
 
 @pytest.mark.slow
@@ -245,18 +236,8 @@ def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_pat
 @pytest.mark.slow
 def test_the_command(file, prompts, tmp_path):
     given = ["train", "grpo", "--weights", bundled(), "--data", prompts, "--workdir", tmp_path / "run"]
-    changes = [
-        "steps=2",
-        "batch=64",
-        "length=40",
-        "rewards.answer=16",
-        "lora.rank=4",
-        "evaluate_every=0",
-        "log_every=1",
-        "dtype=float32",
-        "optimizer.warmup_steps=1",
-    ]
-    done = run_here(*given, *changes, "--reward", f"{file}:letters")
+    changes = "steps=2 batch=64 length=40 rewards.answer=16 lora.rank=4 evaluate_every=0 log_every=1 dtype=float32"
+    done = run_here(*given, *changes.split(), "optimizer.warmup_steps=1", "--reward", f"{file}:letters")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["rewards"]["functions"] == [f"{file}:letters"]
     assert "reward" in done.stdout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
-from running import StopAt, lines, same
+from running import StopAt, losses, same, stop_and_resume
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
@@ -58,45 +58,17 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
-    first = train(RECIPE, tmp_path, chats, log=StopAt("step 40/"))
-    assert first.stopped == "SIGTERM"
-    assert first.step < RECIPE.steps
-    result = train(RECIPE, tmp_path, chats, resume=True)
-    same(result.state, whole[1].state)
+    same(stop_and_resume(RECIPE, tmp_path, chats, 40).state, whole[1].state)
     with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
         train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
-
-
-@pytest.mark.slow
-def test_a_model_is_taught_further(whole, chats, tmp_path):
-    changed = tmp_path / "chats.jsonl"
-    changed.write_text(chats.read_text().replace("yes", "no!"))
-    more = replace(RECIPE, steps=40, evaluate_every=0)
-    result = train(more, tmp_path / "run", changed, weights=whole[0])
-    assert result.validation.loss < 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "backend"), [(MeshSizes(2, 2), "jit"), (MeshSizes(2), "pmap")])
 def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
     short = replace(RECIPE, steps=3, evaluate_every=0, log_every=1)
-    found = [
-        train(short, tmp_path / name, chats, **options)
-        for name, options in (("alone", {}), ("mesh", {"mesh": mesh, "backend": backend}))
-    ]
-    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("alone", "mesh")]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    np.testing.assert_allclose(*(result.validation.loss for result in found), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_command(whole, chats, tmp_path):
-    given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
-    changes = "steps=2 batch=8 length=40 chats.too_long=drop dtype=float32 remat=none optimizer.warmup_steps=1"
-    found = run_here(*given, "--weights", whole[0], *changes.split())
-    assert found.returncode == 0, found.stderr
-    assert "chats: 120 of 120 examples" in found.stdout
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["chats"]["too_long"] == "drop"
+    alone = losses(short, tmp_path / "alone", chats)
+    np.testing.assert_allclose(losses(short, tmp_path / "mesh", chats, mesh=mesh, backend=backend), alone, rtol=1e-4)
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):

@@ -132,18 +132,16 @@ def test_what_cannot_be_a_reward_is_an_error_of_one_line(file, name, message):
 
 
 def test_functions_that_are_not_there(file, tmp_path):
-    with pytest.raises(TrainingError, match=r"reward 'mine' is not FILE.py:FUNCTION"):
-        find_rewards(["mine"])
-    with pytest.raises(TrainingError, match=r"absent.py does not exist"):
-        find_rewards([f"{tmp_path}/absent.py:f"])
-    with pytest.raises(TrainingError, match=r"has no function 'f': it is not there"):
-        find_rewards([f"{file}:f"])
-    with pytest.raises(TrainingError, match=r"has no function 'number': it is no function"):
-        find_rewards([f"{file}:number"])
-    with pytest.raises(TrainingError, match=r"pass one with --reward FILE.py:FUNCTION"):
-        find_rewards([])
-    with pytest.raises(TrainingError, match=r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"):
-        find_rewards([f"{file}:length", f"{file}:exact"], [1.0])
+    for names, weights, message in (
+        (["mine"], [], r"reward 'mine' is not FILE.py:FUNCTION"),
+        ([f"{tmp_path}/absent.py:f"], [], r"absent.py does not exist"),
+        ([f"{file}:f"], [], r"has no function 'f': it is not there"),
+        ([f"{file}:number"], [], r"has no function 'number': it is no function"),
+        ([], [], r"pass one with --reward FILE.py:FUNCTION"),
+        ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            find_rewards(names, weights)
     for text, message in (
         ("import absent_module\n", "failed with ModuleNotFoundError: .*line 1"),
         ("def f(:\n", "SyntaxError"),

@@ -8,8 +8,7 @@ from functools import partial
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
-from llama_jax.evaluation.measure import choose_sizes, cut_windows, sum_windows, token_mean
-from llama_jax.evaluation.perplexity import compare_tokens, summary
+from llama_jax.evaluation.perplexity import compare_tokens, divergence
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -115,9 +114,8 @@ class DistillationBatchSource(language_modeling.TextBatchSource):
         self, recipe: Recipe, corpora: language_modeling.Corpora, teacher: tuple[LlamaConfig, Llama], context: TaskContext
     ) -> None:
         super().__init__(recipe, corpora, context)
-        config, params = teacher
-        compared = context.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
-        self._compare = lambda model, rows: compared(model, params, rows)
+        config, _ = self._teacher = teacher
+        self._compare = context.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         tokens = max(metrics["tokens"], 1.0)
@@ -127,12 +125,15 @@ class DistillationBatchSource(language_modeling.TextBatchSource):
         return language_modeling.evaluate_sources(self._held, lambda corpus: self._evaluate(model, corpus))
 
     def _evaluate(self, model: Llama, held: Corpus) -> EvalResult:
-        length = self._recipe.length
-        rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
-        windows = cut_windows(held, length, length)
-
-        losses, _, kls, _ = sum_windows(held, windows, rows, partial(self._compare, model))
-        found, kl = summary(held, windows, losses), token_mean(windows, kls)[0]
+        (config, teacher), length = self._teacher, self._recipe.length
+        compared = divergence(
+            *(self._recipe.model, model, teacher, held),
+            reference_config=config,
+            length=length,
+            stride=length,
+            measure=self._compare,
+        )
+        found, kl = compared.model, compared.kl
         weight = options_of(self._recipe).weight
         loss = weight * kl + (1 - weight) * found.loss  # at temperature 1
         text, per_byte = found.perplexity, found.bits_per_byte

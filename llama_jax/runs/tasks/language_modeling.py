@@ -300,9 +300,9 @@ def limit_tokens(corpora: Corpora, limit: int) -> Corpora:
     """Limit the held-out data to whole documents of about `limit` tokens of each source, unless that is 0."""
     if not limit:
         return corpora
-    return replace(corpora, held=tuple(each._replace(corpus=_first(each.corpus, limit)) for each in corpora.held))
-
-
-def _first(corpus: Corpus, limit: int) -> Corpus:
-    sizes = np.cumsum(corpus.stops - corpus.starts)
-    return corpus.select(np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpus.document_count])
+    held = []
+    for each in corpora.held:
+        sizes = np.cumsum(each.corpus.stops - each.corpus.starts)
+        first = np.arange(1 + int(np.searchsorted(sizes, limit)))[: each.corpus.document_count]
+        held.append(each._replace(corpus=each.corpus.select(first)))
+    return replace(corpora, held=tuple(held))

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.data.batches import Batches
 from llama_jax.data.chat_tokens import open_labeled, open_preferences
-from llama_jax.data.documents import jsonl_objects
+from llama_jax.data.documents import first_fields
 from llama_jax.data.load_corpus import Progress
 from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mismatched_answers, split_pairs, without_pairs
 from llama_jax.errors import TrainingError
-from llama_jax.evaluation.measure import run_ahead
+from llama_jax.evaluation.measure import default_batch, token_nats
+from llama_jax.evaluation.perplexity import AnswerLogprobs, pair_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.progress import progress_bar
-from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.recipe import Recipe, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
@@ -32,8 +33,8 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
-    TrainingProgram,
     check_vocabulary,
+    compute_of,
     name_format_setting,
 )
 from llama_jax.storage.atomic_write import write_atomically
@@ -42,8 +43,6 @@ from llama_jax.training.flops import step_flops
 from llama_jax.training.preference_batch import (
     AnswerSums,
     PairBatch,
-    answer_logprobs,
-    map_microbatches,
     pair_count,
     pair_loss,
     preferred,
@@ -138,18 +137,12 @@ def objective(recipe: Recipe, most: int) -> Objective:
     )
 
 
-def is_labeled(paths: Sequence[Path]) -> bool:
-    """Whether the first line is a single answer with a label."""
-    lines = (found for path in paths if path.suffix.lower() == ".jsonl" for found, _, _ in islice(jsonl_objects(path), 1))
-    first = next(lines, {})
-    return "label" in first and "chosen" not in first
-
-
 def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
     """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
-    labeled = is_labeled(paths)
+    fields = first_fields(paths)
+    labeled = "label" in fields and "chosen" not in fields
     if labeled and not kto:
         raise TrainingError(
             f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; use that, or chosen and"
@@ -173,14 +166,16 @@ class PreferenceBatchSource:
     def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, context: TaskContext) -> None:
         self._options, self._held = options_of(recipe), limit_tokens(held, recipe.evaluate_tokens)
         program = context.program
-        self._measure = PairMeasure(recipe, program)
+        self._program, self._length = program, recipe.length
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.sharding)
+        self._nats = program.jit(nats)
         place = context.data_state or {"next_batch": 0}
         cached: np.ndarray | None = None
         self._reference: dict[str, str] = {}
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
             if context.base is not None:  # the adapters switched off; each step computes those of its own rows
-                self._of_held = np.asarray(self._measure(context.base, self._held).logprobs)
+                self._of_held = self._measure(context.base, self._held).logprobs
             else:
                 found, digest = self._cached(context, {"train": train, "validation": held})
                 cached, self._of_held = found["train"], found["validation"][: self._held.count]
@@ -189,12 +184,19 @@ class PreferenceBatchSource:
         rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, reference=cached)
         self._batches = Batches(rows, place["next_batch"])
 
+    def _measure(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerLogprobs:
+        """Log-probabilities of N pairs of answers, float32[N, 2], and their tokens."""
+        config, fitted = self._program.config, self._program.fit(model)
+        batch = self._program.sharding.batch_shards * default_batch()
+        found = pair_logprobs(config, fitted, pairs, length=self._length, batch=batch, measure=self._nats, progress=progress)
+        return replace(found, logprobs=found.logprobs.astype(np.float32))
+
     def _cached(self, context: TaskContext, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
         """Log-probabilities of the initial model, and their digest: computed once, and kept in the folder."""
         path = context.folder / REFERENCE
         if context.data_state is None:
             params, bar = context.state.params, progress_bar("reference", "batches", quiet=context.log.quiet, delay=1.0)
-            made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
+            made = {name: self._measure(params, pairs, bar).logprobs for name, pairs in parts.items()}
             if context.processes.index == 0:
                 with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
                     np.savez(written, train=made["train"], validation=made["validation"])
@@ -244,39 +246,6 @@ def limit_tokens(held: Pairs, limit: int) -> Pairs:
     return held.select(np.arange(min(chosen, held.count)))
 
 
-class PairMeasure:
-    """Log-probabilities of pairs by models, through the program of a run, with one compilation for all."""
-
-    def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
-        options = loss_options(recipe)
-
-        def read(model: Llama, batch: PairBatch) -> AnswerSums:
-            return map_microbatches(
-                lambda part: answer_logprobs(recipe.model, model, part, options), batch, recipe.accumulate
-            )
-
-        self._recipe, self._program, self._read = recipe, program, program.jit(read)
-
-    def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerSums:
-        """For N pairs: float32[N, 2] each. `progress` wraps the range of batches, as `tqdm.tqdm` does."""
-        batch, length = self._recipe.batch, self._recipe.length
-        share, shares = self._program.share
-        rows = PairRows(pairs, batch, length, seed=None, host=share, hosts=shares)
-        whole = PairRows(pairs, batch, length, seed=None)
-        found = np.zeros((2, pairs.count, 2), np.float32)
-
-        def launch(number: int) -> AnswerSums:
-            return self._read(model, self._program.place(rows[number]))
-
-        for number, answers in run_ahead(range(len(rows)), launch, progress):
-            for kind, part in enumerate(answers):
-                array = np.asarray(part)
-                for at in range(batch):
-                    members = whole.row(number, at)
-                    found[kind, members] = array[at, :, : len(members)].T
-        return AnswerSums(*found)
-
-
 def arrays_digest(found: dict[str, np.ndarray]) -> str:
     """SHA-256 of arrays by name."""
     digest = hashlib.sha256()
@@ -285,7 +254,9 @@ def arrays_digest(found: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def compare(answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions) -> dict[str, float]:
+def compare(
+    answers: AnswerLogprobs, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
+) -> dict[str, float]:
     """The numbers of an evaluation, from the log-probabilities of N pairs by model and reference: float32[N, 2] each."""
     rows = PairBatch(
         *(None,) * 4,
@@ -297,7 +268,7 @@ def compare(answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, opt
         assert reference is not None
         divergence = np.mean(answers.logprobs[:, 1] - reference[:, 1])
         rows = rows._replace(divergence=np.full(pairs.count, divergence))
-    given = AnswerSums(answers.logprobs[..., None], answers.lengths[..., None])
+    given = AnswerSums(*(jnp.asarray(each[..., None], jnp.float32) for each in (answers.logprobs, answers.tokens)))
     found = preferred(given, rows, options)
     sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
     return {"loss": float(found.losses.sum()) / pairs.count, **means(sums)}
