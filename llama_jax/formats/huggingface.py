@@ -39,7 +39,7 @@ from llama_jax.formats.lazy_tensors import (
 from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
 from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.formats.weight_format import Opened, WeightFormat, shares_of, with_layers
+from llama_jax.formats.weight_format import Opened, WeightFormat, shares_in, with_layers
 from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
@@ -625,14 +625,13 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     names = names_of(config)
 
     def put(row: ParamSpec, node: Any, layer: int = 0) -> None:
-        leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
-        for i, share in enumerate(shares_of(row)):
+        leaf = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node))
+        for i, (share, columns) in enumerate(shares_in(row, config)):
             held, shape = leaf, shape_of(share.axes, config)
             if isinstance(leaf, JoinedWeight):  # its parts are the shares
                 held = leaf.parts[i]
-            elif share.width:
-                last = first + shape_of(share.width, config)[0]
-                held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
+            elif columns is not None:
+                held = jax.tree.map(lambda array, some=columns: array[:, some], leaf)
             quantized = isinstance(held, QuantizedWeight)
             tensors[names[share.name].format(layer)] = (
                 QuantizedArrayTensor(held, shape) if quantized else ArrayTensor(held, shape)

@@ -5,14 +5,14 @@ Each format has the names of these tensors in a table `NAMES` of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llama_jax.config import LlamaConfig
 from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
 from llama_jax.formats.model_folder import About
-from llama_jax.model.params import ParamSpec
+from llama_jax.model.params import ParamSpec, shape_of
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer
 
@@ -143,6 +143,15 @@ SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE_TENSORS.items()} | 
 def shares_of(row: ParamSpec) -> tuple[Share, ...]:
     """The tensors that make up a parameter."""
     return SHARES[row.path, row.axes]
+
+
+def shares_in(row: ParamSpec, config: LlamaConfig) -> Iterator[tuple[Share, slice | None]]:
+    """The tensors that make up a parameter, each with its part of the second axis; None where it is the whole parameter."""
+    first = 0
+    for share in shares_of(row):
+        last = first + (shape_of(share.width, config)[0] if share.width else 0)
+        yield share, slice(first, last) if share.width else None
+        first = last
 
 
 def with_layers(outside: dict[str, str], prefix: str, inside: dict[str, str]) -> dict[str, str]:
