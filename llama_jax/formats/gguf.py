@@ -1,4 +1,4 @@
-"""The contents of a GGUF file before they are interpreted as a model: settings and tensors.
+"""Models in GGUF: their settings and tensors, read and written.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """

@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face folders: the meaning of its settings; every other one is refused by name."""
+"""Hugging Face folders: the settings in ``config.json``, every unknown one of which is refused by name, and the tensors."""
 
 from __future__ import annotations
 
