@@ -45,7 +45,7 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
     verify,
 )
-from llama_jax.formats.weight_format import Share, shares_of
+from llama_jax.formats.weight_format import Share, shares_in, shares_of
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
@@ -513,13 +513,12 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
     interleaved = layout.interleaved(config)
 
     def put(row: ParamSpec, layer: int) -> None:
-        pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
-        for part, (name, share) in enumerate(_shares_at(row)):
+        pair = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host))
+        for part, ((name, _), (share, columns)) in enumerate(zip(_shares_at(row), shares_in(row, config), strict=True)):
             outputs = shape_of(share.axes, config)[0]
             rows = [pair.b] if pair.magnitude is None else [pair.b, pair.magnitude]
-            if share.width:
-                last = first + shape_of(share.width, config)[0]
-                rows, first = [each[:, first:last] for each in rows], last
+            if columns is not None:
+                rows = [each[:, columns] for each in rows]
             if name in lora.targets:
                 rows = [each.reshape(outputs, *shape) for each, shape in zip(rows, ((lora.rank,), ()), strict=False)]
                 if share.rotary and interleaved:

@@ -30,7 +30,7 @@ from llama_jax.formats.lazy_tensors import (
     target_dtype,
 )
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
-from llama_jax.formats.weight_format import Opened, shares_of
+from llama_jax.formats.weight_format import Opened, shares_in, shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build
@@ -144,15 +144,9 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
 
     def array(row: ParamSpec, layer: int) -> ArrayParts:
         """A parameter; if it has several shares they are concatenated along its second axis."""
-        parts, first = [], 0
-        for share in shares_of(row):
-            columns = None
-            if share.width:
-                columns = slice(first, first + shape_of(share.width, c)[0])
-                first = columns.stop
-            name = opened.names[share.name].format(layer)
-            if share.name == "embedding":
-                name = table
+        parts = []
+        for share, columns in shares_in(row, c):
+            name = table if share.name == "embedding" else opened.names[share.name].format(layer)
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
         return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath), row.path, layer)
 
@@ -200,10 +194,8 @@ def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)} & set(
-            tensors
-        )
-        tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables}
+        tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)}
+        tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables & tensors.keys()}
     if copies > 1:
         shares = [share.name for row in specs_for(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]

@@ -1,4 +1,4 @@
-"""The contents of a GGUF file before they are interpreted as a model: settings and tensors.
+"""Models in GGUF: their settings and tensors, read and written.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -27,7 +27,7 @@ from llama_jax.formats.lazy_tensors import FLOATS, Dense, Offset, Tensor, Tensor
 from llama_jax.formats.model_folder import about_from_fields, about_to_fields
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import settings_and_tensors, with_scaling
-from llama_jax.formats.weight_format import Opened, WeightFormat, with_layers
+from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
@@ -155,35 +155,7 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     return fields, tensors
 
 
-NAMES = with_layers(
-    {"embedding": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"},
-    "blk.{}.",
-    {
-        "attention_norm": "attn_norm.weight",
-        "q": "attn_q.weight",
-        "k": "attn_k.weight",
-        "v": "attn_v.weight",
-        "q_bias": "attn_q.bias",
-        "k_bias": "attn_k.bias",
-        "v_bias": "attn_v.bias",
-        "query_norm": "attn_q_norm.weight",
-        "key_norm": "attn_k_norm.weight",
-        "out": "attn_output.weight",
-        "attention_post_norm": "post_attention_norm.weight",
-        "ffn_norm": "ffn_norm.weight",
-        "ffn_post_norm": "post_ffw_norm.weight",
-        "gate": "ffn_gate.weight",
-        "up": "ffn_up.weight",
-        "down": "ffn_down.weight",
-        "router": "ffn_gate_inp.weight",
-        "expert_gate": "ffn_gate_exps.weight",
-        "expert_up": "ffn_up_exps.weight",
-        "expert_down": "ffn_down_exps.weight",
-        "shared_gate": "ffn_gate_shexp.weight",
-        "shared_up": "ffn_up_shexp.weight",
-        "shared_down": "ffn_down_shexp.weight",
-    },
-)
+NAMES = {part: names.gguf for part, names in TENSOR_NAMES.items()}
 NORM_SUFFIX = "norm.weight"
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")

@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face folders: the meaning of its settings; every other one is refused by name."""
+"""Hugging Face folders: the settings in ``config.json``, every unknown one of which is refused by name, and the tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from llama_jax.formats.lazy_tensors import (
 from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
 from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.formats.weight_format import Opened, WeightFormat, shares_of, with_layers
+from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat, shares_in
 from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
@@ -270,35 +270,7 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
     } | family.settings(config, parameters)
 
 
-NAMES = with_layers(
-    {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"},
-    "model.layers.{}.",
-    {
-        "attention_norm": "input_layernorm.weight",
-        "q": "self_attn.q_proj.weight",
-        "k": "self_attn.k_proj.weight",
-        "v": "self_attn.v_proj.weight",
-        "q_bias": "self_attn.q_proj.bias",
-        "k_bias": "self_attn.k_proj.bias",
-        "v_bias": "self_attn.v_proj.bias",
-        "query_norm": "self_attn.q_norm.weight",
-        "key_norm": "self_attn.k_norm.weight",
-        "out": "self_attn.o_proj.weight",
-        "attention_post_norm": "post_attention_layernorm.weight",
-        "ffn_norm": "post_attention_layernorm.weight",  # another with norms before and after, see `names_of`
-        "ffn_post_norm": "post_feedforward_layernorm.weight",
-        "gate": "mlp.gate_proj.weight",
-        "up": "mlp.up_proj.weight",
-        "down": "mlp.down_proj.weight",
-        "router": "block_sparse_moe.gate.weight",
-        "expert_gate": "block_sparse_moe.experts.w1.weight",
-        "expert_up": "block_sparse_moe.experts.w3.weight",
-        "expert_down": "block_sparse_moe.experts.w2.weight",
-        "shared_gate": "feed_forward.shared_expert.gate_proj.weight",
-        "shared_up": "feed_forward.shared_expert.up_proj.weight",
-        "shared_down": "feed_forward.shared_expert.down_proj.weight",
-    },
-)
+NAMES = {part: names.huggingface for part, names in TENSOR_NAMES.items()}
 # Where one tensor holds several of the table's, by rows in this order (Phi-3): its name, and theirs.
 FUSED = {
     "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
@@ -625,14 +597,13 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     names = names_of(config)
 
     def put(row: ParamSpec, node: Any, layer: int = 0) -> None:
-        leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
-        for i, share in enumerate(shares_of(row)):
+        leaf = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node))
+        for i, (share, columns) in enumerate(shares_in(row, config)):
             held, shape = leaf, shape_of(share.axes, config)
             if isinstance(leaf, JoinedWeight):  # its parts are the shares
                 held = leaf.parts[i]
-            elif share.width:
-                last = first + shape_of(share.width, config)[0]
-                held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
+            elif columns is not None:
+                held = jax.tree.map(lambda array, some=columns: array[:, some], leaf)
             quantized = isinstance(held, QuantizedWeight)
             tensors[names[share.name].format(layer)] = (
                 QuantizedArrayTensor(held, shape) if quantized else ArrayTensor(held, shape)

@@ -17,26 +17,12 @@ from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Joined, Tensor
 from llama_jax.formats.model_folder import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.formats.weight_format import Opened, WeightFormat, with_layers
+from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat
 from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import find_tokenizer
 
-NAMES = with_layers(
-    {"embedding": "tok_embeddings.weight", "final_norm": "norm.weight", "lm_head": "output.weight"},
-    "layers.{}.",
-    {
-        "attention_norm": "attention_norm.weight",
-        "q": "attention.wq.weight",
-        "k": "attention.wk.weight",
-        "v": "attention.wv.weight",
-        "out": "attention.wo.weight",
-        "ffn_norm": "ffn_norm.weight",
-        "gate": "feed_forward.w1.weight",
-        "up": "feed_forward.w3.weight",
-        "down": "feed_forward.w2.weight",
-    },
-)
+NAMES = {part: names.meta for part, names in TENSOR_NAMES.items() if names.meta}
 # Axis along which the ranks' parts are concatenated; every rank has the whole of tensors that are not named (norms).
 SPLIT_AXES = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
 # Buffers that some releases store; the configuration says the same.

@@ -1,18 +1,18 @@
 """What a format of weights is to the rest of the library, a checkpoint that it opened, and the tensors that these hold.
 
-Each format has the names of these tensors in a table `NAMES` of its own.
+`TENSOR_NAMES` has the names of these tensors in each format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_jax.config import LlamaConfig
 from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
 from llama_jax.formats.model_folder import About
-from llama_jax.model.params import ParamSpec
+from llama_jax.model.params import ParamSpec, shape_of
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer
 
@@ -99,6 +99,49 @@ class Share:
     rotary: bool = False
 
 
+class TensorNames(NamedTuple):
+    """The names of a tensor in files, "{}" standing for the layer; "" where a format has no models with it."""
+
+    huggingface: str
+    gguf: str
+    meta: str = ""
+
+
+# What several families of Hugging Face's call otherwise is in `huggingface.names_of`.
+TENSOR_NAMES = {
+    "embedding": TensorNames("model.embed_tokens.weight", "token_embd.weight", "tok_embeddings.weight"),
+    "final_norm": TensorNames("model.norm.weight", "output_norm.weight", "norm.weight"),
+    "lm_head": TensorNames("lm_head.weight", "output.weight", "output.weight"),
+} | {
+    name: TensorNames(f"model.layers.{{}}.{hf}", f"blk.{{}}.{gguf}", meta and f"layers.{{}}.{meta}")
+    for name, hf, gguf, meta in (
+        ("attention_norm", "input_layernorm.weight", "attn_norm.weight", "attention_norm.weight"),
+        ("q", "self_attn.q_proj.weight", "attn_q.weight", "attention.wq.weight"),
+        ("k", "self_attn.k_proj.weight", "attn_k.weight", "attention.wk.weight"),
+        ("v", "self_attn.v_proj.weight", "attn_v.weight", "attention.wv.weight"),
+        ("q_bias", "self_attn.q_proj.bias", "attn_q.bias", ""),
+        ("k_bias", "self_attn.k_proj.bias", "attn_k.bias", ""),
+        ("v_bias", "self_attn.v_proj.bias", "attn_v.bias", ""),
+        ("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", ""),
+        ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", ""),
+        ("out", "self_attn.o_proj.weight", "attn_output.weight", "attention.wo.weight"),
+        ("attention_post_norm", "post_attention_layernorm.weight", "post_attention_norm.weight", ""),
+        ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight", "ffn_norm.weight"),
+        ("ffn_post_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight", ""),
+        ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "feed_forward.w1.weight"),
+        ("up", "mlp.up_proj.weight", "ffn_up.weight", "feed_forward.w3.weight"),
+        ("down", "mlp.down_proj.weight", "ffn_down.weight", "feed_forward.w2.weight"),
+        ("router", "block_sparse_moe.gate.weight", "ffn_gate_inp.weight", ""),
+        ("expert_gate", "block_sparse_moe.experts.w1.weight", "ffn_gate_exps.weight", ""),
+        ("expert_up", "block_sparse_moe.experts.w3.weight", "ffn_up_exps.weight", ""),
+        ("expert_down", "block_sparse_moe.experts.w2.weight", "ffn_down_exps.weight", ""),
+        ("shared_gate", "feed_forward.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", ""),
+        ("shared_up", "feed_forward.shared_expert.up_proj.weight", "ffn_up_shexp.weight", ""),
+        ("shared_down", "feed_forward.shared_expert.down_proj.weight", "ffn_down_shexp.weight", ""),
+    )
+}
+
+
 # By path and axes of the parameter: a feed-forward and its experts have the same place in the tree. First those that are one
 # tensor of the same shape. In files of Mixtral each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and
 # splits them, and transposes those of Llama 4.
@@ -145,6 +188,10 @@ def shares_of(row: ParamSpec) -> tuple[Share, ...]:
     return SHARES[row.path, row.axes]
 
 
-def with_layers(outside: dict[str, str], prefix: str, inside: dict[str, str]) -> dict[str, str]:
-    """A table of names: those outside of layers, and those inside, which begin with `prefix`, where "{}" is the layer."""
-    return outside | {name: prefix + rest for name, rest in inside.items()}
+def shares_in(row: ParamSpec, config: LlamaConfig) -> Iterator[tuple[Share, slice | None]]:
+    """The tensors that make up a parameter, each with its part of the second axis; None where it is the whole parameter."""
+    first = 0
+    for share in shares_of(row):
+        last = first + (shape_of(share.width, config)[0] if share.width else 0)
+        yield share, slice(first, last) if share.width else None
+        first = last

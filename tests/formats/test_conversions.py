@@ -86,14 +86,6 @@ def test_a_card_and_sampling_there_and_back(tmp_path, published):
     assert 'language: ["en", "de"]' in card
 
 
-def test_a_name_of_the_same_pre_tokenizer_stays(tmp_path, published):
-    """Several of llama.cpp's names cut texts alike."""
-    sources = published("deepseek-r1-qwen")
-    llama_jax.convert(sources["gguf"], tmp_path / "folder")
-    llama_jax.convert(tmp_path / "folder", tmp_path / "again.gguf")
-    assert fields_of(tmp_path / "again.gguf")["tokenizer.ggml.pre"] == "deepseek-r1-qwen"
-
-
 def test_user_defined_tokens_stay(tmp_path, published):
     sources = published("llama-2-chat")
     llama_jax.convert(sources["gguf"], tmp_path / "folder")
