@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from llama_jax.child_process import ChildProcess, isolated
-from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
 
 # Answers with what it is asked; `end` is what it does before that.
 ECHO = """
@@ -36,16 +35,6 @@ def test_an_idle_process_that_was_killed_is_replaced(tmp_path):
         assert asked.ask(b"two") == b"two"
         assert asked.process.pid != first.pid
         assert asked.ask(b"three") == b"three"
-
-
-def test_a_large_body_after_the_parser_was_killed_is_parsed():
-    body = bytearray(b'"' + b"a" * SMALL_BODY + b'"')
-    with closing(JsonParser()) as parser:
-        assert len(parser.parse(body)) == SMALL_BODY
-        process = parser._child.process
-        process.kill()
-        process.wait()
-        assert len(parser.parse(body)) == SMALL_BODY
 
 
 def test_what_a_process_has_not_read_is_asked_of_another(tmp_path):

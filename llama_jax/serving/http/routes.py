@@ -27,7 +27,7 @@ from llama_jax.serving.http.schema import Schema
 from llama_jax.serving.http.service import Service, Submit
 
 T = TypeVar("T")
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SHUTTING_DOWN = "the server is shutting down"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -45,10 +45,8 @@ def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> St
         "/v1/models": ("GET", routes.models),
         "/tokenize": ("POST", routes.tokenize),
         "/detokenize": ("POST", routes.detokenize),
-        "/health": ("GET", routes.health),
-        "/ready": ("GET", routes.ready),
-        "/metrics": ("GET", routes.metrics),
         "/openapi.json": ("GET", routes.openapi),
+        **probes(service.metrics, service.trouble, lambda: SHUTTING_DOWN if service.draining else service.trouble()),
     }
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected_error}
     return guarded(table, service.options.access, service.metrics, connections, handlers)
@@ -134,17 +132,6 @@ class Routes:
         data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
         return JSONResponse({"object": "list", "data": data})
 
-    async def health(self, request: Request) -> Response:
-        trouble = self._service.trouble()
-        return status_response(trouble, "unhealthy")
-
-    async def ready(self, request: Request) -> Response:
-        trouble = "the server is shutting down" if self._service.draining else self._service.trouble()
-        return status_response(trouble, "not_ready")
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(), headers={"Content-Type": METRICS_TYPE})
-
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_description(self._service))
 
@@ -160,11 +147,28 @@ class Routes:
         return HTMLResponse(files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8"), headers=headers)
 
 
-def status_response(trouble: str | None, code: str) -> Response:
-    """The answer to a probe: 200, or 503 with what is not as it should be."""
-    if trouble is None:
-        return JSONResponse({"status": "ok"})
-    return ApiError(503, trouble, code=code).response()
+def probes(
+    metrics: ServerMetrics, unhealthy: Callable[[], str | None], not_ready: Callable[[], str | None]
+) -> dict[str, tuple[str, Handler]]:
+    """The routes for those that watch a server.
+
+    Args:
+      unhealthy, not_ready: return what is not as it should be, or None.
+    """
+
+    async def health(request: Request) -> Response:
+        return status(unhealthy(), "unhealthy")
+
+    async def ready(request: Request) -> Response:
+        return status(not_ready(), "not_ready")
+
+    async def numbers(request: Request) -> Response:
+        return Response(metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def status(trouble: str | None, code: str) -> Response:
+        return JSONResponse({"status": "ok"}) if trouble is None else ApiError(503, trouble, code=code).response()
+
+    return {"/health": ("GET", health), "/ready": ("GET", ready), "/metrics": ("GET", numbers)}
 
 
 def _read_fields(schema: Schema, body: Any) -> SimpleNamespace:

@@ -31,7 +31,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.routes import METRICS_TYPE, guarded, make_app, status_response
+from llama_jax.serving.http.routes import guarded, make_app, probes
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
@@ -248,15 +248,6 @@ def make_starting_app(
 ) -> Starlette:
     """The ASGI application until a server is ready; for the arguments see `make_app`."""
 
-    async def health(request: Request) -> Response:
-        return status_response(None, "")
-
-    async def ready(request: Request) -> Response:
-        return status_response(f"the server is {startup}", "not_ready")
-
-    async def numbers(request: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": METRICS_TYPE})
-
     async def page(request: Request) -> Response:
         return HTMLResponse(
             STARTING_PAGE.format(html.escape(str(startup))), 503, {"Content-Security-Policy": "default-src 'none'"}
@@ -269,8 +260,7 @@ def make_starting_app(
         message = f"the server is {startup}; /ready says when it has started"
         return ApiError(503, message, code="starting", headers=headers).response()
 
-    handlers = {"/": page, "/health": health, "/ready": ready, "/metrics": numbers}
-    table = {path: ("GET", handler) for path, handler in handlers.items()}
+    table = {"/": ("GET", page), **probes(metrics, lambda: None, lambda: f"the server is {startup}")}
     return guarded(table, access, metrics, connections, {HTTPException: other})
 
 
