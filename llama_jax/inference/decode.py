@@ -24,6 +24,7 @@ from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
+from llama_jax.ops.layers import multiplies_exactly
 from llama_jax.ops.platform import AnyArray
 
 PromptTokens: TypeAlias = Int32[np.ndarray, "B T"]  # on the host, padded on the right
@@ -239,7 +240,7 @@ def logits_of(
 def unconstrained_logits(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """`logits_of`, wherever XLA lays them."""
     rows = lambda hidden: unembed(config, params, hidden).astype(jnp.float32)
-    if not exact.is_exact():
+    if not exact.is_exact() or multiplies_exactly(hidden, lm_head_of(config, params)):
         return rows(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logits = exact.by_blocks(rows, exact.block_size(), rows_in_use(jnp.all(flat == 0, axis=-1)), flat)

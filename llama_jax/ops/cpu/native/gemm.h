@@ -76,8 +76,9 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
       const floats factor = panels[c].factor[g];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        total[r][c] += wide(found[r][c]) * (Kind::group ? factor * scale[r * held + g] : factor);
-        if (Kind::has_mins) total[r][c] -= wide(panels[c].total[g]) * (factor * min[r * held + g]);
+        total[r][c] = plus_product(total[r][c], wide(found[r][c]), Kind::group ? factor * scale[r * held + g] : factor);
+        if (Kind::has_mins)
+          total[r][c] = plus_product(total[r][c], -wide(panels[c].total[g]), factor * min[r * held + g]);
       }
     }
   }

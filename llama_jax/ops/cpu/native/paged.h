@@ -10,10 +10,6 @@
 #include "simd.h"
 #include "thread_pool.h"
 
-#ifndef EXACT
-#define EXACT false  // a query's sums do not depend on how many there are, or with which they are computed
-#endif
-
 constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
 constexpr int64_t FEW = 12;            // queries of a head up to which keys are not packed
