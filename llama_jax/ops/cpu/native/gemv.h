@@ -96,6 +96,7 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
     for (; i + step <= std::min(end, columns); i += step) add(whole, i);
     if (i < std::min(end, columns)) add(part, i);
   }
+#pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
     float found[R];
     sums_of_four(total[c], found);
@@ -137,8 +138,8 @@ static void multiply_rows(const ThreadPool& threads, const Job& job) {
       }
     });
   } else {
-    std::vector<Token> tokens;
-    for (int64_t t = 0; t < job.tokens; ++t) tokens.push_back(as_token<Kind>(job.x + t * columns, columns));
+    std::vector<Token> tokens(job.tokens);
+    for (int64_t t = 0; t < job.tokens; ++t) tokens[t] = as_token<Kind>(job.x + t * columns, columns);
     run(std::move(tokens), [&](const Token* tokens, int64_t n) {
       int64_t t = 0;
       for (; t + 2 <= job.tokens; t += 2) multiply_together<Kind, 2>(job, tokens + t, n, job.out + t * job.rows);
