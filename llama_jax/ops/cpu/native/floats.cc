@@ -45,6 +45,7 @@ static void multiply_floats_together(const Product<T, X>& job, int64_t t, int64_
   const int64_t columns = job.columns;
   const X* const x = job.x + t * columns;
   const T* rows[R];
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) rows[r] = job.weight + std::min(n + r, job.rows - 1) * columns;
   const T* following = rows[0] + std::max<int64_t>(R * columns, AHEAD / sizeof(T));  // as in `multiply_together`
   floats total[C][R] = {};
@@ -65,6 +66,7 @@ static void multiply_floats_together(const Product<T, X>& job, int64_t t, int64_
   int64_t i = 0;
   for (; i + step <= columns; i += step) add(std::true_type{}, i);
   if (i < columns) add(std::false_type{}, i);
+#pragma GCC unroll 6
   for (int c = 0; c < C; ++c) {
     float found[R];
     sums_of_four(total[c], found);
@@ -159,7 +161,9 @@ static inline void multiply_tile(const T* w, const floats* panels, int64_t lengt
   int64_t i = 0;
   for (; (i + 1) * each <= columns; ++i) add(std::true_type{}, i);
   if (i * each < columns) add(std::false_type{}, i);
+#pragma GCC unroll 4
   for (int c = 0; c < C; ++c)
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) total[c][r] = sums[r][c];
 }
 

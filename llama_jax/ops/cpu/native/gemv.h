@@ -102,6 +102,7 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
     places += LANES / each;
   };
   for_each_step<Kind>(columns, begin, add);
+#pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
     float found[R];
     sums_of_four(total[c], found);
@@ -206,8 +207,8 @@ static void multiply_rows(const ThreadPool& threads, const Job& job) {
       }
     });
   } else {
-    std::vector<Token> tokens;
-    for (int64_t t = 0; t < job.tokens; ++t) tokens.push_back(as_token<Kind>(job.x + t * columns, columns));
+    std::vector<Token> tokens(job.tokens);
+    for (int64_t t = 0; t < job.tokens; ++t) tokens[t] = as_token<Kind>(job.x + t * columns, columns);
     run(std::move(tokens), [&](const Token* tokens, int64_t n) {
       int64_t t = 0;
       const auto multiply = [&](auto C) {
