@@ -147,7 +147,7 @@ def run_layers(
     # times the minimal HBM traffic, 1.24 with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    by_token: Callable[..., Any] = lambda function, *trees: function(*trees)
+    by_token = ops.call
     if compute.exact:
         by_token = partial(_by_blocks, count=jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
@@ -171,23 +171,38 @@ def run_layers(
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
+        # Exact: a token's part of a layer by blocks or, where matmuls are exact for any number of tokens, what is between them.
+        whole, between = by_token, ops.call
+        if compute.exact and _multiplies_exactly(block, hidden):
+            whole, between = between, whole
+
         def before_attention(hidden: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
             """The heads of each token as they are cached, and the keys and values that are tapped."""
-            normed = sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
-            heads = _project_heads(config, block, normed, shared, kind)
+            return between(heads_of, ops.project(between(attention_input, hidden), block.attention.qkv), shared)
+
+        def attention_input(hidden: jax.Array) -> jax.Array:
+            return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
+
+        def heads_of(qkv: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
+            heads = _heads_of(config, block, qkv, shared, kind)
             tapped = None if tap is None else (heads.keys, heads.values)
             return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
 
         def after_attention(hidden: jax.Array, attended: jax.Array) -> jax.Array:
-            residual = hidden + sublayer_output(ops.project(attended, block.attention.out), block.attention_post_norm)
-            normed = sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
-            residual = residual + sublayer_output(_feed_forward(config, block, normed, sharding), block.ffn_post_norm)
-            return sharding.constrain(residual, "residual")
+            residual, normed = between(feed_forward_input, hidden, ops.project(attended, block.attention.out))
+            return between(layer_output, residual, _feed_forward(config, block, normed, sharding, between))
 
-        heads, tapped = by_token(before_attention, hidden, shared._replace(masks=(), paged=None))
+        def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
+            residual = hidden + sublayer_output(attended, block.attention_post_norm)
+            return residual, sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
+
+        def layer_output(residual: jax.Array, x: jax.Array) -> jax.Array:
+            return sharding.constrain(residual + sublayer_output(x, block.ffn_post_norm), "residual")
+
+        heads, tapped = whole(before_attention, hidden, shared._replace(masks=(), paged=None))
         pages, view = _write_cache(pages, heads, shared, index, head_sharding)
         attended = attend_layer(kind, heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        residual = by_token(after_attention, hidden, attended)
+        residual = whole(after_attention, hidden, attended)
         return residual, pages, None if tap is None else tap(hidden, residual, *tapped)
 
     def layer_fn(layer: int | None) -> Callable[..., Any]:
@@ -223,6 +238,18 @@ def run_layers(
     assert shared.paged is not None
     lengths = shared.paged.lengths if positions.lengths is None else cache.length + positions.lengths
     return hidden, cache.replace(pages=pages, length=lengths), taken
+
+
+def _multiplies_exactly(block: Block, hidden: jax.Array) -> bool:
+    """Whether all matmuls of a layer do, for as many tokens as there are."""
+    matrices = (
+        block.attention.qkv,
+        block.attention.out,
+        block.feed_forward.gate,
+        block.feed_forward.up,
+        block.feed_forward.down,
+    )
+    return all(ops.multiplies_exactly(hidden, matrix) for matrix in matrices)
 
 
 def _by_blocks(function: Callable[..., Any], *trees: Any, count: jax.Array) -> Any:
@@ -404,11 +431,9 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _project_heads(
-    config: LlamaConfig, block: Block, normed: jax.Array, shared: _SharedInputs, kind: int | jax.Array
-) -> _Heads:
+def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
+    """The heads of the projection [B, T, K, G + 2, H]."""
     weights = block.attention
-    qkv = ops.project(normed, weights.qkv)
     if weights.qkv_bias is not None:
         qkv = qkv + weights.qkv_bias.astype(qkv.dtype)
     qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
@@ -503,12 +528,14 @@ def _by_row(x: jax.Array, batch: int) -> jax.Array:
     return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
-def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, sharding: Sharding) -> jax.Array:
+def _feed_forward(
+    config: LlamaConfig, block: Block, normed: jax.Array, sharding: Sharding, between: Callable[..., Any]
+) -> jax.Array:
     """Dense or mixture-of-experts feed-forward."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
-        return ops.feed_forward(normed, *matrices, config.activation)
+        return ops.feed_forward(normed, *matrices, config.activation, between)
     from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
@@ -535,7 +562,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
             return logits
         return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
 
-    if not exact.is_exact():
+    if not exact.is_exact() or ops.multiplies_exactly(hidden, head):
         return project(hidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))

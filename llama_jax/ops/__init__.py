@@ -11,16 +11,18 @@ Exported here: what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.layers import embed, feed_forward, project, rms_norm
+from llama_jax.ops.layers import call, embed, feed_forward, multiplies_exactly, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
     "apply_rotary",
     "attend",
     "attend_paged",
+    "call",
     "embed",
     "feed_forward",
     "inverse_frequencies",
+    "multiplies_exactly",
     "project",
     "rms_norm",
     "rotary_table",

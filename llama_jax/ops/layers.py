@@ -29,6 +29,11 @@ class Weight(Protocol):
         """Project [..., D] onto the rows of this weight [*out, D]: [..., *out]."""
 
 
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, where something else may call it by blocks."""
+    return function(*args)
+
+
 def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
     """Project the last axis of `x` onto the rows of `weight`.
 
@@ -47,6 +52,15 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
     return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), PRODUCT)
+
+
+@for_cpu("multiplies_exactly")
+def multiplies_exactly(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
+    """Whether `project`, in exact programs, gives the rows of an array like `x` what it gives each of them alone.
+
+    Anything else is exact by blocks of one size, see `ops.exact`.
+    """
+    return False
 
 
 @for_cpu("embed")
@@ -87,7 +101,12 @@ def rms_norm(
 
 
 def feed_forward(
-    x: Float[Array, "*batch D"], gate: Any, up: Any, down: Any, activation: Activation = "silu"
+    x: Float[Array, "*batch D"],
+    gate: Any,
+    up: Any,
+    down: Any,
+    activation: Activation = "silu",
+    between: Callable[..., Any] = call,
 ) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
@@ -95,12 +114,13 @@ def feed_forward(
       gate, up: [F, D], arrays or `Weight`s.
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
+      between: calls what is between the matmuls with its arguments.
     """
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
         """The gated product is recomputed in the backward pass instead of saved."""
-        return project(gated_activation(gates, values, activation), down)
+        return project(between(partial(gated_activation, activation=activation), gates, values), down)
 
     return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
 

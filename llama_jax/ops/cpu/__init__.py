@@ -93,11 +93,25 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
-def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def _is_read_once(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether rows are multiplied by `native`, in a program that may have native code."""
     most = _most_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
     wanted = native_code.value and 0 < len(x) <= most and weight.size >= LEAST_NATIVE
     return bool(wanted) and native.usable(f"floats_{weight.dtype}")
+
+
+def multiplies_exactly(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
+    """`layers.multiplies_exactly`: if all of it is native."""
+    stack = getattr(weight, "stack", weight)
+    if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
+        of = lambda part: part if stack is weight else weight.replace(stack=part)
+        return all(multiplies_exactly(plain, x, of(part)) for part in parts)
+    if hasattr(stack, "planes"):
+        return is_native(stack.kind)
+    if hasattr(stack, "project"):
+        return plain(x, weight)
+    rows, matrix = (jax.ShapeDtypeStruct((math.prod(y.shape[:-1]), y.shape[-1]), y.dtype) for y in (x, weight))
+    return _is_read_once(rows, matrix)
 
 
 def _most_rows(dtype: Any) -> int:

@@ -40,7 +40,7 @@ NATIVE_FORMATS = (  # of quantized weights
 )
 PREFIX = "llama_jax_"  # of the names by which XLA calls them
 FOLDER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-shared", "-fPIC")  # -O3 takes a fifth longer
 SECONDS = 120  # limit for the compiler, which takes two or three
 
 
@@ -51,7 +51,7 @@ def _libraries() -> dict[str, tuple[str, ...]]:
     }
     for dtype, name in types.items():
         if dtype != "int8":
-            libraries[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}"
+            libraries[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}", "-O3"  # 4% faster
         libraries[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
         libraries[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
     # Sums in an order that no other token changes, see `ops.exact`.

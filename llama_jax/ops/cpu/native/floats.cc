@@ -11,27 +11,41 @@
 #include "simd.h"
 #include "thread_pool.h"
 
-#ifndef EXACT
-#define EXACT false  // a token's sums do not depend on how many there are
-#endif
-
 constexpr int TOKENS_TOGETHER = VNNI ? 6 : 2;  // by four rows: sums stay in registers, of which AVX-512 has 32 and AVX2 16
 
 // Tokens [T, D] and a weight [N, D].
-template <typename T>
+template <typename T, typename X = float>
 struct Product {
-  const float* x;
+  const X* x;
   const T* weight;
   float* out;
   int64_t tokens, rows, columns;
 };
 
-// C tokens from `x` on, with four rows of the weight from `n` on.
-template <int C, typename T>
-static void multiply_floats_together(const Product<T>& job, const float* x, int64_t n, float* out) {
+// Numbers of a token or a weight, LANES of them or as many pairs, and what their products add to sums.
+template <bool pairs, bool whole, typename T>
+static inline floats numbers(const T* from, int64_t count) {
+  if constexpr (pairs) return load<whole, floats>(from, 2 * count);
+  return some<whole>(from, count);
+}
+template <bool pairs>
+static inline floats plus_products(floats total, floats w, floats x) {
+#if PAIRS
+  if (pairs) return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)w, (__m512bh)x);
+#endif
+  return plus_product(total, w, x);
+}
+
+// C tokens from the `t`-th on, with four rows of the weight from `n` on.
+template <int C, typename T, typename X>
+static void multiply_floats_together(const Product<T, X>& job, int64_t t, int64_t n) {
   constexpr int R = TOGETHER;
+  constexpr bool pairs = std::is_same_v<X, brain>;
+  constexpr int64_t step = pairs ? 2 * LANES : LANES;
   const int64_t columns = job.columns;
+  const X* const x = job.x + t * columns;
   const T* rows[R];
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) rows[r] = job.weight + std::min(n + r, job.rows - 1) * columns;
   const T* following = rows[0] + std::max<int64_t>(R * columns, AHEAD / sizeof(T));  // as in `multiply_together`
   floats total[C][R] = {};
@@ -39,50 +53,58 @@ static void multiply_floats_together(const Product<T>& job, const float* x, int6
     floats w[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      __builtin_prefetch(following + i * R + r * LANES);
-      w[r] = some<whole()>(rows[r] + i, columns - i);
+      __builtin_prefetch(following + i * R + r * step);
+      w[r] = numbers<pairs, whole()>(rows[r] + i, columns - i);
     }
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c) {
-      const floats token = some<whole()>(x + c * columns + i, columns - i);
+      const floats token = numbers<pairs, whole()>(x + c * columns + i, columns - i);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) total[c][r] += w[r] * token;
+      for (int r = 0; r < R; ++r) total[c][r] = plus_products<pairs>(total[c][r], w[r], token);
     }
   };
   int64_t i = 0;
-  for (; i + LANES <= columns; i += LANES) add(std::true_type{}, i);
+  for (; i + step <= columns; i += step) add(std::true_type{}, i);
   if (i < columns) add(std::false_type{}, i);
+#pragma GCC unroll 6
   for (int c = 0; c < C; ++c) {
     float found[R];
     sums_of_four(total[c], found);
-    std::memcpy(out + c * job.rows + n, found, sizeof(float) * std::min<int64_t>(R, job.rows - n));
+    std::memcpy(job.out + (t + c) * job.rows + n, found, sizeof(float) * std::min<int64_t>(R, job.rows - n));
   }
 }
 
-// The tokens from `t` on, C at a time, and the rest fewer at a time.
-template <int C, typename T>
-static void multiply_floats_from(const Product<T>& job, int64_t t, int64_t n) {
-  for (; t + C <= job.tokens; t += C) multiply_floats_together<C>(job, job.x + t * job.columns, n, job.out + t * job.rows);
-  if constexpr (C > 1) multiply_floats_from<C - 1>(job, t, n);
+// The tokens from `t` on, C at a time, and the rest fewer at a time, with the rows from `begin` to `end`.
+template <int C, typename T, typename X>
+static void multiply_floats_from(const Product<T, X>& job, int64_t t, int64_t begin, int64_t end) {
+  for (; t + C <= job.tokens; t += C)
+    for (int64_t n = begin; n < end; n += TOGETHER) multiply_floats_together<C>(job, t, n);
+  if constexpr (C > 1) multiply_floats_from<C - 1>(job, t, begin, end);
 }
 
-template <typename T>
-static void multiply_few_floats(const ThreadPool& threads, const Product<T>& job) {
-  const int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / (job.columns * std::max<int64_t>(job.tokens, 1)));
+#if defined(__AVX2__)
+constexpr int64_t FEW_TOKENS = 6;
+#else
+constexpr int64_t FEW_TOKENS = INT64_MAX;  // a tile of more would not stay in registers
+#endif
+
+template <typename T, typename X>
+static void multiply_few_floats(const ThreadPool& threads, const Product<T, X>& job) {
+  const bool few = job.tokens <= FEW_TOKENS;
+  int64_t fitting = std::min<int64_t>(64, (int64_t{1} << 18) / (job.columns * std::max<int64_t>(job.tokens, 1)));
+  // EXACT: of many a few at a time stay in the first cache, while rows pass by that stay in the second.
+  if (!few) fitting = std::min<int64_t>((int64_t{1} << 19) / (job.columns * sizeof(T)), job.rows / (4 * threads.num_threads()));
   const int64_t at_once = std::max<int64_t>(TOGETHER, fitting / TOGETHER * TOGETHER);
   share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
     const int64_t end = std::min(job.rows, (part + 1) * at_once);
-    for (int64_t n = part * at_once; n < end; n += TOGETHER) multiply_floats_from<TOKENS_TOGETHER>(job, 0, n);
+    const int64_t held = few ? TOGETHER : at_once;
+    for (int64_t n = part * at_once; n < end; n += held)
+      multiply_floats_from<TOKENS_TOGETHER>(job, 0, n, std::min(end, n + held));
   });
 }
 
 // --- many tokens: a vector has a number of each of LANES of them, a panel, or two of bfloat16 where PAIRS are multiplied ------
 
-#if defined(__AVX2__)
-constexpr int64_t FEW_TOKENS = 6;
-#else
-constexpr int64_t FEW_TOKENS = INT64_MAX;  // a tile would not stay in registers
-#endif
 constexpr int TILE_ROWS = VNNI ? 12 : 6, TILE_PANELS = 2;  // of so many rows by so many panels all sums stay in registers
 
 template <typename T>
@@ -139,13 +161,32 @@ static inline void multiply_tile(const T* w, const floats* panels, int64_t lengt
   int64_t i = 0;
   for (; (i + 1) * each <= columns; ++i) add(std::true_type{}, i);
   if (i * each < columns) add(std::false_type{}, i);
+#pragma GCC unroll 4
   for (int c = 0; c < C; ++c)
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) total[c][r] = sums[r][c];
 }
+
+#if PAIRS && EXACT
+// A few tokens are multiplied in pairs, too.
+static void multiply_pairs(const ThreadPool& threads, const Product<brain>& job) {
+  const std::unique_ptr<brain[]> x(new brain[job.tokens * job.columns]);
+  share(threads, job.tokens, [&](int64_t t) {
+    for (int64_t i = 0; i < job.columns; i += 2 * LANES) {
+      const float* const from = job.x + t * job.columns + i;
+      const int64_t count = job.columns - i, more = std::max<int64_t>(0, count - LANES);
+      const floats pairs = as_pairs(some<false>(from, count), some<false>(more ? from + LANES : from, more));
+      std::memcpy(&x[t * job.columns + i], &pairs, sizeof(brain) * std::min<int64_t>(count, 2 * LANES));
+    }
+  });
+  multiply_few_floats(threads, Product<brain, brain>{x.get(), job.weight, job.out, job.tokens, job.rows, job.columns});
+}
+#endif
 
 template <typename T>
 static void multiply_floats(const ThreadPool& threads, const Product<T>& job) {
   constexpr int R = TILE_ROWS, C = TILE_PANELS;
+  if constexpr (EXACT && NUMBERS<T> == 2) return multiply_pairs(threads, job);
   if (EXACT || job.tokens <= FEW_TOKENS || job.rows < R) return multiply_few_floats(threads, job);
   const int64_t columns = job.columns, length = (columns + NUMBERS<T> * LANES - 1) / (NUMBERS<T> * LANES) * LANES;
   const int64_t count = (job.tokens + LANES - 1) / LANES, tiles = (job.rows + R - 1) / R;

@@ -18,9 +18,11 @@ class Panels {
  public:
   Panels(int64_t count, int64_t vectors, int64_t groups)
       : vectors_(vectors), groups_(groups), memory_(new i8s[count * (vectors + 2 * groups)]) {}
+  ~Panels() { delete[] memory_; }
+  Panels(const Panels&) = delete;
 
   Panel operator[](int64_t p) const {
-    i8s* q = memory_.get() + p * (vectors_ + 2 * groups_);
+    i8s* q = memory_ + p * (vectors_ + 2 * groups_);
     return {q, reinterpret_cast<floats*>(q + vectors_), reinterpret_cast<ints*>(q + vectors_ + groups_)};
   }
 
@@ -28,7 +30,7 @@ class Panels {
 
  private:
   const int64_t vectors_, groups_;
-  const std::unique_ptr<i8s[]> memory_;
+  i8s* const memory_;
 };
 
 // The factor and the minimum of each group of a row, and zeros up to whole vectors.
@@ -49,7 +51,9 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
                           const void* next, floats (*total)[C]) {
   const int64_t group = Kind::group ? Kind::group : columns, padded = up_to(columns, W);
   const int64_t groups = columns / group, held = up_to(groups, LANES);
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
     for (int c = 0; c < C; ++c) total[r][c] = floats{};
   for (int64_t g = 0; g < groups; ++g) {
     ints found[R][C];
@@ -76,20 +80,18 @@ static void multiply_tile(const int8_t* weights, const float* scale, const float
       const floats factor = panels[c].factor[g];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        total[r][c] += wide(found[r][c]) * (Kind::group ? factor * scale[r * held + g] : factor);
-        if (Kind::has_mins) total[r][c] -= wide(panels[c].total[g]) * (factor * min[r * held + g]);
+        total[r][c] = plus_product(total[r][c], wide(found[r][c]), Kind::group ? factor * scale[r * held + g] : factor);
+        if (Kind::has_mins)
+          total[r][c] = plus_product(total[r][c], -wide(panels[c].total[g]), factor * min[r * held + g]);
       }
     }
   }
 }
 
-template <typename Kind, int R, int C>
-static void multiply_panels(const ThreadPool& threads, const Job& job) {
+template <typename Kind>
+static void put_panels(const ThreadPool& threads, const Job& job, int64_t count, int64_t groups, Panels& panels) {
   constexpr int each = rows_per_token<Kind>, held = LANES / each;  // tokens of a panel
   const int64_t columns = job.columns, padded = up_to(columns, W);
-  const int64_t group = Kind::group ? Kind::group : columns, groups = columns / group, factors = up_to(groups, LANES);
-  const int64_t count = up_to((job.tokens + held - 1) / held, C);
-  Panels panels(count, padded / 4, groups);
   share(threads, count, [&](int64_t p) {
     if ((p + 1) * held > job.tokens) panels.clear(p);
     const Panel panel = panels[p];
@@ -105,6 +107,16 @@ static void multiply_panels(const ThreadPool& threads, const Job& job) {
       }
     }
   });
+}
+
+template <typename Kind, int R, int C>
+static void multiply_panels(const ThreadPool& threads, const Job& job) {
+  constexpr int held = LANES / rows_per_token<Kind>;
+  const int64_t columns = job.columns, padded = up_to(columns, W);
+  const int64_t groups = Kind::group ? columns / Kind::group : 1, factors = up_to(groups, LANES);
+  const int64_t count = up_to((job.tokens + held - 1) / held, C);
+  Panels panels(count, padded / 4, groups);
+  put_panels<Kind>(threads, job, count, groups, panels);
   // The panels that each tile of weights is multiplied with stay in the L2 cache of a core.
   const int64_t fitting = std::max<int64_t>(1, (int64_t{1} << 20) / (padded * LANES * C)) * C;
   constexpr int64_t at_once = 4 * R;
@@ -133,6 +145,7 @@ static void multiply_panels(const ThreadPool& threads, const Job& job) {
           multiply_tile<Kind, R, C>(weights.data(), scale.data(), min.data(), some, columns, next, total);
           for (int c = 0; c < C; ++c) {
             float all[R][LANES];  // a token in a lane, or of `int8` its second row in a lane of the upper half
+#pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
               if constexpr (Kind::group == 0)
                 total[r][c] = (total[r][c] + taken(total[r][c], spread_from<1>(0) ^ held)) * of_row[r];

@@ -34,13 +34,27 @@ static Token as_token(const float* x, int64_t columns) {
     int8_t* to = reinterpret_cast<int8_t*>(token.q.data());
     for (int64_t i = 0; i < columns; i += 16) std::memcpy(to + i / step * step + Kind::place(i % step), row.at(i), 16);
   }
-  for (size_t g = 0; g < token.sum.size(); ++g) token.sum[g] *= row.total[g];
+  for (size_t g = 0; g < token.sum.size(); ++g) token.sum[g] = EXACT ? row.total[g] : token.sum[g] * row.total[g];
   for (size_t i = 0; Kind::more && i < token.begin.size(); ++i) {
     ints all{};
     for (int v = 0; v < step / W; ++v) all = dot(all, u8s{} + static_cast<uint8_t>(Kind::more), token.q[i * step / W + v]);
     token.begin[i] = -all;
   }
   return token;
+}
+
+// `begin(whole, group)` for every LANES groups of a row, and `add(whole, i)` for each step of them.
+template <typename Kind, typename Begin, typename Add>
+static inline void for_each_step(int64_t columns, const Begin& begin, const Add& add) {
+  const std::true_type whole;
+  const std::false_type part;
+  for (int64_t g = 0; g * Kind::group < columns; g += LANES) {
+    const int64_t end = (g + LANES) * Kind::group;
+    end <= columns ? begin(whole, g) : begin(part, g);
+    int64_t i = g * Kind::group;
+    for (; i + Kind::step <= std::min(end, columns); i += Kind::step) add(whole, i);
+    if (i < std::min(end, columns)) add(part, i);
+  }
 }
 
 // TOGETHER rows of a weight, from the n-th, by C tokens. Of a step each lane has the sum of four numbers, or eight, of one
@@ -87,20 +101,76 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
     }
     places += LANES / each;
   };
-  const std::true_type whole;
-  const std::false_type part;
-  for (int64_t g = 0; g * Kind::group < columns; g += LANES) {
-    const int64_t end = (g + LANES) * Kind::group;
-    end <= columns ? begin(whole, g) : begin(part, g);
-    int64_t i = g * Kind::group;
-    for (; i + step <= std::min(end, columns); i += step) add(whole, i);
-    if (i < std::min(end, columns)) add(part, i);
-  }
+  for_each_step<Kind>(columns, begin, add);
+#pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
     float found[R];
     sums_of_four(total[c], found);
     std::memcpy(out + c * job.rows + n, found, 4 * std::min<int64_t>(R, job.rows - n));
   }
+}
+
+// As `multiply_together`, but every sum is made as `multiply_tile` makes it, group after group: of four rows side by side.
+template <typename Kind, int C>
+static void multiply_in_order(const Job& job, const Token* x, int64_t n, float* out) {
+  constexpr int step = Kind::step, vectors = step / W, each = LANES * Kind::group / step, R = TOGETHER;
+  const int64_t columns = job.columns;
+  const auto of = [&](int r) { return Kind(job.planes, std::min(n + r, job.rows - 1), columns); };
+  const Kind weights[R] = {of(0), of(1), of(2), of(3)};
+  const auto following = weights[0].values + std::max<int64_t>(R * columns * Kind::bits / 8, AHEAD);
+  floats4 total[C] = {};
+  floats4 scales[4][LANES / 4], mins[4][LANES / 4];  // of the rows, for LANES groups: the first is that of every fourth
+  const auto begin = [&](auto whole, int64_t g) {
+    floats scale[R], min[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      scale[r] = weights[r].template scales<whole()>(g);
+      if constexpr (Kind::has_mins) min[r] = weights[r].template mins<whole()>(g);
+    }
+    transpose_fours(scale);
+    std::memcpy(scales, scale, sizeof(scales));
+    if constexpr (Kind::has_mins) {
+      transpose_fours(min);
+      std::memcpy(mins, min, sizeof(mins));
+    }
+  };
+  const auto add = [&](auto whole, int64_t i) {
+    ints sums[C][R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(following + (i / step * R + r) * (step * Kind::bits / 8));
+      typename Kind::Integers w[vectors];
+      unpack<whole()>(weights[r], i, w);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        sums[c][r] = Kind::more ? x[c].begin[i / step] : ints{};
+        for (int v = 0; v < vectors; ++v) sums[c][r] = dot(sums[c][r], w[v], x[c].q[i / W + v]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      floats v[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) v[r] = (floats)sums[c][r];
+      transpose_fours(v);
+      const ints all = (ints)v[0] + (ints)v[1] + (ints)v[2] + (ints)v[3];
+      ints4 found[LANES / 4];
+      std::memcpy(found, &all, W);
+#pragma GCC unroll 4
+      for (int j = 0; j < LANES / each; ++j) {
+        const int64_t g = i / Kind::group + j;
+        if (!whole() && g * Kind::group >= columns) break;
+        ints4 of_group = found[j * each / 4];
+        if (each == 8) of_group += found[j * each / 4 + 1];
+        const float factor = x[c].factor[g];
+        total[c] = plus_product(total[c], __builtin_convertvector(of_group, floats4), factor * scales[g % 4][g % LANES / 4]);
+        if constexpr (Kind::has_mins)
+          total[c] = plus_product(total[c], floats4{} - x[c].sum[g], factor * mins[g % 4][g % LANES / 4]);
+      }
+    }
+  };
+  for_each_step<Kind>(columns, begin, add);
+  for (int c = 0; c < C; ++c) std::memcpy(out + c * job.rows + n, &total[c], 4 * std::min<int64_t>(R, job.rows - n));
 }
 
 static float multiply_row(const int8& weight, const Row* x) {
@@ -109,9 +179,9 @@ static float multiply_row(const int8& weight, const Row* x) {
   for_each_vector(weight, [&](int64_t i, auto w) {
     sums[0] = dot(sums[0], w, coarse[i / W]), sums[1] = dot(sums[1], w, fine[i / W]);
   });
-  float total = 0;
-  for (int j = 0; j < 2; ++j) total += (sum(sums[j]) - int8::more * x[j].total[0]) * x[j].factor[0];
-  return total * weight.scale;
+  float total[2] = {};  // EXACT: products are rounded before they are added, as in `multiply_panels`
+  for (int j = 0; j < 2; ++j) total[EXACT ? j : 0] += (sum(sums[j]) - int8::more * x[j].total[0]) * x[j].factor[0];
+  return (total[0] + total[1]) * weight.scale;
 }
 
 // A few tokens, with a few rows of the weight at a time.
@@ -137,12 +207,20 @@ static void multiply_rows(const ThreadPool& threads, const Job& job) {
       }
     });
   } else {
-    std::vector<Token> tokens;
-    for (int64_t t = 0; t < job.tokens; ++t) tokens.push_back(as_token<Kind>(job.x + t * columns, columns));
+    std::vector<Token> tokens(job.tokens);
+    for (int64_t t = 0; t < job.tokens; ++t) tokens[t] = as_token<Kind>(job.x + t * columns, columns);
     run(std::move(tokens), [&](const Token* tokens, int64_t n) {
       int64_t t = 0;
-      for (; t + 2 <= job.tokens; t += 2) multiply_together<Kind, 2>(job, tokens + t, n, job.out + t * job.rows);
-      if (t < job.tokens) multiply_together<Kind, 1>(job, tokens + t, n, job.out + t * job.rows);
+      const auto multiply = [&](auto C) {
+        float* const out = job.out + t * job.rows;
+        if constexpr (EXACT) {
+          multiply_in_order<Kind, C()>(job, tokens + t, n, out);
+        } else {
+          multiply_together<Kind, C()>(job, tokens + t, n, out);
+        }
+      };
+      for (; t + 2 <= job.tokens; t += 2) multiply(std::integral_constant<int, 2>{});
+      if (t < job.tokens) multiply(std::integral_constant<int, 1>{});
     });
   }
 }

@@ -4,7 +4,7 @@
 
 static void run(const Call& call) {  // queries, pages, factors, layer, table, lengths, starts
   const int64_t *q = call.sizes(0), *p = call.sizes(1), *table = call.sizes(4);
-  const int64_t before = std::clamp<int64_t>(*call.data<int32_t>(3), 0, p[0] - 1) * p[1] * p[2] * p[3];
+  const int64_t before = std::max<int64_t>(0, std::min<int64_t>(*call.data<int32_t>(3), p[0] - 1)) * p[1] * p[2] * p[3];
   const auto limit = [&](const char* name) { return call.attribute<int64_t>(name); };
   const PagedAttention<TYPE> job{
       call.data<float>(0), call.data<TYPE>(1) + before * p[4],

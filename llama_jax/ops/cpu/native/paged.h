@@ -2,29 +2,24 @@
 
 #pragma once
 
-#include <cmath>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
 #include "simd.h"
 #include "thread_pool.h"
 
-#ifndef EXACT
-#define EXACT false  // a query's sums do not depend on how many there are, or with which they are computed
-#endif
-
 constexpr int64_t BLOCK = 64;          // keys whose scores are made together
 constexpr int64_t PART = 512;          // keys that one thread reads for a few queries
 constexpr int64_t FEW = 12;            // queries of a head up to which keys are not packed
 constexpr int64_t QUERIES_TOGETHER = 96;
 constexpr int ROWS_TOGETHER = 6, VECTORS_TOGETHER = VNNI ? 4 : 2, FEW_TOGETHER = VNNI ? 4 : 2;  // sums are in registers
+constexpr int SPARE = 3;               // more queries than there are, so that a matmul may have some after the last
 constexpr float LOWEST = -1e30f;       // finite, so that no difference of two is NaN
 
 // `count` new tokens of a row from flat token `first` on, at `position`; a head; the keys from `begin` to `end`. Where the
-// keys are in several parts, `found` is the place of this part's sums.
+// keys are in several parts, `found` is the place of this part's sums, and the first one knows how many `parts` there are.
 struct PagedPart {
-  int64_t row, first, count, position, head, begin, end, found;
+  int64_t row, first, count, position, head, begin, end, found, parts;
 };
 
 // Queries [T, K, G, H] and the pages of a layer [P, page, 2K, H], in float32, bfloat16 or int8 with factors [P, page, 2K].
@@ -48,15 +43,6 @@ struct PagedAttention {
     return std::max<int64_t>(chunk ? position / chunk * chunk : 0, window ? position - window + 1 : 0);
   }
 };
-
-static inline float number(float x) { return x; }
-static inline float number(int8_t x) { return x; }
-static inline float number(brain x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
 
 // out[c] (+)= a[c] times the matrix b [inner, columns], for C rows and V vectors of columns.
 template <int C, int V>
@@ -82,17 +68,19 @@ static inline void multiply_block(const float* const* a, int64_t inner, const fl
     for (int v = 0; v < V; ++v) store(out + c * row + v * LANES, sums[c][v]);
 }
 
-template <int C>
+// So many `rows`, and up to two after them: code for every remainder would take a compiler 0.2 s.
+template <int C = ROWS_TOGETHER>
 static void multiply_rows(const float* const* a, int64_t rows, int64_t inner, const float* b, int64_t columns, float* out,
                           bool add) {
-  for (; rows >= C; rows -= C, a += C, out += C * columns) {
+  constexpr int64_t left = C > SPARE ? SPARE : 0;
+  for (; rows > left; rows -= C, a += C, out += C * columns) {
     int64_t v = 0;
     for (; v + VECTORS_TOGETHER * LANES <= columns; v += VECTORS_TOGETHER * LANES)
       multiply_block<C, VECTORS_TOGETHER>(a, inner, b + v, columns, out + v, columns, add);
     for (; v < columns; v += LANES) multiply_block<C, 1>(a, inner, b + v, columns, out + v, columns, add);
   }
-  if constexpr (C > 1)
-    if (rows) multiply_rows<C - 1>(a, rows, inner, b, columns, out, add);
+  if constexpr (C > SPARE)
+    if (rows > 0) multiply_rows<SPARE>(a, rows, inner, b, columns, out, add);
 }
 
 // A block of keys and values of one head, each token where it lies.
@@ -103,11 +91,11 @@ struct PagedBlock {
   int64_t count;
 
   PagedBlock(const PagedAttention<T>& job, int64_t row, int64_t head, int64_t begin, int64_t end)
-      : count(std::clamp<int64_t>(end - begin, 0, BLOCK)) {
+      : count(std::max<int64_t>(0, std::min(end - begin, BLOCK))) {
     const int32_t* table = job.table + row * job.entries;
     int64_t entry = begin / job.page, place = begin % job.page;
     for (int64_t s = 0; s < count; ++s) {
-      const int64_t page = std::clamp<int64_t>(table[entry], 0, job.count - 1);
+      const int64_t page = std::max<int64_t>(0, std::min<int64_t>(table[entry], job.count - 1));
       const int64_t at = (page * job.page + place) * 2 * job.heads + 2 * head;
       keys[s] = job.pages + at * job.width, factors[s] = job.factors + at;
       if (++place == job.page) place = 0, ++entry;
@@ -161,10 +149,9 @@ static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, cons
                     int64_t width, int64_t h, float* out, int64_t row) {
   constexpr int R = EXACT ? 1 : C == 1 ? 4 : C == 2 ? 2 : 1;
   floats sums[4][V] = {};
-  for (int64_t s = begin; s < end; s += R)
+  for (int64_t s = begin; s < end; s += R)  // of keys after the end the weight is zero
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      if (s + r >= end) break;
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         const int64_t at = h + v * LANES;
@@ -173,9 +160,12 @@ static void mix_few(const PagedBlock<T>& block, int64_t begin, int64_t end, cons
         for (int c = 0; c < C; ++c) sums[c * R + r][v] += value * weights[c * BLOCK + s + r];
       }
     }
+#pragma GCC unroll 4
   for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       floats total = load<floats>(out + c * row + h + v * LANES);
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) total += sums[c * R + r][v];
       store(out + c * row + h + v * LANES, total);
     }
@@ -199,8 +189,9 @@ struct PagedScratch {
   int64_t row;
 
   void fit(int64_t queries, int64_t width) {
+    queries += SPARE;
     row = (width + LANES - 1) / LANES * LANES;
-    const int64_t sizes[] = {queries * BLOCK, width * BLOCK, BLOCK * row, queries * row, queries, queries};
+    const int64_t sizes[] = {queries * BLOCK, row * BLOCK, BLOCK * row, queries * row, queries, queries};
     int64_t needed = 64 / 4;  // to begin at a multiple of 64 bytes, whatever the processor's vectors are
     for (const int64_t size : sizes) needed += size;
     if (static_cast<int64_t>(numbers.size()) < needed) numbers.resize(needed);
@@ -213,8 +204,8 @@ struct PagedScratch {
 
 // Makes weights of the scores of a query at `position` for the keys from `begin` on; what came before shrinks.
 template <typename T>
-static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin, int64_t count, float* scores, float* most,
-                  float* total, float* mixed, int64_t row) {
+__attribute__((noinline)) static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin, int64_t count,
+                                            float* scores, float* most, float* total, float* mixed, int64_t row) {
   const int64_t low = job.first_seen(position), padded = (count + LANES - 1) / LANES * LANES;
   floats largest = floats{} + *most;
   const bool all = begin >= low && begin + padded - 1 <= position && padded == count;
@@ -225,7 +216,7 @@ static void weigh(const PagedAttention<T>& job, int64_t position, int64_t begin,
       for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int32_t>(begin + s) + lane;
       const ints seen = (at <= static_cast<int32_t>(std::min(position, begin + count - 1))) &
                         (at >= static_cast<int32_t>(low));
-      v = seen ? v : floats{} - std::numeric_limits<float>::infinity();
+      v = seen ? v : floats{} - __builtin_inff();
     }
     store(scores + s, v);
     largest = v > largest ? v : largest;
@@ -284,21 +275,25 @@ static void attend_block_many(const PagedAttention<T>& job, const PagedPart& par
                               PagedScratch& scratch) {
   const int64_t queries = part.count * job.groups, width = job.width, row = scratch.row;
   constexpr bool factors = std::is_same_v<T, int8_t>;
-  for (int64_t s = 0; s < block.count; ++s) {
-    const float of_key = factors ? block.factors[s][0] : 1, of_value = factors ? block.factors[s][1] : 1;
-    const T* const key = block.keys[s];
-    for (int64_t h = 0; h < width; ++h) scratch.keys[h * BLOCK + s] = number(key[h]) * of_key;
-    for (int64_t h = 0; h < row; h += LANES)
-      store(scratch.values + s * row + h, some<whole>(key + width + h, width - h) * of_value);
-  }
-  for (int64_t s = block.count; s < BLOCK; ++s)
-    for (int64_t h = 0; h < width; ++h) scratch.keys[h * BLOCK + s] = 0;
-  multiply_rows<ROWS_TOGETHER>(scratch.rows.data(), queries, width, scratch.keys, BLOCK, scratch.scores, false);
+  for (int64_t s = 0; s < BLOCK; s += LANES)
+    for (int64_t h = 0; h < row; h += LANES) {
+      floats keys[LANES];
+      for (int i = 0; i < LANES; ++i)
+        keys[i] = some<whole>(block.keys[s + i] + h, width - h) * (factors ? block.factors[s + i][0] : 1.0f);
+      transpose(keys);
+      for (int i = 0; i < LANES; ++i) store(scratch.keys + (h + i) * BLOCK + s, keys[i]);
+    }
+  for (int64_t s = 0; s < block.count; ++s)
+    for (int64_t h = 0; h < row; h += LANES) {
+      const floats value = some<whole>(block.keys[s] + width + h, width - h);
+      store(scratch.values + s * row + h, value * (factors ? block.factors[s][1] : 1.0f));
+    }
+  multiply_rows(scratch.rows.data(), queries, width, scratch.keys, BLOCK, scratch.scores, false);
   for (int64_t c = 0; c < queries; ++c)
     weigh(job, part.position + c / job.groups, begin, block.count, scratch.scores + c * BLOCK, scratch.most + c,
           scratch.total + c, scratch.mixed + c * row, row);
-  const float* const* weights = scratch.rows.data() + queries;
-  multiply_rows<ROWS_TOGETHER>(weights, queries, block.count, scratch.values, row, scratch.mixed, true);
+  const float* const* weights = scratch.rows.data() + queries + SPARE;
+  multiply_rows(weights, queries, block.count, scratch.values, row, scratch.mixed, true);
 }
 
 template <bool whole, typename T>
@@ -306,11 +301,12 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
   const int64_t queries = part.count * job.groups, width = job.width;
   scratch.fit(queries, width);
   const int64_t row = scratch.row;
-  for (int64_t c = 0; c < queries; ++c) {
-    scratch.rows[c] = job.queries + job.place(part, c), scratch.rows[queries + c] = scratch.scores + c * BLOCK;
+  for (int64_t c = 0; c < queries + SPARE; ++c) {
+    scratch.rows[c] = job.queries + job.place(part, std::min(c, queries - 1));
+    scratch.rows[queries + SPARE + c] = scratch.scores + c * BLOCK;
     scratch.most[c] = LOWEST, scratch.total[c] = 0;
   }
-  std::memset(scratch.mixed, 0, 4 * queries * row);
+  std::memset(scratch.mixed, 0, 4 * (queries + SPARE) * row);
   const int64_t end = part.end;
   int64_t begin = part.begin;
   PagedBlock<T> block(job, part.row, part.head, begin, end);
@@ -339,16 +335,16 @@ static void attend_part(const PagedAttention<T>& job, const PagedPart& part, Pag
 
 // The sums of all parts of some queries, of which `part` is the first.
 template <typename T>
-static void join_parts(const PagedAttention<T>& job, const PagedPart& part, int64_t parts, const float* found) {
+static void join_parts(const PagedAttention<T>& job, const PagedPart& part, const float* found) {
   const int64_t row = (job.width + LANES - 1) / LANES * LANES, size = row + 2, queries = part.count * job.groups;
   for (int64_t c = 0; c < queries; ++c) {
     float* const out = job.out + job.place(part, c);
     const auto of_part = [&](int64_t p) { return found + (part.found + p * queries + c) * size; };
     float most = LOWEST, total = 0;
-    for (int64_t p = 0; p < parts; ++p) most = std::max(most, of_part(p)[0]);
-    for (int64_t p = 0; p < parts; ++p) {
+    for (int64_t p = 0; p < part.parts; ++p) most = std::max(most, of_part(p)[0]);
+    for (int64_t p = 0; p < part.parts; ++p) {
       const float* const sums = of_part(p);
-      const float weight = std::exp(sums[0] - most);
+      const float weight = __builtin_expf(sums[0] - most);
       total += sums[1] * weight;
       for (int64_t h = 0; h < job.width; ++h) out[h] += sums[2 + h] * weight;
     }
@@ -362,7 +358,6 @@ static void attend_paged(const ThreadPool& threads, const PagedAttention<T>& job
   constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t together = std::max<int64_t>(1, QUERIES_TOGETHER / job.groups);
   std::vector<PagedPart> parts;
-  std::vector<std::pair<int64_t, int64_t>> joined;  // the first of several parts, and how many they are
   int64_t work = 0, sums = 0;
   for (int64_t r = 0; r < job.rows; ++r) {
     const int64_t after = std::min<int64_t>(job.starts[r + 1], job.tokens);
@@ -375,26 +370,20 @@ static void attend_paged(const ThreadPool& threads, const PagedAttention<T>& job
       const bool several = EXACT || end - begin > each;
       work += (end - begin) * (queries + 7) / 8 * job.heads * job.width;
       for (int64_t head = 0; head < job.heads; ++head) {
-        if (several) joined.emplace_back(parts.size(), (end - begin + offset + each - 1) / each);
-        for (int64_t from = begin - offset; from < end; from += each, sums += several ? queries : 0)
-          parts.push_back(
-              {r, first, count, position, head, std::max(begin, from), std::min(end, from + each), several ? sums : -1});
+        int64_t those = several ? (end - begin + offset + each - 1) / each : 0;
+        for (int64_t from = begin - offset; from < end; from += each, those = 0, sums += several ? queries : 0)
+          parts.push_back({r, first, count, position, head, std::max(begin, from), std::min(end, from + each),
+                           several ? sums : -1, those});
       }
     }
   }
   std::fill(job.out, job.out + job.tokens * job.heads * job.groups * job.width, 0.0f);  // padding stays so
   std::vector<float> found(sums * ((job.width + LANES - 1) / LANES * LANES + 2));
-  const auto run = [&](int64_t count, auto step) {
-    if (work < LITTLE) {
-      for (int64_t i = 0; i < count; ++i) step(i);
-    } else {
-      share(threads, count, step);
-    }
-  };
-  run(parts.size(), [&](int64_t i) {
+  const bool alone = work < LITTLE;
+  share(threads, parts.size(), [&](int64_t i) {
     thread_local PagedScratch scratch;
     attend_part<whole>(job, parts[i], scratch, found.data());
-  });
-  if (!joined.empty())
-    run(joined.size(), [&](int64_t i) { join_parts(job, parts[joined[i].first], joined[i].second, found.data()); });
+  }, alone);
+  if (sums)
+    share(threads, parts.size(), [&](int64_t i) { if (parts[i].parts) join_parts(job, parts[i], found.data()); }, alone);
 }

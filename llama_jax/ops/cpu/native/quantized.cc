@@ -13,10 +13,6 @@
 #include "gemv.h"
 #include "gemm.h"
 
-#ifndef EXACT
-#define EXACT false  // a token's sums do not depend on how many there are
-#endif
-
 constexpr int FEW = 4;  // rows of integers; more are faster in panels
 
 static void run(const Call& call) {
@@ -30,7 +26,7 @@ static void run(const Call& call) {
   }
   const ThreadPool threads(call);
   const int64_t rows = job.tokens * rows_per_token<TYPE>;
-  if (EXACT || rows <= FEW) return multiply_rows<TYPE>(threads, job);
+  if (rows <= FEW) return multiply_rows<TYPE>(threads, job);
   if (rows <= LANES) return multiply_panels<TYPE, 12, 1>(threads, job);
   multiply_panels<TYPE, VNNI ? 12 : 4, 2>(threads, job);  // sums stay in registers, of which AVX2 has 16 and AVX-512 32
 }

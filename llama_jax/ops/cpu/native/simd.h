@@ -4,12 +4,16 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>  // and std::min: <algorithm>, <cmath>, <memory> and <thread> take 0.2 s more to compile
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+
+#ifndef EXACT
+#define EXACT false  // the sums of a token, or a query, do not depend on how many there are
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -34,6 +38,8 @@ typedef float floats __attribute__((vector_size(W)));
 typedef int8_t narrow __attribute__((vector_size(LANES)));  // as many bytes as there are lanes
 typedef uint8_t bytes_of_lanes __attribute__((vector_size(LANES)));
 typedef uint64_t eights __attribute__((vector_size(LANES)));
+typedef float floats4 __attribute__((vector_size(16)));
+typedef int32_t ints4 __attribute__((vector_size(16)));
 typedef _Float16 half;
 struct brain {  // bfloat16, the upper half of a float
   uint16_t bits;
@@ -79,6 +85,24 @@ static inline ints spread_from(int32_t first) {
   return places + first;
 }
 
+// total + a * b. Where kernels must agree, it is rounded once if there is an instruction: compilers decide by the code around.
+static inline floats plus_product(floats total, floats a, floats b) {
+#if EXACT && VNNI
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
+#elif EXACT && defined(__FMA__) && defined(__AVX2__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#else
+  return total + a * b;
+#endif
+}
+static inline floats4 plus_product(floats4 total, floats4 a, floats4 b) {
+#if defined(__FMA__) && defined(__AVX2__)
+  return (floats4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)total);
+#else
+  return total + a * b;
+#endif
+}
+
 // --- what processors have instructions for -------------------------------------------------------------------------------
 
 #if VNNI
@@ -112,6 +136,15 @@ static inline void sums_of_four(const floats* v, float* to) {
   const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+
+// Four vectors: of every four lanes the i-th of each goes into the i-th.
+static inline void transpose_fours(floats* v) {
+  const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+  const __m512 ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+  const __m512 ab2 = _mm512_unpackhi_ps(a, b), cd2 = _mm512_unpackhi_ps(c, d);
+  v[0] = (floats)_mm512_shuffle_ps(ab, cd, 0x44), v[1] = (floats)_mm512_shuffle_ps(ab, cd, 0xee);
+  v[2] = (floats)_mm512_shuffle_ps(ab2, cd2, 0x44), v[3] = (floats)_mm512_shuffle_ps(ab2, cd2, 0xee);
 }
 
 // LANES vectors: the i-th lane of each goes into the i-th.
@@ -237,6 +270,13 @@ static inline float largest_lane(floats v) {
 
 static inline void sums_of_four(const floats* v, float* to) {
   for (int i = 0; i < 4; ++i) to[i] = sum(v[i]);
+}
+
+static inline void transpose_fours(floats* v) {
+  float from[4][LANES];
+  std::memcpy(from, v, sizeof(from));
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < LANES; ++j) v[i][j] = from[j % 4][j / 4 * 4 + i];
 }
 
 static inline void transpose(floats* v) {

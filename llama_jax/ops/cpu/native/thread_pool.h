@@ -2,12 +2,10 @@
 
 #pragma once
 
-#include <algorithm>
+#include <sched.h>
+
 #include <atomic>
 #include <exception>
-#include <memory>
-#include <new>
-#include <thread>
 #include <vector>
 
 #include "ffi.h"
@@ -47,17 +45,29 @@ class ThreadPool {
 
 // Parts of the work, for the caller and threads of XLA's: each has a stretch of them, one after the other in memory, and
 // then takes what others have left. Nobody waits for a thread that has not begun; it finds no part, and calls no work. What
-// work throws is thrown by `wait`, when no other thread uses its operands any more.
+// work throws is returned by `wait`, when no other thread uses its operands any more. The last taker deletes them.
 class Parts {
  public:
   typedef void Work(const void* self, int64_t part);
 
   Parts(int64_t count, int64_t takers, Work* work, const void* self)
-      : count_(count), stretches_(takers), work_(work), self_(self) {
+      : count_(count), stretches_(takers), work_(work), self_(self), users_(takers) {
     for (int64_t i = 0; i < takers; ++i) {
       stretches_[i].next = i * count / takers;
       stretches_[i].end = (i + 1) * count / takers;
+      stretches_[i].parts = this;
     }
+  }
+
+  // Begins in other threads.
+  void schedule(const ThreadPool& threads) {
+    const auto task = [](void* data) {
+      Stretch* const own = static_cast<Stretch*>(data);
+      Parts* const parts = own->parts;
+      parts->take(own - parts->stretches_.data());
+      parts->release();
+    };
+    for (size_t i = 1; i < stretches_.size(); ++i) threads.schedule(task, &stretches_[i]);
   }
 
   void take(int64_t who) {
@@ -70,9 +80,13 @@ class Parts {
     }
   }
 
-  void wait() {
-    while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
-    if (error_) std::rethrow_exception(error_);
+  std::exception_ptr wait() {
+    while (done_.load(std::memory_order_acquire) < count_) sched_yield();
+    return error_;
+  }
+
+  void release() {
+    if (users_.fetch_sub(1) == 1) delete this;
   }
 
  private:
@@ -87,39 +101,34 @@ class Parts {
   struct alignas(64) Stretch {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
+    Parts* parts = nullptr;
   };
   const int64_t count_;
   std::vector<Stretch> stretches_;
   Work* const work_;
   const void* const self_;
-  std::atomic<int64_t> done_{0};
+  std::atomic<int64_t> done_{0}, users_;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;  // the first
 };
 
-struct Taker {
-  std::shared_ptr<Parts> parts;
-  int64_t who;
-};
-
-static void share_parts(const ThreadPool& threads, int64_t count, Parts::Work* work, const void* self) {
-  const int64_t takers = std::max<int64_t>(1, std::min<int64_t>(threads.num_threads(), count));
-  const auto parts = std::make_shared<Parts>(count, takers, work, self);
-  const auto task = [](void* data) {
-    const std::unique_ptr<Taker> taker(static_cast<Taker*>(data));
-    taker->parts->take(taker->who);
-  };
-  for (int64_t i = 1; i < takers; ++i) {
-    Taker* const taker = new (std::nothrow) Taker{parts, i};
-    if (taker == nullptr) break;  // those that are scheduled, and this one, do its parts
-    threads.schedule(task, taker);
+static void share_parts(const ThreadPool& threads, int64_t count, Parts::Work* work, const void* self, bool alone) {
+  const int64_t takers = alone ? 1 : std::min<int64_t>(threads.num_threads(), count);
+  if (takers <= 1) {
+    for (int64_t part = 0; part < count; ++part) work(self, part);
+    return;
   }
+  Parts* const parts = new Parts(count, takers, work, self);
+  parts->schedule(threads);
   parts->take(0);
-  parts->wait();
+  const std::exception_ptr error = parts->wait();
+  parts->release();
+  if (error) std::rethrow_exception(error);
 }
 
-// Calls `work(part)` for each of `count` parts.
+// Calls `work(part)` for each of `count` parts, in this thread alone where another would begin too late.
 template <typename Work>
-static void share(const ThreadPool& threads, int64_t count, const Work& work) {
-  share_parts(threads, count, [](const void* self, int64_t part) { (*static_cast<const Work*>(self))(part); }, &work);
+static void share(const ThreadPool& threads, int64_t count, const Work& work, bool alone = false) {
+  const auto call = [](const void* self, int64_t part) { (*static_cast<const Work*>(self))(part); };
+  share_parts(threads, count, call, &work, alone);
 }
