@@ -3,13 +3,12 @@
 import asyncio
 import json
 
+import fakes
 import pytest
-from fakes import Client, on_a_thread
 
 import llama_jax
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.service import Served, Service
+from llama_jax.serving.http.service import Served
 from llama_jax.serving.options import EngineOptions
 
 pytestmark = pytest.mark.slow
@@ -36,14 +35,8 @@ def talk(model, conversation):
     config, params, tokenizer = model
     engine = Engine(config, params, OPTIONS)
     engine.warm()  # the same programs again
-
-    async def main():
-        shown = Served(name="stories", tokenizer=tokenizer, chat="plain")
-        service = Service(engine, shown)
-        with on_a_thread(engine):
-            return await conversation(Client(make_app(service), service)), engine.stats()
-
-    return asyncio.run(main())
+    answers = fakes.talk(engine, conversation, shown=Served(name="stories", tokenizer=tokenizer, chat="plain"))
+    return answers, engine.stats()
 
 
 def text_of(response):
