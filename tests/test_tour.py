@@ -17,7 +17,14 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 LEFT_OUT = {  # as the page says
-    *("errors.py", "ops/cpu/__init__.py", "ops/cpu/native/__init__.py", "ops/cpu/threefry.py", "ops/platform.py"),
+    *(
+        "errors.py",
+        "ops/cpu/__init__.py",
+        "ops/cpu/native/__init__.py",
+        "ops/cpu/threefry.py",
+        "ops/exact.py",
+        "ops/platform.py",
+    ),
     *("compiled/cached_jit.py", "compiled/keys.py", "compiled/store.py"),
     *("inference/checks.py", "model/checks.py", "ops/attention/checks.py"),
 }
@@ -85,7 +92,7 @@ def test_one_batch_through_train_step(params):
 
 
 @pytest.mark.parametrize(
-    ("module", "most_files", "most_lines"), [("inference.generate", 42, 6000), ("training.step", 36, 4950)]
+    ("module", "most_files", "most_lines"), [("inference.generate", 43, 6250), ("training.step", 37, 5200)]
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

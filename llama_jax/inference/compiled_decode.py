@@ -6,6 +6,7 @@ import contextvars
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops import exact
 from llama_jax.ops.platform import decodes_natively, decoding_context
 
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
@@ -60,6 +62,12 @@ class Run:
     def use_native_code(self) -> bool:
         """See `ops.platform.decodes_natively`."""
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Context for `begin_decode`; exact numbers are those of the engine's steps, natively computed."""
+        with exact.exactly(self.compute.exact), decoding_context(self.use_native_code and self.compute.exact):
+            yield
 
     def stream(
         self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, max_chunks: int
@@ -124,8 +132,8 @@ class Run:
             prefilled = make(_init_prefill, *init_args)
             with decoding_context(self.use_native_code):
                 make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
-            with decoding_context(self.use_native_code and self.compute.exact):
-                state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding, self.compute)
+            with self.beginning():
+                state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
             with decoding_context(self.use_native_code):
                 make(
                     _decode_for(device.platform),
@@ -140,9 +148,8 @@ class Run:
     def start(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
     ) -> tuple[DecodeState, Packed]:
-        # Exact: as in a step of an engine.
-        with decoding_context(self.use_native_code and self.compute.exact), allow_transfers():
-            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding, self.compute)
+        with self.beginning(), allow_transfers():
+            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
 
     def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
@@ -239,7 +246,7 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
 
 _init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
-_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7, 8), donate_argnums=2)
+_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
 _with_request = compiled.jit(with_request, static_argnums=2)
 
 

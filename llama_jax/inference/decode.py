@@ -142,9 +142,11 @@ def begin_decode(
     lengths: Int32[AnyArray, " B"],
     request: Request,
     sharding: Sharding = Sharding(),
-    compute: Compute = Compute(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """The state after whole prompts, of `lengths` tokens each, and the first token of every row."""
+    """The state after whole prompts, of `lengths` tokens each, and the first token of every row.
+
+    After an exact prefill it is called in the context `ops.exact.exactly(True)`.
+    """
     batch, width = tokens.shape
     is_prompt = jnp.arange(width)[None] < lengths[:, None]
     vocab = lm_head_of(config, params).shape[0]
@@ -160,7 +162,7 @@ def begin_decode(
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-    with sharding.context(), exact.exactly(compute.exact):
+    with sharding.context():
         state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
     token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
     produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))

@@ -171,7 +171,7 @@ def run_layers(
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
-        # Exact: a token's part of a layer by blocks or, where matmuls are exact for any number of tokens, what is between them.
+        # Exact: a layer by blocks of tokens; or only what is between its matmuls, if those are exact for any number.
         whole, between = by_token, ops.call
         if compute.exact and _multiplies_exactly(block, hidden):
             whole, between = between, whole

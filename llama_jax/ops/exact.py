@@ -22,7 +22,7 @@ from jaxtyping import Float, Int32
 from llama_jax.ops.platform import lowering_platform
 
 # Tokens with which a matmul computes about as long as it reads its weights: on a CPU few, see `experiments/exactness.py`.
-BLOCK_ON_CPU, BLOCK = 8, 256
+TOKENS_PER_BLOCK_ON_CPU, TOKENS_PER_BLOCK = 8, 256
 ROWS_ON_CPU, ROWS = 1, 32  # whose logits are sampled together
 
 _exact = jax.make_user_context(False)
@@ -40,7 +40,7 @@ def is_exact() -> bool:
 
 def block_size() -> int:
     """Tokens of a block on the platform that is traced for."""
-    return BLOCK_ON_CPU if lowering_platform() == "cpu" else BLOCK
+    return TOKENS_PER_BLOCK_ON_CPU if lowering_platform() == "cpu" else TOKENS_PER_BLOCK
 
 
 def row_block_size() -> int:

@@ -111,7 +111,7 @@ def exact_gradients(
     if rows % shards:
         raise ConfigError(f"a batch of {rows} rows cannot be divided into virtual_shards={shards}; pass a multiple of it")
     axes = tuple(sizes)
-    on_device = partial(_on_device, differentiate, count, shards, devices, axes)
+    on_device = partial(_on_device, differentiate, count, shards, sizes)
     if not is_mapped and devices > 1:
         # Devices have whole parameters: of a part of a matrix XLA would compute a part of each sum.
         on_device = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes), P()), out_specs=P(), check_vma=False)
@@ -122,13 +122,13 @@ def _on_device(
     differentiate: Differentiate,
     count: Callable[[Any], jax.Array],
     shards: int,
-    devices: int,
-    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
     params: Llama,
     batch: Any,
     step: jax.Array,
 ) -> tuple[Any, Llama, jax.Array, jax.Array]:
-    """`exact_gradients` as each device computes them, given its rows."""
+    """`exact_gradients` as each device computes them, given its rows and the sizes of the mesh's axes."""
+    axes, devices = tuple(sizes), math.prod(sizes.values())
     own = shards // devices
     parts = jax.tree.map(lambda x: x.reshape(own, x.shape[0] // own, *x.shape[1:]), batch)
     # Of a loop that turns once the compiler would make a program of its own. It does not know that no step is negative.

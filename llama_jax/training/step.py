@@ -23,7 +23,6 @@ from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.training.batch import Batch, predicted_count
-from llama_jax.training.exact_gradients import check_virtual_shards, exact_gradients
 from llama_jax.training.loss import LossOptions, TaskSums, total_loss
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | TaskSums]
@@ -106,6 +105,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
         if self.virtual_shards:
+            from llama_jax.training.exact_gradients import check_virtual_shards
+
             check_virtual_shards(self.virtual_shards)
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
@@ -162,6 +163,8 @@ def _gradients(
     """Mean nll and further sums, the gradients of the mean loss, the divisor, and the gradients' norm, over all devices."""
     params = state.params
     if options.virtual_shards:
+        from llama_jax.training.exact_gradients import exact_gradients
+
         alone = Sharding(prepare_params=sharding.prepare_params)
         differentiate = partial(_part_gradients, config, options=options, sharding=alone, loss=loss)
         shards = options.virtual_shards
