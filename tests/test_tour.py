@@ -77,7 +77,7 @@ def test_one_token_through_generate(params, monkeypatch):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 17
-    assert lines(files) < 3400  # "some 3,350"
+    assert lines(files) < 3600  # "some 3,550"
 
 
 def test_one_batch_through_train_step(params):
@@ -88,7 +88,7 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
-    assert lines(files) < 2900  # "some 2,850"
+    assert lines(files) < 3100  # "some 3,050"
 
 
 @pytest.mark.parametrize(
