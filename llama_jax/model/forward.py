@@ -238,7 +238,13 @@ def run_layers(
 
 def _multiplies_exactly(block: Block, hidden: jax.Array) -> bool:
     """Whether all matmuls of a layer do, for as many tokens as there are."""
-    matrices = block.attention.qkv, block.attention.out, block.feed_forward.gate, block.feed_forward.up, block.feed_forward.down
+    matrices = (
+        block.attention.qkv,
+        block.attention.out,
+        block.feed_forward.gate,
+        block.feed_forward.up,
+        block.feed_forward.down,
+    )
     return all(ops.multiplies_exactly(hidden, matrix) for matrix in matrices)
 
 
@@ -421,9 +427,7 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _heads_of(
-    config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array
-) -> _Heads:
+def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
     """The heads of the projection [B, T, K, G + 2, H]."""
     weights = block.attention
     if weights.qkv_bias is not None:
