@@ -22,6 +22,7 @@ from llama_jax.model.mixtures import MIXTURES
 from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
+from llama_jax.ops.exact import exactly
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
@@ -436,6 +437,35 @@ def test_the_native_kernel_multiplies_floats(columns, dtype):
     check_floats(columns, dtype)
 
 
+EXACT_KINDS = [("float32", 303), ("bfloat16", 303), ("int8", 303), ("q4_0", 608), ("q4_k", 768), ("q6_k", 768)]
+
+
+def check_exact(kind: str, columns: int) -> None:
+    """A token has the same bits among any number of others, wherever it is, and they are near those of other kernels."""
+    rng, rows, most = np.random.default_rng(6), 70, 480
+    if kind in native.NATIVE_FORMATS:
+        planes = tuple(map(jnp.asarray, random_planes(kind, rows, columns)))
+        x, run = jnp.asarray(rng.normal(size=(most, columns)), jnp.float32), lambda x, w: native.multiply(x, w, kind)
+    else:
+        planes = jnp.asarray(rng.normal(size=(rows, columns)), kind)
+        x, run = jnp.asarray(rng.normal(size=(most, columns)), kind), native.multiply_floats
+    each = {tokens: x[:tokens] for tokens in (*range(1, 41), most)}
+    multiply = jax.jit(lambda each, planes: jax.tree.map(lambda x: run(x, planes), each))
+    with exactly(True):
+        found, reverse = multiply((each, x[::-1]), planes)
+    for tokens, some in found.items():
+        np.testing.assert_array_equal(some, found[most][:tokens], err_msg=f"{tokens} tokens")
+    np.testing.assert_array_equal(reverse[::-1], found[most])
+    usual = np.asarray(multiply({most: x}, planes)[most])
+    np.testing.assert_allclose(found[most], usual, rtol=1e-4, atol=1e-4 * np.abs(usual).max())
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "columns"), EXACT_KINDS)
+def test_exact_kernels_give_a_token_the_same_bits_among_any_number(kind, columns):
+    check_exact(kind, columns)
+
+
 @needs_compiler
 def test_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
     """And there alone; with the derivative of a matmul."""
@@ -463,14 +493,17 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
     monkeypatch.setattr(native, "PREFIX", f"llama_jax_{level}_")
     monkeypatch.setattr(native, "_futures", {})
-    native.prepare(native.LIBRARIES)
-    assert all(map(native.usable, native.LIBRARIES))
+    usual = [name for name in native.LIBRARIES if not name.startswith("exact_")]
+    native.prepare(usual)
+    assert all(map(native.usable, usual))
     for kind, columns in WIDTHS:
         check_integers(kind, columns)
     for dtype in ("float32", "bfloat16"):
         check_floats(303, dtype)
     for case in CASES:
         check(natively, *case, jnp.float32)
+    for kind, columns in EXACT_KINDS:
+        check_exact(kind, columns)
 
 
 @needs_compiler

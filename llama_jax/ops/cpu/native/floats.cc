@@ -58,7 +58,7 @@ static void multiply_floats_together(const Product<T, X>& job, int64_t t, int64_
     }
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c) {
-      const floats token = numbers<pairs, whole()>(x + c * columns + i, columns - i);
+      const floats token = in_register(numbers<pairs, whole()>(x + c * columns + i, columns - i));
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) total[c][r] = plus_products<pairs>(total[c][r], w[r], token);
     }
