@@ -110,8 +110,8 @@ def exact_gradients(
     rows = jax.tree.leaves(batch)[0].shape[0] * (devices if is_mapped else 1)
     if rows % shards:
         raise ConfigError(f"a batch of {rows} rows cannot be divided into virtual_shards={shards}; pass a multiple of it")
-    axes = tuple(sizes)
-    on_device = partial(_on_device, differentiate, count, shards, sizes)
+    axes = tuple(sizes) if devices > 1 else ()
+    on_device = partial(_on_device, differentiate, count, shards, axes)
     if not is_mapped and devices > 1:
         # Devices have whole parameters: of a part of a matrix XLA would compute a part of each sum.
         on_device = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes), P()), out_specs=P(), check_vma=False)
@@ -122,14 +122,13 @@ def _on_device(
     differentiate: Differentiate,
     count: Callable[[Any], jax.Array],
     shards: int,
-    sizes: Mapping[str, int],
+    axes: tuple[str, ...],
     params: Llama,
     batch: Any,
     step: jax.Array,
 ) -> tuple[Any, Llama, jax.Array, jax.Array]:
-    """`exact_gradients` as each device computes them, given its rows and the sizes of the mesh's axes."""
-    axes, devices = tuple(sizes), math.prod(sizes.values())
-    own = shards // devices
+    """`exact_gradients` as each device along the axes computes them, given its rows."""
+    own = shards // math.prod(map(lax.axis_size, axes))
     parts = jax.tree.map(lambda x: x.reshape(own, x.shape[0] // own, *x.shape[1:]), batch)
     # Of a loop that turns once the compiler would make a program of its own. It does not know that no step is negative.
     unknown_zero = jnp.minimum(step, 0)
@@ -137,7 +136,7 @@ def _on_device(
     def total(function: Callable[[Any], Any]) -> Any:
         """The sum of a function of rows over all virtual shards."""
         here = _tree_sum(lambda i: function(_at(parts, i)), own, own + unknown_zero)
-        return jax.tree.map(partial(_sum_over_devices, axes, devices), here) if devices > 1 else here
+        return jax.tree.map(partial(_sum_over_devices, axes), here) if axes else here
 
     divisor = total(count)
     reported, gradients = total(lambda rows: differentiate(params, rows, divisor))
@@ -174,9 +173,9 @@ def _equal_parts(x: Shaped[Array, " ..."], count: int) -> Shaped[Array, "{count}
     return jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
 
 
-def _sum_over_devices(axes: tuple[str, ...], devices: int, x: jax.Array) -> jax.Array:
+def _sum_over_devices(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """The sum of an array over devices, on all of them: the upper part of the tree. Each device sums an equal part."""
-    parts = lax.all_to_all(_equal_parts(x, devices), axes, 0, 0)
+    parts = lax.all_to_all(_equal_parts(x, math.prod(map(lax.axis_size, axes))), axes, 0, 0)
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
     return lax.all_gather(parts[0], axes, tiled=True)[: x.size].reshape(x.shape)
