@@ -90,6 +90,13 @@ def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
 
 
 @pytest.mark.slow
+def test_exact_training_is_the_same_over_devices(chats, tmp_path):
+    short = replace(RECIPE, steps=3, evaluate_every=0, exact=True)
+    alone, spread = (train(short, tmp_path / str(mesh), chats, mesh=mesh) for mesh in (MeshSizes(), MeshSizes(2, 2)))
+    same(alone.state, spread.state)
+
+
+@pytest.mark.slow
 def test_the_command(whole, chats, tmp_path):
     given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
     changes = "steps=2 batch=8 length=40 chats.too_long=drop dtype=float32 remat=none optimizer.warmup_steps=1"
