@@ -81,6 +81,7 @@ LESS_OF = {
     "sft": {"chats.format=": "plain"},
     "dpo": {"chats.format=": "plain"},
     "grpo": {"rewards.group=": "2", "rewards.answer=": "8", "rewards.held=": "2"},
+    "exact=true": {"batch=": "8"},
 }
 NOT_ENDING = ("serve",)  # of which the arguments are read, and no more
 # What a page takes for granted.

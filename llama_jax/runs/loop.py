@@ -81,7 +81,8 @@ def train(
     """Train a recipe into a folder, from which `llama_jax.load` reads the model at any time.
 
     The result depends on the recipe, the data and the software alone: a run that is killed and resumed ends with the same
-    bits as an uninterrupted one on the same devices, and reads the data in the same order on any others.
+    bits as an uninterrupted one on the same devices, and reads the data in the same order on any others; with `Recipe.exact`
+    it has the same bits there, too.
 
     Args:
       recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.

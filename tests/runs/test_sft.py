@@ -71,6 +71,13 @@ def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
     np.testing.assert_allclose(losses(short, tmp_path / "mesh", chats, mesh=mesh, backend=backend), alone, rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_exact_training_is_the_same_over_devices(chats, tmp_path):
+    short = replace(RECIPE, steps=3, evaluate_every=0, exact=True)
+    alone, spread = (train(short, tmp_path / str(mesh), chats, mesh=mesh) for mesh in (MeshSizes(), MeshSizes(2, 2)))
+    same(alone.state, spread.state)
+
+
 def test_fine_tuning_needs_a_model(chats, tmp_path):
     with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; pass one with --weights"):
         train("sft", tmp_path, chats)
