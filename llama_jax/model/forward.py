@@ -167,7 +167,7 @@ def run_layers(
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
-        # Exact: all of a layer is computed by blocks of tokens; or, where its matmuls are exact as they are, what is between.
+        # Exact: a layer is computed by blocks of tokens; or, where its matmuls are exact as they are, what lies between.
         whole, between = by_token, ops.call
         if compute.exact and _multiplies_exactly(block, hidden):
             whole, between = between, whole
