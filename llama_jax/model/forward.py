@@ -74,8 +74,8 @@ def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
     """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks."""
-    (rows, each), (positions, *rest) = tokens.shape, options
-    cache = check_exact(config, cache, options.sharding)
+    (rows, each), (positions, compute, sharding) = tokens.shape, options
+    cache = check_exact(config, cache, sharding)
     check_arguments(config, params, tokens, cache, positions)
     starts, lengths = positions.starts, positions.rope_lengths
     if starts is None:
@@ -84,7 +84,7 @@ def _forward_exactly(
             lengths = jnp.repeat(jnp.asarray(lengths), each)
     missing = -tokens.size % exact.block_size()
     flat = Positions(starts=starts, rope_lengths=None if lengths is None else _in_column(jnp.asarray(lengths), missing))
-    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, PassOptions(flat, *rest))
+    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, PassOptions(flat, compute, sharding))
     if positions.lengths is not None:
         filled = filled.replace(length=cache.length + positions.lengths)
     return hidden[: tokens.size].reshape(rows, each, -1), filled

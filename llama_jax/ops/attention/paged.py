@@ -244,7 +244,7 @@ def _attend(
     sinks: int,
     sink_queries: jax.Array | None,
 ) -> jax.Array:
-    options = {"scale": scale, "window": window, "chunk": chunk, "sinks": sinks}
+    options: dict[str, Any] = {"scale": scale, "window": window, "chunk": chunk, "sinks": sinks}
     if exact.is_exact():
         return _attend_exactly(queries, view, sink_queries, **options)
     shapes = PagedAttentionShape(
