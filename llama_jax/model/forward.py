@@ -171,7 +171,7 @@ def run_layers(
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
-        # Exact: a layer by blocks of tokens; or only what is between its matmuls, if those are exact for any number.
+        # Exact: a layer is computed by blocks of tokens; or, where its matmuls are exact as they are, what lies between.
         whole, between = by_token, ops.call
         if compute.exact and _multiplies_exactly(block, hidden):
             whole, between = between, whole

@@ -4,6 +4,7 @@ The order in which a compiled program sums depends on the shapes of its arrays, 
 others are computed with it. Exact programs compute everything about a token, or a row, in a loop over blocks of one size,
 whatever their number: the same operations on the same shapes, in which each token is a row of its own. Attention, which is
 not of one token, has kernels whose order of summation depends on the position alone; or each query is a row of its own.
+Native matmuls have such an order too, so that they take all tokens at once, and blocks are of what is between them.
 
 A block that is not full ends with tokens of zeros. They stay zeros from layer to layer, and kernels need not compute them.
 """

@@ -81,7 +81,8 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.
 def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
     """[T, D] by float32 or bfloat16 [N, D], in whose dtype `x` is taken: float32[T, N].
 
-    Every row is multiplied as if it were alone, but up to six rows are summed, and so rounded, in another order than more.
+    Every row is multiplied as if it were alone, but up to six rows are summed, and so rounded, in another order than more;
+    in exact programs (`ops.exact`) in the same.
     Without AVX2 only few rows are fast, see `has_tiles`.
 
     Args:
