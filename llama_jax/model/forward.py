@@ -149,7 +149,7 @@ def run_layers(
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
     by_token = ops.call
     if compute.exact:
-        by_token = partial(_by_blocks, count=jnp.asarray(positions.starts)[-1])
+        by_token = partial(_by_blocks, exact.block_size(matmuls=False), jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
@@ -172,9 +172,9 @@ def run_layers(
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
         # Exact: a layer is computed by blocks of tokens; or, where its matmuls are exact as they are, what lies between.
-        whole, between = by_token, ops.call
-        if compute.exact and _multiplies_exactly(block, hidden):
-            whole, between = between, whole
+        whole, between = ops.call, by_token
+        if compute.exact and not _multiplies_exactly(block, hidden):
+            whole, between = partial(_by_blocks, exact.block_size(), jnp.asarray(positions.starts)[-1]), ops.call
 
         def before_attention(hidden: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
             """The heads of each token as they are cached, and the keys and values that are tapped."""
@@ -252,8 +252,8 @@ def _multiplies_exactly(block: Block, hidden: jax.Array) -> bool:
     return all(ops.multiplies_exactly(hidden, matrix) for matrix in matrices)
 
 
-def _by_blocks(function: Callable[..., Any], *trees: Any, count: jax.Array) -> Any:
-    return exact.by_blocks(function, exact.block_size(), count, *trees)
+def _by_blocks(size: int, count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
+    return exact.by_blocks(function, size, count, *trees)
 
 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:

@@ -24,6 +24,7 @@ from llama_jax.ops.platform import lowering_platform
 
 # Tokens with which a matmul computes about as long as it reads its weights: on a CPU few, see `experiments/exactness.py`.
 TOKENS_PER_BLOCK_ON_CPU, TOKENS_PER_BLOCK = 8, 256
+WITHOUT_MATMULS_ON_CPU = 4  # a single row wastes three of them, and many rows take more turns
 ROWS_ON_CPU, ROWS = 1, 32  # whose logits are sampled together
 
 _exact = jax.make_user_context(False)
@@ -39,9 +40,11 @@ def is_exact() -> bool:
     return bool(_exact.value)
 
 
-def block_size() -> int:
-    """Tokens of a block on the platform that is traced for."""
-    return TOKENS_PER_BLOCK_ON_CPU if lowering_platform() == "cpu" else TOKENS_PER_BLOCK
+def block_size(matmuls: bool = True) -> int:
+    """Tokens of a block, with matmuls or of what is between them, on the platform that is traced for."""
+    if lowering_platform() != "cpu":
+        return TOKENS_PER_BLOCK
+    return TOKENS_PER_BLOCK_ON_CPU if matmuls else WITHOUT_MATMULS_ON_CPU
 
 
 def row_block_size() -> int:
