@@ -137,16 +137,19 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what:
         )
 
 
-def check_exact(config: LlamaConfig, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
+def check_exact(params: Llama, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
     """Check that a pass can be exact.
 
     Raises:
-      ConfigError: rows hold several texts, or a token's experts are multiplied with other tokens.
+      ConfigError: rows hold several texts; or matrices are multiplied with other tokens as well: those of experts, and of
+        adapters in a table.
       MeshError: devices would add their parts of sums.
     """
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
-    if config.experts:
+    if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):
+        raise ConfigError("exact=True is not for tables of adapters; load the one that is used, alone")
+    if params.blocks.feed_forward.router is not None:
         raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
     if sharding.mesh is not None and sharding.mesh.size > 1:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")

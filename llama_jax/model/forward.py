@@ -76,7 +76,7 @@ def _forward_exactly(
     """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks; without a cache in one
     that is forgotten."""
     (rows, each), positions = tokens.shape, options.positions
-    check_exact(config, cache, positions, options.sharding)
+    check_exact(params, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
     if cache is None:
         kept = init_cache(config, rows, each, options.compute.dtype or params.embedding.dtype)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import random_adapters
 
 import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling
@@ -24,6 +25,8 @@ from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPro
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.cache import init_cache
 from llama_jax.model.forward_options import Sharding
+from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.generation_sharding import pad_on_mesh
 from llama_jax.parallel.mesh import parse_mesh
@@ -178,6 +181,16 @@ def test_other_caches(cache):
     assert continued(model, cache=cache) == alone
 
 
+def test_with_an_adapter():
+    lora = Lora(rank=3, alpha=5.0)
+    model = CONFIG, adapted(model_of("float32")[1], random_adapters(CONFIG, lora, seed=1), lora)
+    alone = [continued(model, [prompt], of_row(SAMPLING, row))[0] for row, prompt in enumerate(PROMPTS[:6])]
+    assert continued(model)[:6] == alone
+    assert alone != [
+        continued(model_of("float32"), [prompt], of_row(SAMPLING, i))[0] for i, prompt in enumerate(PROMPTS[:6])
+    ]
+
+
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
     model = model_of("float32")
@@ -308,6 +321,12 @@ class TestRefused:
         config = replace(llama_jax.preset("stories-260k"), experts=4, experts_per_token=2)
         with pytest.raises(ConfigError, match="experts"):
             llama_jax.generate(config, llama_jax.init(config, jax.random.key(0)), [[1]], max_new_tokens=1, compute=EXACT)
+
+    def test_a_table_of_adapters(self):
+        lora = Lora(rank=2)
+        params = adapter_table(CONFIG, model_of("float32")[1], [(random_adapters(CONFIG, lora, seed=1), lora)])
+        with pytest.raises(ConfigError, match="adapters"):
+            llama_jax.generate(CONFIG, choose_adapters(params, [0]), [[1]], max_new_tokens=1, compute=EXACT)
 
     def test_a_mesh(self):
         model = CONFIG, pad_on_mesh(CONFIG, parse_mesh("tensor=2"), llama_jax.init(CONFIG, jax.random.key(0)))
