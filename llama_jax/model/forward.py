@@ -147,9 +147,9 @@ def run_layers(
     # times the minimal HBM traffic, 1.24 with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    by_token = ops.call
+    by_token = ops.call  # what is computed for each token by itself; exact passes do so by blocks
     if compute.exact:
-        by_token = partial(_by_blocks, exact.block_size(matmuls=False), jnp.asarray(positions.starts)[-1])
+        by_token = partial(_by_blocks, jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
@@ -171,26 +171,14 @@ def run_layers(
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
 
-        # Exact: a layer is computed by blocks of tokens; or, where its matmuls are exact as they are, what lies between.
-        whole, between = ops.call, by_token
-        if compute.exact and not _multiplies_exactly(block, hidden):
-            whole, between = partial(_by_blocks, exact.block_size(), jnp.asarray(positions.starts)[-1]), ops.call
-
-        def before_attention(hidden: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
-            """The heads of each token as they are cached, and the keys and values that are tapped."""
-            return between(heads_of, ops.project(between(attention_input, hidden), block.attention.qkv), shared)
-
         def attention_input(hidden: jax.Array) -> jax.Array:
             return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
 
         def heads_of(qkv: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
+            """The heads of each token as they are cached, and the keys and values that are tapped."""
             heads = _heads_of(config, block, qkv, shared, kind)
             tapped = None if tap is None else (heads.keys, heads.values)
             return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
-
-        def after_attention(hidden: jax.Array, attended: jax.Array) -> jax.Array:
-            residual, normed = between(feed_forward_input, hidden, ops.project(attended, block.attention.out))
-            return between(layer_output, residual, _feed_forward(config, block, normed, sharding, between))
 
         def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
             residual = hidden + sublayer_output(attended, block.attention_post_norm)
@@ -199,10 +187,12 @@ def run_layers(
         def layer_output(residual: jax.Array, x: jax.Array) -> jax.Array:
             return sharding.constrain(residual + sublayer_output(x, block.ffn_post_norm), "residual")
 
-        heads, tapped = whole(before_attention, hidden, shared._replace(masks=(), paged=None))
+        qkv = ops.project(by_token(attention_input, hidden), block.attention.qkv)
+        heads, tapped = by_token(heads_of, qkv, shared._replace(masks=(), paged=None))
         pages, view = _write_cache(pages, heads, shared, index, head_sharding)
         attended = attend_layer(kind, heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        residual = whole(after_attention, hidden, attended)
+        residual, normed = by_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
+        residual = by_token(layer_output, residual, _feed_forward(config, block, normed, sharding, by_token))
         return residual, pages, None if tap is None else tap(hidden, residual, *tapped)
 
     def layer_fn(layer: int | None) -> Callable[..., Any]:
@@ -240,20 +230,8 @@ def run_layers(
     return hidden, cache.replace(pages=pages, length=lengths), taken
 
 
-def _multiplies_exactly(block: Block, hidden: jax.Array) -> bool:
-    """Whether all matmuls of a layer do, for as many tokens as there are."""
-    matrices = (
-        block.attention.qkv,
-        block.attention.out,
-        block.feed_forward.gate,
-        block.feed_forward.up,
-        block.feed_forward.down,
-    )
-    return all(ops.multiplies_exactly(hidden, matrix) for matrix in matrices)
-
-
-def _by_blocks(size: int, count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
-    return exact.by_blocks(function, size, count, *trees)
+def _by_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
+    return exact.by_blocks(function, exact.block_size(matmuls=False), count, *trees)
 
 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -555,18 +533,10 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-
-    def project(hidden: jax.Array) -> jax.Array:
-        logits = ops.project(hidden, head, out_dtype=wide)
-        if head.shape[0] == config.vocab_size:
-            return logits
-        return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
-
-    if not exact.is_exact() or ops.multiplies_exactly(hidden, head):
-        return project(hidden)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))
-    return exact.by_blocks(project, exact.block_size(), count, rows).reshape(*hidden.shape[:-1], -1)
+    logits = ops.project(hidden, head, out_dtype=wide)
+    if head.shape[0] == config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from llama_jax.ops import exact
 from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +50,15 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
       [*batch, *out].
     """
     out_dtype = out_dtype or x.dtype
+    if not exact.is_exact() or multiplies_exactly(x, weight):
+        return _project(x, weight, out_dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    in_use = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # the others' results are zeros, too
+    found = exact.by_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), in_use, rows)
+    return found.reshape(*x.shape[:-1], *found.shape[1:])
+
+
+def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any) -> jax.Array:
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
     return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), PRODUCT)
@@ -56,9 +66,9 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
 
 @for_cpu("multiplies_exactly")
 def multiplies_exactly(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
-    """Whether `project`, in exact programs, gives the rows of an array like `x` what it gives each of them alone.
+    """Whether a matmul, in exact programs, gives the rows of an array like `x` what it gives each of them alone.
 
-    Anything else is exact by blocks of one size, see `ops.exact`.
+    Others are computed by blocks of one size, see `ops.exact`.
     """
     return False
 
