@@ -40,7 +40,7 @@ from llama_jax.training.policy_gradient import PolicyOptions
 from llama_jax.training.policy_loss import AnswerLoss
 
 EXACT = Compute(exact=True)
-KINDS = ["float32", "bfloat16", "int8", "q4_0"]
+KINDS = ["float32", "q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "int8"))]
 NEW = 9
 # At the edges of the blocks of tokens and of keys, and of the pages.
 LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 130]
