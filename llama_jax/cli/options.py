@@ -250,6 +250,7 @@ class LoadOptions(AttentionOption, WeightOptions):
 
         from llama_jax.formats.loading import planned_weights
         from llama_jax.formats.quantize_on_load import can_be_kept
+        from llama_jax.ops import exact
         from llama_jax.ops.cpu import compile_native
 
         dtype = unless_auto(self.dtype)
@@ -260,7 +261,8 @@ class LoadOptions(AttentionOption, WeightOptions):
             kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
-            compile_native(kinds, keys)
+            with exact.exactly(self.compute().exact):
+                compile_native(kinds, keys)
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
@@ -282,6 +284,10 @@ class LoadOptions(AttentionOption, WeightOptions):
         opened = llama_jax.formats.open_checkpoint(path)
         config = with_rope(opened.config, self.rope)
         check_attend(with_attend(config, adapters if adapter is None else [adapter]), llama_jax.Compute())
+        if self.compute().exact:
+            given = ("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", config.experts)
+            if refused := next((name for name, is_given in given if is_given), None):
+                raise GenerationError(f"exact goes without {refused}; leave one of the two out")
         self.compile_native(opened)
         config, params, tokenizer = llama_jax.load(
             path,

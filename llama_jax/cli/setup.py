@@ -17,7 +17,7 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.argv import MARKERS, RULES
-from llama_jax.cli.options import LoadOptions, ModelPath
+from llama_jax.cli.options import ExactOption, LoadOptions, ModelPath
 from llama_jax.errors import GenerationError
 from llama_jax.settings import at_least
 
@@ -62,7 +62,7 @@ class Quickstart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compile(LoadOptions):
+class Compile(ExactOption, LoadOptions):
     """Compile a model's programs ahead, so that the first start of generate, chat or serve neither traces nor compiles.
 
     They are kept where these commands look for them, and serve the same model, options, library, JAX and processor. Those
@@ -102,7 +102,7 @@ class Compile(LoadOptions):
             from llama_jax.parallel.multihost import Processes
 
             options = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
-            Serve(**options).start(Processes()).engine.close()
+            Serve(exact=self.exact, **options).start(Processes()).engine.close()
         else:
             for step in self._generate():
                 made = _sizes(folder).keys() - before.keys()

@@ -14,7 +14,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
-from llama_jax.errors import GenerationError
+from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import token_ids
 from llama_jax.inference.sharding import sharding_of
@@ -137,7 +137,13 @@ def score_pairs(
 
 
 def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
-    """`score_rows` under `jax.jit`, sharded as the parameters are."""
+    """`score_rows` under `jax.jit`, sharded as the parameters are.
+
+    Raises:
+      ConfigError: an exact `compute`.
+    """
+    if compute.exact:
+        raise ConfigError("exact=True is not for log-likelihoods of choices, whose rows hold several texts; leave it out")
     return jax.jit(partial(score_rows, config, compute=compute, sharding=sharding_of(params)))
 
 

@@ -19,6 +19,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
+from llama_jax.inference.sharding import sharding_of
+from llama_jax.model.checks import check_exact_devices
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
 from llama_jax.model.logits import exact_logprobs
@@ -249,8 +251,9 @@ def token_nats(
       sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
     """
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
-    # Exact passes have one window per row.
-    positions = Positions() if compute.exact else Positions(position_ids=position_ids, segment_ids=segment_ids)
+    positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
+    if compute.exact:  # each row is one window
+        positions = Positions(rope_lengths=jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32))
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
     with exact.exactly(compute.exact):
@@ -259,7 +262,13 @@ def token_nats(
 
 @contextmanager
 def measuring(params: Llama, compute: Compute) -> Iterator[None]:
-    """Context for measurements: of the parameters' platform, and exact ones as generation computes."""
+    """Context for measurements: of the parameters' platform, and exact ones as generation computes.
+
+    Raises:
+      MeshError: an exact one over several devices.
+    """
+    if compute.exact:
+        check_exact_devices(sharding_of(params))
     with tracing_for(params), decoding_context(compute.exact and decodes_natively(params, compute.dtype, None)):
         yield
 

@@ -15,6 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
 from llama_jax.data.preference_batches import Pairs, concatenate
+from llama_jax.errors import ConfigError
 from llama_jax.evaluation.measure import (
     LOGIT_CHUNK,
     WindowRows,
@@ -188,6 +189,8 @@ def divergence(
       DataError: what `evaluate` raises for either model, or vocabularies of two sizes.
     """
     reference_config = config if reference_config is None else reference_config
+    if compute.exact:
+        raise ConfigError("exact=True is for the numbers of one model, and not for a divergence; leave it out")
     if reference_config.vocab_size != config.vocab_size:
         raise DataError(
             f"the reference has a vocabulary of {reference_config.vocab_size}, the model one of {config.vocab_size}:"

@@ -143,7 +143,7 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     Raises:
       ConfigError: rows hold several texts; or matrices are multiplied with other tokens as well: those of experts, and of
         adapters in a table.
-      MeshError: devices would add their parts of sums.
+      MeshError: as `check_exact_devices`.
     """
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
@@ -151,6 +151,11 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
         raise ConfigError("exact=True is not for tables of adapters; load the one that is used, alone")
     if params.blocks.feed_forward.router is not None:
         raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
+    check_exact_devices(sharding)
+
+
+def check_exact_devices(sharding: Sharding) -> None:
+    """Raise MeshError for several devices, which would add their parts of sums."""
     if sharding.mesh is not None and sharding.mesh.size > 1:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 

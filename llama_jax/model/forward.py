@@ -80,6 +80,8 @@ def _forward_exactly(
     check_arguments(config, params, tokens, cache, positions)
     if cache is None:
         kept = init_cache(config, rows, each, options.compute.dtype or params.embedding.dtype)
+        if positions.rope_lengths is None:
+            options = options._replace(positions=positions._replace(rope_lengths=jnp.full(rows, each, jnp.int32)))
         return _forward_exactly(config, params, tokens, kept, options)[0], None
     starts, lengths = positions.starts, positions.rope_lengths
     if starts is None:

@@ -56,8 +56,8 @@ class Compute:
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
       attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or `Sharding.attend`.
       exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their order,
-        padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. With a cache
-        only, and on one device.
+        padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. On one
+        device, without derivatives.
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an

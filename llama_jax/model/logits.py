@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
@@ -53,6 +54,8 @@ def observe(
     Returns:
       The hidden states, and the results of `tap`, stacked over the layers: each array has a leading axis L.
     """
+    if compute.exact:
+        raise ConfigError("exact=True has no activations to observe; leave it out")
     with sharding.context():
         options = PassOptions(positions, compute, sharding)
         hidden, _, taken = run_layers(config, params, tokens, None, options, lambda *seen: tap(LayerActivations(*seen)))

@@ -174,6 +174,25 @@ def test_kept_prefixes(model):
     engine.close()
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length(scaling):
+    """A pass without a cache is that of generation; of both kinds the usual pass is close."""
+    factors = {"short_factor": (1.0,) * 16, "long_factor": (2.0,) * 16} if scaling == "longrope" else {}
+    config = replace(
+        CONFIG, rope_scaling=llama_jax.RopeScaling(kind=scaling, factor=2.0, original_max_seq_len=64, **factors)
+    )
+    params, tokens = model_of("float32")[1], np.asarray([some_prompts([100])[0]], np.int32)
+    usual, found = (np.asarray(llama_jax.logits(config, params, tokens, compute)) for compute in (Compute(), EXACT))
+    np.testing.assert_allclose(found, usual, atol=1e-3)
+
+
+def test_many_sinks_in_caches_of_other_capacities():
+    model, cache = model_of("float32"), CacheOptions(window=20, sinks=300)
+    prompts = some_prompts([200, 330], seed=2)
+    alone = continued(model, prompts[:1], of_row(SAMPLING, 0), cache=cache)
+    assert continued(model, prompts, Sampling(), cache=cache)[:1] == alone
+
+
 @pytest.mark.parametrize("cache", [CacheOptions("int8"), CacheOptions(window=20), CacheOptions(window=20, sinks=4)])
 def test_other_caches(cache):
     model = model_of("float32")
@@ -308,6 +327,10 @@ def test_with_the_usual_options_of_the_compiler(tmp_path):
 
 
 class TestRefused:
+    def test_activations(self):
+        with pytest.raises(ConfigError, match="observe"):
+            llama_jax.observe(*model_of("float32"), np.asarray([[1, 2]]), lambda seen: seen.after, compute=EXACT)
+
     def test_rows_of_several_texts(self):
         positions = llama_jax.Positions(segment_ids=np.asarray([[1, 2]]), position_ids=np.asarray([[0, 0]]))
         with pytest.raises(ConfigError, match="one text"):

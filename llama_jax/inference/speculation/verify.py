@@ -3,7 +3,8 @@
 The token at every position is sampled from the model's own logits with that position's own random numbers, and is accepted
 as long as all drafts before it equal what the model chose. So for the same seed the tokens equal those of decoding one by
 one, whatever was drafted (arXiv 2408.07978); Leviathan et al. 2022 (arXiv 2211.17192) keep only the distribution. Sums over
-several rows are rounded in another order than over one, so a near tie may be decided differently, as in another batch.
+several rows are rounded in another order than over one, so a near tie may be decided differently, as in another batch,
+unless passes are exact.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def attend_by_blocks(
     pages_at_once = (
         max(1, EXACT_KEYS_PER_BLOCK // page) if exact.is_exact() else min(max(1, KEYS_PER_BLOCK // page), entries)
     )
-    table = jnp.pad(view.table, ((0, 0), (0, -entries % pages_at_once)))
+    sink_pages = -(-sinks // page) if exact.is_exact() else min(-(-sinks // page), entries)
+    table = jnp.pad(view.table, ((0, 0), (0, max(-entries % pages_at_once, sink_pages - entries))))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries
 
@@ -102,7 +103,6 @@ def attend_by_blocks(
             jnp.zeros((*shape, width), precise),
         )
         if sinks:
-            sink_pages = min(-(-sinks // page), entries)
             carry = add_keys(carry, sink_queries, jnp.int32(0), sink_pages, lambda key: (key <= position) & (key < sinks))
         others = lambda key: is_visible(position, key, window, chunk) & (key >= sinks)
         keys = pages_at_once * page

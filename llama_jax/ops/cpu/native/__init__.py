@@ -60,8 +60,8 @@ def _libraries() -> dict[str, tuple[str, ...]]:
 
 
 LIBRARIES = _libraries()
-"""The source file and definitions of each library, by its name, which no other name contains. Attention is for heads whose
-width is a multiple of 16, or of `any`."""
+"""The source file and definitions of each library, by its name; after `PREFIX`, no name contains another. Attention is for
+heads whose width is a multiple of 16, or of `any`."""
 
 _log = logging.getLogger("llama_jax.native")
 
