@@ -211,8 +211,10 @@ def price(work: Work, repetitions: int) -> dict[str, float]:
 
 
 def trainer(work: Work) -> dict[str, int]:
-    """Of answers sampled in groups of 4: tokens whose log-probability in a training step has other bits, or other than 1 as
-    the ratio of the first update."""
+    """Sample answers in groups of 4, and count tokens whose log-probability in a training step has other bits.
+
+    Counted, too, are those whose ratio in the first update is not 1.
+    """
     prompts = [prompt for prompt in work.prompts if len(prompt) <= 200][-8:]
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pmap
 from conftest import jit_init
 from conftest import same as same_trees
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from training_options import loss_options
 
-from llama_jax import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
@@ -24,18 +24,7 @@ from llama_jax.training.loss import TaskSums, total_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import StepOptions, init_state, train_step
 
-CONFIG = LlamaConfig(
-    vocab_size=72,
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    hidden_dim=48,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-)
+CONFIG = replace(test_pmap.CONFIG, vocab_size=72)
 EXPERTS = replace(CONFIG, experts=4, experts_per_token=2, tie_embeddings=True)
 ROWS, LENGTH, STEPS = 16, 24, 4
 # Gradients are clipped at each step, and some parameters decay.

@@ -225,7 +225,7 @@ ROWS = [[1, 2]] * 2  # the last tokens of two rows
 
 
 class TestHowMuchIsDrafted:
-    """Of turns of two rows that take a millisecond without drafts, and more with, of a share `acceptance` that is right."""
+    """Turns of two rows: a millisecond each without drafts, more with drafts, of which a share `acceptance` is right."""
 
     def run(self, cost, acceptance, tokens, seed=0, every=1):
         """Tokens a millisecond of each row, without drafts 1; seconds are seen of one of `every` turns."""

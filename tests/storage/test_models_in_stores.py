@@ -321,7 +321,7 @@ def test_what_cannot_be_written_leaves_nothing(fault, written, store, model):
 
 
 def test_answers_that_are_lost_are_asked_for_again(store, model):
-    """Of what is created only where nothing is, the second try sees what the first has written."""
+    """A file that is created only if there is none: the second attempt finds what the first one wrote."""
     config, params = model
     lost = set()
 

@@ -154,7 +154,7 @@ CONFIG = replace(KINDS["llama3"], vocab_size=12, dim=8, n_heads=2, n_kv_heads=1,
 
 @pytest.fixture(scope="module")
 def oracle() -> Trace:
-    """Of a model that never was: only its shapes matter here."""
+    """An invented model: only its shapes matter here."""
     rng = np.random.default_rng(0)
     return Trace(
         Origin("some model", CONFIG, ("F32", "Q4_0"), "float32", {"llama_jax": "0.1.0"}),
