@@ -3,13 +3,13 @@
     python experiments/soft_cap.py              (PYTHONPATH=. where the package is not installed)
 
 50 * tanh(scores / 50) keeps every score between -50 and 50 and leaves small ones nearly as they are, as in Gemma 2 (Gemma
-Team 2024, section 2). No file of the library knows of it: `Compute(attend=...)` takes any function with the arguments of
-`llama_jax.ops.attend`, and the same `Compute` goes to `train_step`, `next_token_loss` and `generate`.
+Team 2024, section 2). No file of the library knows of it: `Parts(attend=...)` of a configuration takes any function with the
+arguments of `llama_jax.ops.attend`, and `train_step`, `next_token_loss` and `generate` call it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import tyro
 
 import llama_jax
-from llama_jax import Batch, Compute, LossOptions, Sampling, StepOptions
+from llama_jax import Batch, Parts, Sampling
 from llama_jax.ops.attention import AttentionMask, KVView, visible
 
 CAP = 50.0
@@ -45,14 +45,13 @@ def capped(queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: floa
 
 def main(arguments: Arguments) -> dict[str, float | str]:
     """Losses before and after, and what the model then writes."""
-    config, compute = llama_jax.preset(arguments.model), Compute(attend=capped)
-    options = StepOptions(LossOptions(compute))
+    config = replace(llama_jax.preset(arguments.model), parts=Parts(attend=capped))
     letters = [3 + byte for byte in arguments.text.encode()]
     batch = Batch(jnp.array([letters[i:] + letters[:i] for i in range(0, len(letters), 8)], jnp.int32))
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=5e-3, warmup_steps=10), arguments.steps)
     state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
-    step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
-    loss = jax.jit(partial(llama_jax.next_token_loss, config, options=options.loss))
+    step = jax.jit(partial(llama_jax.train_step, config, optimizer), donate_argnums=0)
+    loss = jax.jit(partial(llama_jax.next_token_loss, config))
     before = float(loss(state.params, batch))
     for _ in range(arguments.steps):
         state, _ = step(state, batch)
@@ -62,7 +61,6 @@ def main(arguments: Arguments) -> dict[str, float | str]:
         [letters[:20]],
         max_new_tokens=arguments.new_tokens,
         sampling=Sampling(temperature=0.0),
-        compute=compute,
     )
     text = bytes(token - 3 for token in written.tokens if 3 <= token < 259).decode(errors="replace")
     found = {"before": before, "after": float(loss(state.params, batch)), "text": arguments.text[:20] + text}

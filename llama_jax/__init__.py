@@ -24,8 +24,10 @@ and their arguments:
 
   LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what related
                                       families add
-  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, an attention of your own), the
-                                      positions of its tokens, and how it is sharded over devices
+  Parts                               your own functions in place of parts of every layer; with_parts(config, "mine.py")
+                                      finds those that a loaded model names
+  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, kernels), the positions of its tokens,
+                                      and how it is sharded over devices
   LossOptions, StepOptions            options of the loss (including a Compute) and of a training step (including a
                                       LossOptions);  OptimizerSettings: the optimizer and its learning-rate schedule
   Sampling                            how to choose tokens
@@ -57,6 +59,7 @@ _LAZY_ATTRIBUTES = {
     "save_adapter": "formats",
     "LayerConfig": "config",
     "LlamaConfig": "config",
+    "Parts": "config",
     "QueryScaling": "config",
     "RopeScaling": "config",
     "preset": "config.presets",
@@ -107,6 +110,7 @@ _LAZY_ATTRIBUTES = {
     "evaluate_lengths": "evaluation.loss_by_length",
     "train": "runs.loop",
     "Recipe": "runs.recipe",
+    "with_parts": "runs.user_functions",
     "Message": "tokenizers",
     "TextStream": "tokenizers",
     "encode_chat": "tokenizers",
@@ -164,6 +168,7 @@ __all__ = [
     "MeshSizes",
     "Message",
     "OptimizerSettings",
+    "Parts",
     "Positions",
     "PromptLookup",
     "QueryScaling",
@@ -214,10 +219,11 @@ __all__ = [
     "train_step",
     "unembed",
     "with_base",
+    "with_parts",
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
+    from llama_jax.config import LayerConfig, LlamaConfig, Parts, QueryScaling, RopeScaling
     from llama_jax.config.presets import preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
@@ -240,6 +246,7 @@ if TYPE_CHECKING:
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
+    from llama_jax.runs.user_functions import with_parts
     from llama_jax.serving.offline import batch
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer

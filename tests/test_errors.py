@@ -98,10 +98,9 @@ def test_an_attention_in_another_order_is_refused(models):
         ("attend gave <class 'NoneType'>", lambda mixed: None),
     ):
         attend = lambda *args, change=change, **options: change(ops.attend(*args, **options))
+        own = replace(config, parts=llama_jax.Parts(attend=attend))
         with pytest.raises(ConfigError, match=message):
-            jax.eval_shape(
-                partial(llama_jax.logits, config, params, np.array([[1, 2, 3, 4, 5]]), llama_jax.Compute(attend=attend))
-            )
+            jax.eval_shape(partial(llama_jax.logits, own, params, np.array([[1, 2, 3, 4, 5]])))
 
 
 def test_parts_of_a_batch_that_would_be_broadcast_are_refused(models):

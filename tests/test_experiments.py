@@ -209,20 +209,21 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_an_attention_of_ones_own_is_the_one_that_is_used():
-    config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
+    plain, prompt = llama_jax.preset("stories-260k"), [1, 7, 300]
+    config = replace(plain, parts=llama_jax.Parts(attend=soft_cap.capped))
     params = llama_jax.init(config, jax.random.key(1))
     loud = params.blocks.replace(attention=params.blocks.attention.replace(qkv=40 * params.blocks.attention.qkv))
     params = params.replace(blocks=loud)  # scores beyond the cap
-    [written] = llama_jax.generate(config, params, [prompt], max_new_tokens=6, compute=compute)
+    [written] = llama_jax.generate(config, params, [prompt], max_new_tokens=6)
     row = jnp.array([prompt + written.tokens])
-    hidden, _ = llama_jax.forward(config, params, row[:, :-1], compute=compute)
+    hidden, _ = llama_jax.forward(config, params, row[:, :-1])
     logits = llama_jax.unembed(config, params, hidden)[0]
     assert written.tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist()
     by_hand = -jnp.take_along_axis(jax.nn.log_softmax(logits), row[0, 1:, None], axis=-1).mean()
     batch = llama_jax.Batch(row)
-    capped = llama_jax.next_token_loss(config, params, batch, llama_jax.LossOptions(compute))
+    capped = llama_jax.next_token_loss(config, params, batch)
     np.testing.assert_allclose(capped, by_hand, rtol=1e-5)
-    assert abs(capped - llama_jax.next_token_loss(config, params, batch)) > 1e-3
+    assert abs(capped - llama_jax.next_token_loss(plain, params, batch)) > 1e-3
 
 
 @pytest.mark.slow

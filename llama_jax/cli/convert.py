@@ -126,7 +126,7 @@ class Merge(CompileOptions):
     def run(self) -> None:
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats import load, load_adapter, open_checkpoint, save
-        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.model_folder import check_room
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
@@ -149,7 +149,7 @@ class Merge(CompileOptions):
             config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
             save(
                 self.destination,
-                with_attend(config, [self.adapter]),
+                with_adapter_parts(config, [self.adapter]),
                 merge(params, adapter.params, adapter.lora),
                 tokenizer,
                 format=format,

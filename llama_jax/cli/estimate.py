@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from llama_jax.cli.options import QUANTIZE, AttentionOption, CompileOptions, unless_auto
+from llama_jax.cli.options import QUANTIZE, AttentionOption, CompileOptions, PartsOption, unless_auto
 from llama_jax.cli.terminal import columns
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.settings import at_least
@@ -70,7 +70,7 @@ def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
 
 
 @dataclass(frozen=True)
-class Estimate(AttentionOption, CompileOptions):
+class Estimate(PartsOption, AttentionOption, CompileOptions):
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
     Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analyzed. For
@@ -97,7 +97,7 @@ class Estimate(AttentionOption, CompileOptions):
     """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
     lora: Annotated[int, at_least(0)] = 0
     """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No lower
-    bounds are computed with LoRA."""
+    bounds are computed with LoRA, nor for a model with parts of its own."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
     (full, auto)."""
@@ -123,12 +123,12 @@ class Estimate(AttentionOption, CompileOptions):
         hardware = None if self.hardware is None else named_hardware(self.hardware)
         sizes = parse_mesh(self.mesh)
         mesh, compiler, note = devices_to_plan_for(self.hardware, sizes)  # before a run's folder is opened: it starts JAX
-        config = read_config(self.model)
+        (config,) = self.with_parts(read_config(self.model))
         self._check(config)
         kinds, weights = self._weights()
         use_compilation_cache(self.no_cache)
         least: list[DeviceExchange] = []
-        if self._remat is not None and not self.lora:
+        if self._remat is not None and not self.lora and not config.parts:
             least = least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
@@ -160,7 +160,11 @@ class Estimate(AttentionOption, CompileOptions):
             "refused": refused,
             "seconds": round(time.perf_counter() - started, 1),
         }
-        bounds = {} if hardware is None or refused or self.lora else self._bounds(config, sizes, hardware, found, least)
+        bounds = (
+            {}
+            if hardware is None or refused or self.lora or config.parts
+            else self._bounds(config, sizes, hardware, found, least)
+        )
         if self.json:
             print(as_json(about, found, least, hardware, bounds))
             return

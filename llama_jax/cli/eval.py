@@ -117,6 +117,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
         self._check_kind(kind)
         reference = None if self.against is None else self._reference_config(self.against, config, tokenizer)
+        config, *others = self.with_parts(config, *([] if reference is None else [reference]))
+        reference = others[0] if others else None
         shorter = min([config, reference or config], key=lambda one: one.max_seq_len)
         if kind == "preferences":
             settings, measure = self._preferences(config, tokenizer, reference, shorter.max_seq_len)
@@ -184,13 +186,11 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         Raises:
           UserError: no vocabulary, or one of another model.
         """
-        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.loading import open_checkpoint
-        from llama_jax.model.checks import check_attend
 
         opened = open_checkpoint(self.path)
-        config = with_attend(opened.config, () if self.adapter is None else [self.adapter])
-        check_attend(config, llama_jax.Compute())
+        config = with_adapter_parts(opened.config, () if self.adapter is None else [self.adapter])
         config = with_rope(config, self.rope)
         tokenizer = stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
         if tokenizer.vocab_size > config.vocab_size:

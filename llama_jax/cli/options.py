@@ -18,7 +18,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 import llama_jax
 from llama_jax.config import ROPE_FIELDS, LlamaConfig, RopeScaling, RopeScalingKind
-from llama_jax.errors import GenerationError, MeshError, UserError, shown
+from llama_jax.errors import ConfigError, GenerationError, MeshError, UserError, shown
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Format, Tokenizer
 
@@ -71,6 +71,30 @@ class CompileOptions:
 
         use_compilation_cache(self.no_cache)
         start_backend()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsOption:
+    parts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """A Python file of yours, which is run: it defines the functions that the model names as its own attention, norm,
+    feed-forward or rotary embedding."""
+
+    def with_parts(self, *configs: LlamaConfig) -> tuple[LlamaConfig, ...]:
+        """The configurations of all models of a command, with the functions of the file in place of their names.
+
+        Raises:
+          ConfigError: names and no file, or not their functions in it; a file and no names.
+        """
+        from llama_jax.model.checks import check_parts_found
+
+        if self.parts is None:
+            for config in configs:
+                check_parts_found(config)
+            return configs
+        if not any(config.parts.missing for config in configs):
+            raise ConfigError(f"--parts {self.parts} is for a model that names functions of its own; leave it out")
+        found = self.parts
+        return tuple(llama_jax.with_parts(config, found) if config.parts.missing else config for config in configs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +223,7 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightOptions(CompileOptions):
+class WeightOptions(PartsOption, CompileOptions):
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
@@ -229,6 +253,10 @@ class LoadOptions(AttentionOption, WeightOptions):
         from llama_jax.formats.loading import bundled
 
         return bundled() if self.model is None else self.model
+
+    def draft_model(self) -> str:
+        """The path of the model that drafts; empty without one."""
+        return ""
 
     def mesh_sizes(self) -> llama_jax.MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for a mesh that shards more than the model."""
@@ -274,18 +302,21 @@ class LoadOptions(AttentionOption, WeightOptions):
           progress: wraps the layers as they are read; by default in a bar.
         """
         from llama_jax.cli.jax_setup import loading_bar
-        from llama_jax.formats.adapters import with_attend
+        from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.loading import BUNDLED_NAME
-        from llama_jax.model.checks import check_attend
 
         path = self.model_path
         # Invalid options end the command before minutes go into loading.
         mesh = self.mesh_sizes()
         opened = llama_jax.formats.open_checkpoint(path)
-        config = with_rope(opened.config, self.rope)
-        check_attend(with_attend(config, adapters if adapter is None else [adapter]), llama_jax.Compute())
+        named = with_adapter_parts(with_rope(opened.config, self.rope), adapters if adapter is None else [adapter])
+        draft = self.draft_model()
+        own, *_ = self.with_parts(named, *([llama_jax.formats.open_checkpoint(draft).config] if draft else []))
         if self.compute().exact:
-            given = ("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", config.experts)
+            given = (
+                *(("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", own.experts)),
+                ("parts of the model's own", own.parts),
+            )
             if refused := next((name for name, is_given in given if is_given), None):
                 raise GenerationError(f"exact goes without {refused}; leave one of the two out")
         self.compile_native(opened)
@@ -311,7 +342,7 @@ class LoadOptions(AttentionOption, WeightOptions):
                 f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
                 " pass the model's own"
             )
-        return with_rope(config, self.rope), params, tokenizer
+        return replace(with_rope(config, self.rope), parts=own.parts), params, tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,10 +420,14 @@ class DraftOptions(ExactOption, LoadOptions):
         check_number("tokens", number, MAX_DRAFT_TOKENS)
         return found[1], number
 
+    def draft_model(self) -> str:
+        name, _ = self.parse_draft()
+        return "" if name == PROMPT else name
+
     def check_draft(self) -> None:
         """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
-        name, _ = self.parse_draft()
-        if name in ("", PROMPT):
+        name = self.draft_model()
+        if not name:
             return
         own, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
         if size != own:
@@ -421,6 +456,8 @@ class DraftOptions(ExactOption, LoadOptions):
                 raise GenerationError(
                     f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's own tokenizer"
                 )
+        if config.parts and self.parts is not None:
+            config = llama_jax.with_parts(config, self.parts)
         return llama_jax.DraftModel(config, params).replace(**limit)
 
 

@@ -15,7 +15,6 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.options import (
-    PROMPT,
     AdapterOptions,
     CacheOption,
     DraftOptions,
@@ -223,8 +222,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         target, weights = planned_weights(opened, dtype, unless_auto(self.quantize))
         config = with_rope(opened.config, self.rope)
         models = [(config, target)]
-        draft, _ = self.parse_draft()
-        if draft not in ("", PROMPT):
+        if draft := self.draft_model():
             opened = open_checkpoint(draft)
             target, more = planned_weights(opened, dtype)
             models.append((replace(opened.config, max_seq_len=config.max_seq_len), target))  # if it is shorter, see `Engine`

@@ -84,6 +84,8 @@ class Compile(ExactOption, LoadOptions):
 
         if self.no_cache:
             raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
+        if self.parts is not None:
+            raise GenerationError("programs with functions of your own (--parts), whose source may change, are not kept")
         self.start_jax()
         folder = store.folder()
         if folder is None or compiled.reason_unsafe(folder):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import tyro
 
-from llama_jax.cli.options import CompileOptions, ModelPath, ProcessOptions
+from llama_jax.cli.options import CompileOptions, ModelPath, PartsOption, ProcessOptions
 from llama_jax.cli.terminal import end_at_once, filled, note
 from llama_jax.errors import StuckSaveError, UserError, shown
 from llama_jax.settings import help_of
@@ -33,7 +33,7 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(CompileOptions, ProcessOptions):
+class Train(PartsOption, CompileOptions, ProcessOptions):
     """Train a model into a folder, from which generate, eval and the other commands read it at any time.
 
     SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
@@ -153,10 +153,13 @@ class Train(CompileOptions, ProcessOptions):
         if self.reward:
             changes.append(f"rewards.functions={json.dumps(self.reward)}")
         if self.weights is None:
-            return override(recipe, changes)
-        # The length is set together with the changes: either alone may not fit the other.
-        started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
-        return override(started, [f"length={recipe.length}", *changes])
+            recipe = override(recipe, changes)
+        else:
+            # The length is set together with the changes: either alone may not fit the other.
+            started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
+            recipe = override(started, [f"length={recipe.length}", *changes])
+        (model,) = self.with_parts(recipe.model)
+        return replace(recipe, parts=model.parts)
 
 
 def _end(joined: Processes, error: StuckSaveError) -> None:
@@ -189,7 +192,7 @@ def _steps(text: str) -> range | None:
     return range(int(found[1]), int(found[2]))
 
 
-FUNCTIONS = ("attend", "loss")  # settings of recipes in files, which no command line can set
+FUNCTIONS = ("parts", "loss")  # settings of recipes in files, which no command line can set
 
 
 def settings_page(name: str, changes: Sequence[str] = ()) -> str:

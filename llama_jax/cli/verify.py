@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import tyro
 
 import llama_jax
-from llama_jax.cli.options import QUANTIZE, CompileOptions, ModelPath, unless_auto
+from llama_jax.cli.options import QUANTIZE, CompileOptions, ModelPath, PartsOption, unless_auto
 from llama_jax.cli.terminal import as_json, columns, printable
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import UserError
@@ -31,7 +31,7 @@ LARGEST_TEXT = 1 << 20  # characters
 
 
 @dataclass(frozen=True)
-class Verify(CompileOptions):
+class Verify(PartsOption, CompileOptions):
     """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
     Without a reference a quantized model (--quantize) is compared with itself as it is stored, and any other is checked as
@@ -65,6 +65,7 @@ class Verify(CompileOptions):
     def run(self) -> None:
         self._check_options()
         from llama_jax.cli.jax_setup import loading_bar
+        from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.build_params import plan
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import check_kept
@@ -82,8 +83,8 @@ class Verify(CompileOptions):
             check_kept(list(opened.tensors.values()), opened.path)
         elif self.quantize != "auto":
             quantize_params(param_shapes(opened.config), self.quantize)  # raises for a kind that its matrices cannot have
-        origin = self._origin(opened)
-        config, tokenizer = opened.config, opened.tokenizer()
+        (config,) = self.with_parts(with_adapter_parts(opened.config, [] if self.adapter is None else [self.adapter]))
+        origin, tokenizer = self._origin(opened, config), opened.tokenizer()
         reference: Trace | None = None
         if self.oracle is not None:
             reference = read_oracle(self.oracle)
@@ -132,7 +133,7 @@ class Verify(CompileOptions):
         if self.write_oracle is not None and self.quantize != "auto":
             raise UserError("--write-oracle stores the outputs of the weights as they are; leave --quantize out")
 
-    def _origin(self, opened: Opened | OrbaxCheckpoint) -> Origin:
+    def _origin(self, opened: Opened | OrbaxCheckpoint, config: LlamaConfig) -> Origin:
         """The origin of this model's numbers; names and shapes are checked."""
         import jax
 
@@ -143,7 +144,7 @@ class Verify(CompileOptions):
         versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
         beside = "" if self.adapter is None else f" with {self.adapter}"
         name = f"{self.path} ({opened.format}){beside}"
-        return origin_of(name, opened.config, list(opened.tensors.values()), self.dtype, versions)
+        return origin_of(name, config, list(opened.tensors.values()), self.dtype, versions)
 
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
@@ -157,6 +158,8 @@ class Verify(CompileOptions):
             )
         check_transformers()
         opened = open_folder(self.against)
+        if opened.config.parts:
+            raise UserError(f"--against {self.against} has {opened.config.parts}, which transformers does not compute with")
         self._check_sizes(config, opened.config)
         return opened.tokenizer()
 

@@ -2,6 +2,7 @@
 
 from llama_jax.config.families import FAMILY_FEATURES, Kind
 from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period
+from llama_jax.config.parts import Parts
 from llama_jax.config.rope import REQUIRED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Kind",
     "LayerConfig",
     "LlamaConfig",
+    "Parts",
     "QueryScaling",
     "RopeScaling",
     "RopeScalingKind",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llama_jax.config.families import Kind, kind_of
+from llama_jax.config.parts import Parts
 from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
@@ -122,8 +123,7 @@ class LlamaConfig:
       embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
         attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
         (Granite 3; Gemma's embedding by sqrt(dim)).
-      attend: MODULE:FUNCTION of the user-defined attention the model was trained with. It is not stored in checkpoints;
-        `forward` requires it as `Compute(attend=...)`. None for the library's attention.
+      parts: your own functions in place of parts of every layer, see `Parts`. Files hold their names alone.
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are softmax probabilities over all E
@@ -166,7 +166,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
-    attend: str | None = None
+    parts: Parts = Parts()
 
     def __post_init__(self) -> None:
         for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from llama_jax.config.parts import Parts
 from llama_jax.errors import ConfigError, shown
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -69,8 +70,8 @@ def check_sizes(config: Any) -> None:
         if getattr(config, name) is not None:
             require_number(name, getattr(config, name), above=0.0)
     require_number("norm_offset", config.norm_offset)
-    if not isinstance(config.attend, str | None):
-        raise ConfigError(f"attend={shown(config.attend)} must be a function's name or None; the function goes to Compute")
+    if not isinstance(config.parts, Parts):
+        raise ConfigError(f"parts={shown(config.parts)} must be Parts, as parts=Parts(norm=my_norm)")
     if config.layers and config.window is not None:
         raise ConfigError(f"window={config.window} is that of all layers; with `layers` each has its own")
 

@@ -202,14 +202,14 @@ def step_at(folder: Location) -> Location | None:
     return found / str(existing_step(found, None))
 
 
-def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
-    """The configuration of a base under adapters: with the attention of their own that runs trained them with."""
+def with_adapter_parts(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
+    """The configuration of a base under adapters: with the parts of their own that runs trained them with."""
     opened = filter(None, map(open_adapter, adapters))
-    names = {each.base_config.attend for each in opened if each.base_config is not None}
-    if len(names) > 1:
-        different = ", ".join(sorted(map(str, names)))
-        raise CheckpointError(f"adapters trained with different attentions ({different}); pass one of them")
-    return replace(config, attend=names.pop()) if names else config
+    parts = {each.base_config.parts for each in opened if each.base_config is not None}
+    if len(parts) > 1:
+        different = ", ".join(sorted(map(str, parts)))
+        raise CheckpointError(f"adapters trained with different parts of their own ({different}); pass one of them")
+    return replace(config, parts=parts.pop()) if parts else config
 
 
 def save_adapter(
@@ -232,10 +232,10 @@ def save_adapter(
 
     Raises:
       CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support;
-        a base with an attention of its own, which no such file names.
+        a base with parts of its own, which no such file names.
     """
-    if config.attend is not None:
-        raise CheckpointError(f"attend={config.attend!r} has no place in an adapter's files; load the run as the adapter")
+    if config.parts:
+        raise CheckpointError(f"{config.parts} have no place in an adapter's files; load the run as the adapter")
     if config.kind == "phi3":
         raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
     to_gguf = Path(path).suffix.lower() == ".gguf"
@@ -315,7 +315,7 @@ def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) 
     for field in fields(LlamaConfig):
         old, new = getattr(before, field.name), getattr(config, field.name)
         same = math.isclose(old, new, rel_tol=1e-6) if isinstance(old, float) and isinstance(new, float) else old == new
-        if not same and field.name not in ("attend", "max_seq_len", "vocab_size", "tie_embeddings"):
+        if not same and field.name not in ("parts", "max_seq_len", "vocab_size", "tie_embeddings"):
             _log.warning("%s: its base had %s=%s, this one has %s", step, field.name, shown(old, 60), shown(new, 60))
 
 

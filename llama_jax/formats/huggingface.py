@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.config import LlamaConfig, Parts, RopeScaling, RopeScalingKind
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
@@ -110,7 +110,7 @@ ROPE_SETTINGS = {
 OPTIONAL_ROPE = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 # What else it may say, since it changes nothing.
 IGNORED_ROPE = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
-ATTEND_KEY = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
+PARTS_KEY = "llama_jax_parts"  # the names in `LlamaConfig.parts`, which other libraries do not read
 MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
@@ -176,10 +176,18 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
-        attend=found.get(ATTEND_KEY),
+        parts=_parts(object_in(found, PARTS_KEY)),
         **more,
     )
     return config if note is None else with_note(config, note)
+
+
+def _parts(found: Mapping[str, Any]) -> Parts:
+    """The names of a user's functions."""
+    for part, name in found.items():
+        if part not in vars(Parts()) or not isinstance(name, str) or not name.partition(":")[2]:
+            raise ConfigError(f"{PARTS_KEY} has {part}={shown(name, 80)}; the parts are {', '.join(vars(Parts()))}, by name")
+    return Parts(**found)
 
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -234,6 +242,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
 
     A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
     """
+    config = replace(config, parts=config.parts.names)
     found = _plain_settings(in_known_kinds(config))
     if config_from_dict(found) != config and config.rope_scaling is not None:
         found[SCALING_NOTE] = note_of(config)
@@ -266,7 +275,7 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        **({} if config.attend is None else {ATTEND_KEY: config.attend}),
+        **({PARTS_KEY: config.parts.missing} if config.parts else {}),
     } | family.settings(config, parameters)
 
 
@@ -620,6 +629,4 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
     return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
 
 
-FORMAT = WeightFormat(
-    "safetensors", recognizes, open_folder, write_folder, files=files, in_stores=True, names_attention=True
-)
+FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files, in_stores=True, names_parts=True)

@@ -18,7 +18,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.formats import gguf, huggingface, llama2c, meta, orbax_format
-from llama_jax.formats.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_attend
+from llama_jax.formats.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_adapter_parts
 from llama_jax.formats.build_params import Progress, build_params, pad_to_mesh, plan
 from llama_jax.formats.lazy_tensors import FLOATS, default_dtype
 from llama_jax.formats.model_folder import About
@@ -174,7 +174,7 @@ def load(
         quantize = "keep"
     loaded_adapter = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]
-    config = with_attend(config, adapters if adapter is None else [adapter])
+    config = with_adapter_parts(config, adapters if adapter is None else [adapter])
     if mesh is not None:
         from llama_jax.parallel.generation_sharding import pad_on_mesh, param_shardings  # imports what training needs too
 

@@ -627,4 +627,4 @@ def _remedy(step: Path) -> str:
     return f"try another step: {', '.join(others)}" if others else "copy it again"
 
 
-FORMAT = WeightFormat("orbax", recognizes, open_path, write_params=save, can_keep=can_be_kept, names_attention=True)
+FORMAT = WeightFormat("orbax", recognizes, open_path, write_params=save, can_keep=can_be_kept, names_parts=True)

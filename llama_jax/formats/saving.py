@@ -17,7 +17,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats import orbax_format
-from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter
+from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
 from llama_jax.formats.gguf import Blocks
 from llama_jax.formats.huggingface import from_params
@@ -254,6 +254,7 @@ def _convert_adapter(
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
+    config = with_adapter_parts(config, [source])
     adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
     save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
 
@@ -274,10 +275,10 @@ def _write(
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
 ) -> None:
-    if opened.config.attend is not None and not FORMATS[format].names_attention:
+    if opened.config.parts and not FORMATS[format].names_parts:
         raise CheckpointError(
-            f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
-            " safetensors or orbax"
+            f"{opened.config.parts} have no place in {format}, whose readers have parts of their own; write safetensors or"
+            " orbax"
         )
     kind, write = None if dtype is None else TENSOR_TYPES[dtype], FORMATS[format].write
     assert write is not None

@@ -61,7 +61,7 @@ class WeightFormat:
       dtypes: the types in which `save` can write it.
       can_keep: whether a tensor's blocks can be written as they are.
       in_stores: whether it can be written into a store.
-      names_attention: whether it has a place for `LlamaConfig.attend`.
+      names_parts: whether it has a place for the names in `LlamaConfig.parts`.
     """
 
     name: str
@@ -75,7 +75,7 @@ class WeightFormat:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     can_keep: Callable[[TensorInfo], bool] = lambda tensor: False
     in_stores: bool = False
-    names_attention: bool = False
+    names_parts: bool = False
 
     @property
     def is_folder(self) -> bool:

@@ -66,12 +66,15 @@ def scale_channels(
       progress: wraps the sequence of layers.
 
     Raises:
-      ConfigError: a model with experts, or parameters that are quantized; a kind that is only read from files.
+      ConfigError: a model with experts or with parts of its own, or parameters that are quantized; a kind that is only read
+        from files.
     """
     if kind not in MIXTURES:
         raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
     if config.experts:
         raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
+    if config.parts:
+        raise ConfigError(f"channels are scaled through the library's parts, and this model has {config.parts}")
     if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
         raise ConfigError("channels are scaled of floats: load with a dtype")
     layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []

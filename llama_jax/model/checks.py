@@ -14,9 +14,8 @@ from jaxtyping import Integer
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, pages_of
-from llama_jax.model.forward_options import Attend, Compute, Positions, Sharding
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
-from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.platform import AnyArray
 
 
@@ -160,23 +159,31 @@ def check_exact_devices(sharding: Sharding) -> None:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 
 
-def check_attend(config: LlamaConfig, compute: Compute) -> None:
-    """Raise ConfigError for a model trained with a custom attention, if none is passed."""
-    if config.attend is not None and compute.attend is None:
+def check_parts_found(config: LlamaConfig) -> None:
+    """Raise ConfigError for a model with functions of its own that are known by name alone."""
+    if config.parts.missing:
+        named = " and ".join(f"{part}={name}" for part, name in config.parts.missing.items())
         raise ConfigError(
-            f"the model was trained with an attention of its own, {config.attend}, which no file of it holds: pass that"
-            " function from Python, as compute=Compute(attend=...)"
+            f"the model has parts of its own, {named}, which no file of it holds: pass the Python file that defines them,"
+            " with --parts FILE.py; from Python, config = llama_jax.with_parts(config, 'FILE.py'), or the parts of a recipe"
         )
 
 
-def checked_attention(attend: Attend) -> Attend:
-    """A user's attention with a check of its result's shape, since axes in another order might go unnoticed."""
+def check_parts(config: LlamaConfig, compute: Compute) -> None:
+    """Raise ConfigError for functions of the user that a pass would not call."""
+    parts = config.parts
+    if parts and compute.exact:
+        raise ConfigError(f"exact=True is for the library's parts, and the model has {parts}; leave exact out")
+    if parts.attend is not None and compute.attention != "auto":
+        raise ConfigError(f"attention={compute.attention!r} is for the library's attention, which {parts} replaces")
+    if parts.feed_forward is not None and config.experts:
+        raise ConfigError(f"feed_forward of {parts} is for models without experts, and this one has {config.experts}")
 
-    def checked(queries: jax.Array, view: KVView, mask: AttentionMask, **options: Any) -> jax.Array:
-        attended = attend(queries, view, mask, **options)
-        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (attended, queries))
-        if kind != wanted:
-            raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
-        return attended
 
-    return checked
+def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    """Call a user's function and check its result's shape, since axes in another order might go unnoticed."""
+    found = function(x, *args, **options)
+    kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, x))
+    if kind != wanted:
+        raise ConfigError(f"{name} gave {kind}; {wanted} is needed, the shape and dtype of its first argument")
+    return found

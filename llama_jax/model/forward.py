@@ -15,8 +15,8 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
-from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
-from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
+from llama_jax.model.checks import call_part, check_arguments, check_exact, check_head, check_parts, check_parts_found
+from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
@@ -65,6 +65,7 @@ def forward(
     options = PassOptions(positions, compute, sharding)
     with sharding.context(), exact.exactly(compute.exact), tracing_context(params):
         if compute.exact:
+            check_parts(config, compute)
             return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
         hidden, cache, _ = run_layers(config, params, tokens, cache, options)
     return hidden, cache
@@ -160,7 +161,7 @@ def run_layers(
     hidden = sharding.constrain(sharding.constrain(embedded, "embedded"), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
-        return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
+        return x if weight is None else _norm(config, x, weight, checked=checked)
 
     def sublayer_output(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The output of attention or feed-forward, as it is added to the residual stream."""
@@ -240,9 +241,18 @@ def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*
     """The result of `forward`, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here suffices for pre-norm inputs; norms of sublayer outputs
     # check themselves.
-    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset, checked=True)
+    hidden = _norm(config, hidden, params.final_norm, checked=True)
     # Scaled here, not on the logits, so that neither `unembed` nor the loss needs to know of it.
     return _times(hidden, 1 / config.logits_scaling)
+
+
+def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, checked: bool = False) -> jax.Array:
+    """RMSNorm, or the model's own norm."""
+    if config.parts.norm is None:
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
+    if config.norm_offset:
+        weight = jnp.asarray(weight).astype(jnp.promote_types(weight.dtype, jnp.float32)) + config.norm_offset
+    return call_part("norm", config.parts.norm, x, weight, config.norm_eps)
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
@@ -258,13 +268,14 @@ def _layer_attention(
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...]], jax.Array]:
     """The attention function of a layer, given its kind; its result is [B, K, T, G, H]."""
-    own_attention = compute.attend is not None or compute.attention != "auto"
-    if sharding.reorder_batch is not identity and own_attention:
+    check_parts_found(config)
+    check_parts(config, compute)
+    own_attention = config.parts.attend is not None or compute.attention != "auto"
+    if sharding.attend is not None and own_attention:
         raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
-    check_attend(config, compute)
     attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
-    if compute.attend is not None:
-        attend = checked_attention(compute.attend)
+    if config.parts.attend is not None:
+        attend = partial(call_part, "attend", config.parts.attend)
     if own_attention and cache is not None and cache.sinks:
         raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
     options: dict[str, Any] = {"scale": config.score_scale}
@@ -437,14 +448,10 @@ def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Shared
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """[B, K, T, G, H], each head normalized by itself or, with a weight [K, G, H], all heads of a token together."""
     if weight.ndim == 1:
-        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=True)
+        return _norm(config, x, weight, checked=True)
     tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
     flat = tokens.reshape(*tokens.shape[:2], -1)
-    return (
-        ops.rms_norm(flat, weight.reshape(-1), config.norm_eps, config.norm_offset, checked=True)
-        .reshape(tokens.shape)
-        .swapaxes(1, 2)
-    )
+    return _norm(config, flat, weight.reshape(-1), checked=True).reshape(tokens.shape).swapaxes(1, 2)
 
 
 def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
@@ -455,8 +462,13 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: i
         cos, sin = rope[kind]
     else:
         cos, sin = (jnp.stack(tables)[kind] for tables in zip(*rope, strict=True))
-    rotated, rest = (x, None) if config.rotary_dim is None else jnp.split(x, [config.rotary_dim], axis=-1)
-    rotated = ops.apply_rotary(rotated, cos, sin)
+    pairs, rest = (x, None) if config.rotary_dim is None else jnp.split(x, [config.rotary_dim], axis=-1)
+    if config.parts.rotary is None:
+        rotated = ops.apply_rotary(pairs, cos, sin)
+    else:
+        rotated = call_part("rotary", config.parts.rotary, pairs, cos, sin)
+        if not isinstance(kind, int) and any(layer.rope == "none" for layer in config.layer_kinds):
+            rotated = jnp.where(_rotates(config)[kind], rotated, pairs)
     rotated = rotated if rest is None else jnp.concatenate([rotated, rest], axis=-1)
     if config.qk_norm != "l2":
         return rotated
@@ -514,6 +526,8 @@ def _feed_forward(
     """Dense or mixture-of-experts feed-forward."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
+    if config.parts.feed_forward is not None:
+        return call_part("feed_forward", config.parts.feed_forward, normed, *matrices)
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation, between)
     from llama_jax.ops.moe import Routing, mixture_of_experts

@@ -54,20 +54,18 @@ class Compute:
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
         host's memory.
       attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
-      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or `Sharding.attend`.
       exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their order,
         padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. On one
         device, without derivatives.
 
     Raises:
-      ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an
-        unknown backend or rematerialization; either of them with `exact`.
+      ConfigError: a dtype that is not a floating-point type; an unknown backend or rematerialization; a backend with
+        `exact`.
     """
 
     dtype: Any = None
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
-    attend: Attend | None = None
     exact: bool = False
 
     def __post_init__(self) -> None:
@@ -77,10 +75,8 @@ class Compute:
             raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
-        if self.attend is not None and self.attention != "auto":
-            raise ConfigError(f"attention={self.attention!r} is for the library's attention, which attend replaces")
-        if self.exact and (self.attend is not None or self.attention != "auto"):
-            raise ConfigError("exact=True has an attention of its own; leave attend and attention out")
+        if self.exact and self.attention != "auto":
+            raise ConfigError("exact=True has an attention of its own; leave attention out")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

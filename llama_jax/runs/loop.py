@@ -19,7 +19,6 @@ from llama_jax.formats import open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.forward_options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.multihost import Processes
@@ -30,7 +29,7 @@ from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics, Track, Tracking, check_trackers
 from llama_jax.runs.preflight import choose_tokenizer, plan_of, task_kind
 from llama_jax.runs.pretrained import describe_weights, load_weights
-from llama_jax.runs.recipe import Recipe, name_of, to_dict
+from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.run_folder import RunFolder, open_run
 from llama_jax.runs.signals import Stopping, StopRequest
@@ -129,7 +128,7 @@ def train(
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
         model = recipe.model if preflight.extends_context(recipe.model, opened.config) else opened.config
-        recipe = replace(recipe, model=replace(model, attend=opened.config.attend), vocabulary="given")
+        recipe = replace(recipe, model=replace(model, parts=opened.config.parts), vocabulary="given")
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters on a frozen model; pass the model with --weights (weights=)")
     if reweigh and not resume:
@@ -408,11 +407,8 @@ class _TrainingRun:
             "tokens": self.tokens,
             **({} if self.base is None else {"base": self.base}),
         }
-        model = self.recipe.model
-        if self.recipe.attend is not None:
-            model = replace(model, attend=name_of(self.recipe.attend))
         loss = self.validation.loss if self.validation is not None and self.validated == step else None
-        self.checkpoints.save(step, state, note, model, self.tokenizer, validation_loss=loss)
+        self.checkpoints.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
 
     def _log_end(self, step: int) -> None:
@@ -488,7 +484,6 @@ def sample_prompts(
         max_new_tokens=new,
         sampling=sampling,
         stop_tokens=tokenizer.stop_ids,
-        compute=Compute(attend=recipe.attend),
     )
     found = []
     for ids, result in zip(prompts, results, strict=False):

@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, Parts
 from llama_jax.config.presets import preset
 from llama_jax.errors import TrainingError
 
@@ -100,6 +100,8 @@ def _parse(text: str, kind: Any, key: str) -> Any:
         if text not in get_args(kind):
             raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(kind))}")
         return text
+    if kind is Parts or origin is Callable:
+        raise TrainingError(f"{key} is set to functions, in a recipe of a file of your own (FILE.py:FUNCTION)")
     if kind is LlamaConfig:
         return preset(text)
     if kind is str:

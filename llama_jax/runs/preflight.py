@@ -23,6 +23,7 @@ from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.load_corpus import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
+from llama_jax.model.checks import check_parts_found
 from llama_jax.model.lora import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops import project
@@ -55,7 +56,7 @@ def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
         rope_scaling=original.rope_scaling,
         rope_theta=original.rope_theta,
         max_seq_len=original.max_seq_len,
-        attend=original.attend,
+        parts=original.parts,
     )
 
 
@@ -122,10 +123,11 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
 
 
 def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
-    """Checks that need no data; raises TrainingError, MeshError."""
+    """Checks that need no data; raises TrainingError, ConfigError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; pass a folder for the run with --workdir")
     check_trace(recipe, trace)
+    check_parts_found(recipe.model)
     check_task(recipe, mesh, backend)
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, Parts
+from llama_jax.config.parts import name_of
 from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
-from llama_jax.errors import TrainingError
-from llama_jax.model.forward_options import Attend, Compute, Remat
+from llama_jax.errors import TrainingError, shown
+from llama_jax.model.checks import check_parts
+from llama_jax.model.forward_options import Compute, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights.formats import FrozenFormatName
@@ -131,7 +133,7 @@ class Recipe:
       dtype: type of the computation; the trained parameters are float32.
       remat: what the backward pass recomputes to save memory; see `Compute` of `model.forward_options`.
       attention: the implementation of attention; "auto" takes the device's kernel where it can.
-      attend: attention of your own, see `Compute` of `model.forward_options`.
+      parts: your own functions in place of parts of every layer, see `config.Parts`: those of `model`, whatever model it is.
       loss: a loss of your own in place of `training.loss.total_loss`, which None takes.
       chunk: positions of each row whose logits are computed at a time.
       z_loss: weight of the squared logarithm of the softmax's denominator, see `ops.LogitOptions`; 1e-4 is usual.
@@ -178,7 +180,7 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
-    attend: Attend | None = None
+    parts: Parts = Parts()
     loss: Loss | None = None
     chunk: Positive = LOSS_CHUNK
     z_loss: Finite = 0.0
@@ -202,9 +204,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError)
-        for name in ("attend", "loss"):
-            if not (getattr(self, name) is None or callable(getattr(self, name))):
-                raise TrainingError(f"{name}={getattr(self, name)!r} must be a function; a recipe of your own can give one")
+        if not isinstance(self.parts, Parts):
+            raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, as parts=Parts(norm=my_norm)")
+        if not (self.loss is None or callable(self.loss)):
+            raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; a recipe of your own can set one")
+        # In the model, where all that computes with it finds them; and here, so that they stay when it is replaced.
+        object.__setattr__(self, "parts", self.parts.over(self.model.parts))
+        object.__setattr__(self, "model", replace(self.model, parts=self.parts))
+        _ = self.parts.names, name_of("loss", self.loss)  # raise for functions that no checkpoint could name
         if self.lora is not None:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
@@ -213,7 +220,7 @@ class Recipe:
             raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; set lora.rank, too")
         elif self.quantize != "none":
             raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; set lora.rank, too")
-        Compute(attention=self.attention, attend=self.attend)
+        check_parts(self.model, Compute(attention=self.attention, exact=self.exact and self.rewards is not None))
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
         if not 0 < self.validation < 1:
@@ -268,13 +275,10 @@ class Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON holds it, nested as its dataclasses are."""
-    functions = {name: name_of(getattr(recipe, name)) for name in ("attend", "loss")}
-    return dataclasses.asdict(recipe) | functions
-
-
-def name_of(function: Callable[..., Any] | None) -> str | None:
-    """The qualified name of a function, for JSON cannot hold more of it."""
-    return None if function is None else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
+    found = dataclasses.asdict(recipe) | {"loss": name_of("loss", recipe.loss)}
+    del found["parts"]  # are those of the model
+    found["model"]["parts"] = dataclasses.asdict(recipe.parts.names)
+    return found
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Functions in the user's own Python files, ``FILE.py:FUNCTION``: recipes, and rewards, whose results are checked."""
+"""Functions in the user's own Python files: recipes, parts of models, and rewards, whose results are checked."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from llama_jax.errors import TrainingError, UserError, reason_of, shown
+from llama_jax.config import LlamaConfig, Parts
+from llama_jax.config.parts import name_of
+from llama_jax.errors import ConfigError, TrainingError, UserError, reason_of, shown
 from llama_jax.storage import resolved
 
 COMPLETIONS = "completions"
@@ -36,6 +40,15 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function:
         raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
+    found = getattr(_run_file(file, name, what), function, None)
+    if not callable(found):
+        there = "is no function" if found is not None else "is not there"
+        raise TrainingError(f"{what} {name!r}: {resolved(Path(file))} has no function {function!r}: it {there}")
+    return found
+
+
+def _run_file(file: str, name: str, what: str) -> ModuleType:
+    """Run a Python file as a module of its own; for the errors see `load_function`."""
     path = resolved(Path(file))
     if not path.is_file():
         raise TrainingError(f"{what} {name!r}: {path} does not exist")
@@ -50,10 +63,45 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
-    found = getattr(module, function, None)
+    return module
+
+
+def with_parts(config: LlamaConfig, source: str | os.PathLike[str] | ModuleType | Parts) -> LlamaConfig:
+    """The configuration of a loaded model with the functions in place of the names that its `parts` have.
+
+    Args:
+      source: where the functions are: a Python file, which is run; a module; or `Parts` of functions.
+
+    Raises:
+      ConfigError: a model that names none, or a function that is not there.
+      TrainingError: a file that does not exist or that fails.
+    """
+    where = repr(source) if isinstance(source, Parts) else getattr(source, "__name__", None) or os.fspath(source)
+    if not config.parts.missing:
+        raise ConfigError(f"the model names no parts of its own, which would be in {where}; leave that out")
+    if isinstance(source, str | os.PathLike):
+        if not where.endswith(".py"):
+            raise ConfigError(f"parts={shown(where)} is not a Python file, FILE.py")
+        source = _run_file(where, where, "parts")
+    found = {part: _find(source, where, part, name) for part, name in config.parts.missing.items()}
+    return replace(config, parts=Parts(**found).over(config.parts))
+
+
+def _find(source: ModuleType | Parts, where: str, part: str, name: str) -> Callable[..., Any]:
+    """The function of that name."""
+    module, _, qualified = name.partition(":")
+    found: Any = source
+    for step in [part] if isinstance(source, Parts) else qualified.split("."):
+        found = getattr(found, step, None)
     if not callable(found):
-        there = "is no function" if found is not None else "is not there"
-        raise TrainingError(f"{what} {name!r}: {path} has no function {function!r}: it {there}")
+        raise ConfigError(f"{where} has no function {qualified!r}, which the model has as its {part} ({name})")
+    its_module, _, its_name = str(name_of(part, found)).partition(":")
+    # A file that a package imports, or that is run as a script, has another name there than alone.
+    modules = {each.rpartition(".")[2] for each in (module, its_module)} - {"__main__"}
+    if its_name != qualified or len(modules) > 1:
+        raise ConfigError(
+            f"{where} has {its_module}:{its_name} as {qualified!r}, and the model's {part} is {name}; pass the file of that"
+        )
     return found
 
 
@@ -81,7 +129,7 @@ def _errors_of_user_code(name: str, what: str, own_errors: tuple[type[BaseExcept
         if not is_caught or (isinstance(error, UserError) and not own_errors):
             raise
         said = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
-        path = str(resolved(Path(name.rpartition(":")[0])))
+        path = str(resolved(Path(name.rpartition(":")[0] or name)))
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         own = [frame for frame in frames if frame.filename == path]
         if isinstance(error, SyntaxError) and error.filename == path:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import CacheOptions, Compute, Sampling, ops
+from llama_jax import CacheOptions, Compute, Parts, Sampling, ops
 from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
@@ -65,29 +65,31 @@ def test_arrays_are_taken_wherever_lists_are(model, kind):
 @pytest.mark.parametrize("how", ["generate", "score", "evaluate"])
 def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, monkeypatch):
     """Of parameters that were put on the CPU of a machine whose default devices are GPUs."""
-    config, params = model[0], jax.device_put(model[1], jax.devices()[0])
+    plain, params = model[0], jax.device_put(model[1], jax.devices()[0])
     traced = set()
 
     def attend(queries, view, seen, **options):
         traced.add(lowering_platform())
         return ops.attend(queries, view, seen, backend="dense", **options)
 
-    compute = Compute(attend=attend)
-    [want] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3)
+    config = replace(plain, parts=Parts(attend=attend))
+    [want] = llama_jax.generate(plain, params, [[1, 5, 7]], max_new_tokens=3)
     (tmp_path / "text.txt").write_text("a few words")
     corpus = open_corpus([tmp_path / "text.txt"], byte_tokenizer())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert lowering_platform() == "gpu"
     if how == "generate":
-        [got] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3, compute=compute)
+        [got] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3)
         assert got.tokens == want.tokens
     elif how == "score":
-        score_pairs(config, params, [Continuation((1, 5), (7, 9))], compute=compute, batch=1)
+        score_pairs(config, params, [Continuation((1, 5), (7, 9))], batch=1)
     else:
-        evaluate(config, params, corpus, length=8, batch=1, compute=compute)
+        evaluate(config, params, corpus, length=8, batch=1)
     assert traced == {"cpu"}
     assert (
-        ServedModel.of(config, params, CacheOptions(), compute).static.sharding.mesh == sharding_of(params).mesh is not None
+        ServedModel.of(config, params, CacheOptions(), Compute()).static.sharding.mesh
+        == sharding_of(params).mesh
+        is not None
     )
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import jit_init
 
-from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
+from llama_jax.config import LayerConfig, LlamaConfig, Parts, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
 from llama_jax.model.cache import KVCache, gather_pages, init_cache, init_pages, repeat_rows
 from llama_jax.model.forward import forward
-from llama_jax.model.forward_options import Compute, Positions
+from llama_jax.model.forward_options import Positions
 from llama_jax.ops.attention import attend
 
 PLAIN = LlamaConfig(
@@ -28,7 +28,7 @@ KINDS = {
     "experts": replace(PLAIN, experts=4, experts_per_token=2),
 }
 PAGE, COUNT, WIDTH, TOKENS = 4, 40, 8, 12
-read = jax.jit(forward, static_argnums=0, static_argnames="compute")
+read = jax.jit(forward, static_argnums=0)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -41,7 +41,7 @@ def own_attention(queries, view, seen, **options):
     return attend(queries, view, seen, **options)
 
 
-def in_passes(config, params, texts, dtype=jnp.float32, compute=Compute(), seed=0):
+def in_passes(config, params, texts, dtype=jnp.float32, seed=0):
     """The hidden states of rows of these tokens, of which each pass reads some more of some rows, and some padding."""
     rng, rows = random.Random(seed), len(texts)
     free = rng.sample(range(COUNT), COUNT)
@@ -61,7 +61,7 @@ def in_passes(config, params, texts, dtype=jnp.float32, compute=Compute(), seed=
             tokens[part, 0], whole[part] = text[done[r] : done[r] + new[r]], len(text)
         cache = KVCache(pages, table, np.asarray(done, np.int32))
         positions = Positions(starts=starts, rope_lengths=whole)
-        hidden, after = read(config, params, tokens, cache, positions=positions, compute=compute)
+        hidden, after = read(config, params, tokens, cache, positions=positions)
         pages = after.pages
         done = [at + n for at, n in zip(done, new, strict=True)]
         assert after.length.tolist() == done
@@ -75,10 +75,11 @@ def some_texts(seed=0):
     return [rng.integers(0, PLAIN.vocab_size, n) for n in (1, 13, 22, 4, 30)]
 
 
-@pytest.mark.parametrize("compute", [Compute(), Compute(attend=own_attention)], ids=["pages", "own attention"])
-def test_rows_of_ragged_passes_are_what_each_is_alone(model, compute):
+@pytest.mark.parametrize("parts", [Parts(), Parts(attend=own_attention)], ids=["pages", "own attention"])
+def test_rows_of_ragged_passes_are_what_each_is_alone(model, parts):
     config, params = model
-    for text, hidden in zip(some_texts(), in_passes(config, params, some_texts(), compute=compute), strict=True):
+    own = replace(config, parts=parts)
+    for text, hidden in zip(some_texts(), in_passes(own, params, some_texts()), strict=True):
         alone, _ = read(config, params, text[None], positions=Positions(rope_lengths=np.array([len(text)], np.int32)))
         np.testing.assert_allclose(hidden, alone[0], atol=2e-5)
 

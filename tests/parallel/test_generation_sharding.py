@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
-from llama_jax import LlamaConfig, Sampling, ops
+from llama_jax import LlamaConfig, Parts, Sampling, ops
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.build_params import build_params, pad_to_mesh
@@ -132,9 +132,14 @@ def own_attention(queries, view, seen, **options):
     return ops.attend(queries, view, seen, **options)
 
 
-@pytest.mark.parametrize("compute", [Compute(attention="dense"), Compute(attend=own_attention)], ids=["dense", "own"])
-def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alone, compute):
+@pytest.mark.parametrize(
+    ("compute", "parts"),
+    [(Compute(attention="dense"), Parts()), (Compute(), Parts(attend=own_attention))],
+    ids=["dense", "own"],
+)
+def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alone, compute, parts):
     config, params = load("data=2,fsdp=2,tensor=2")
+    config = replace(config, parts=parts)
     same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING, compute=compute), alone)
 
 

@@ -17,6 +17,7 @@ from llama_jax.runs.pretrained import load_frozen
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import language_modeling
 from llama_jax.runs.tasks.interface import EvalResult, FrozenModels, Task, TaskContext, TaskInputs, TaskKind, compute_of
+from llama_jax.runs.user_functions import with_parts
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
 from llama_jax.training.flops import step_flops
@@ -37,6 +38,7 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
     Raises:
       TrainingError: no teacher, or one of another vocabulary or of a shorter context than rows have.
       CheckpointError: no model at its path.
+      ConfigError: it has parts of its own that the recipe does not have.
     """
     path = options_of(recipe).teacher
     if not path:
@@ -53,7 +55,7 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
             f"length={recipe.length} is above the context of the teacher {path}, {config.max_seq_len}; set"
             f" length={config.max_seq_len} or less"
         )
-    return config
+    return with_parts(config, recipe.parts) if config.parts else config
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:

@@ -268,4 +268,4 @@ def name_format_setting(setting: str) -> Iterator[None]:
 def compute_of(recipe: Recipe) -> Compute:
     """The `Compute` options of a recipe."""
     exact = recipe.exact and recipe.rewards is not None  # elsewhere exact runs have `exact_shards`
-    return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend, exact=exact)
+    return Compute(recipe.dtype, recipe.remat, recipe.attention, exact=exact)
