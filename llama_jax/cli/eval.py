@@ -106,6 +106,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         from llama_jax.cli.jax_setup import CompileClock, loading_bar
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.model.checks import check_parts
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
 
@@ -119,6 +120,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         reference = None if self.against is None else self._reference_config(self.against, config, tokenizer)
         config, *others = self.with_parts(config, *([] if reference is None else [reference]))
         reference = others[0] if others else None
+        for one in (config, *others):
+            check_parts(one, self.compute())
         shorter = min([config, reference or config], key=lambda one: one.max_seq_len)
         if kind == "preferences":
             settings, measure = self._preferences(config, tokenizer, reference, shorter.max_seq_len)

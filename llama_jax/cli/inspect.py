@@ -133,6 +133,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["RMSNorm epsilon", f"{c['norm_eps']:g}"],
         ["tied embeddings", "yes" if c["tie_embeddings"] else "no"],
         *_only_in_siblings(c),
+        *([f"own {part}", printable(name)] for part, name in c["parts"].items() if name is not None),
         ["preset", "; ".join(presets) or "none of these sizes"],
         ["", ""],
         ["parameters", f"{facts['parameters']:,}"],

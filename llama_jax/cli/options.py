@@ -304,6 +304,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.loading import BUNDLED_NAME
+        from llama_jax.model.checks import check_parts
 
         path = self.model_path
         # Invalid options end the command before minutes go into loading.
@@ -312,11 +313,9 @@ class LoadOptions(AttentionOption, WeightOptions):
         named = with_adapter_parts(with_rope(opened.config, self.rope), adapters if adapter is None else [adapter])
         draft = self.draft_model()
         own, *_ = self.with_parts(named, *([llama_jax.formats.open_checkpoint(draft).config] if draft else []))
+        check_parts(own, self.compute())
         if self.compute().exact:
-            given = (
-                *(("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", own.experts)),
-                ("parts of the model's own", own.parts),
-            )
+            given = ("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", own.experts)
             if refused := next((name for name, is_given in given if is_given), None):
                 raise GenerationError(f"exact goes without {refused}; leave one of the two out")
         self.compile_native(opened)

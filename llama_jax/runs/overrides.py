@@ -151,6 +151,8 @@ def keys_of(settings: Any, within: str = "") -> list[str]:
     found, types_ = [], get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
+        if isinstance(inner, Parts):  # which a command line does not set
+            continue
         found.append(f"{within}{f.name}")
         if inner is None and (made := dataclass_of(types_[f.name])):
             found += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -290,7 +291,11 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     assert "failed with ZeroDivisionError" in error_of(generate(tmp_path / "fails.py"))
     assert "is not a Python file" in error_of(generate(tmp_path / "mine.txt"))
     assert "does not exist" in error_of(generate(tmp_path / "none.py"))
-    assert "exact goes without parts of the model's own" in error_of(generate(made.file))
+    assert "exact=True is for the library's parts, and the model has Parts(attend='mine:attend'" in error_of(
+        generate(made.file)
+    )
+    evaluate = "eval", made.own, "--data", made.short, "--attention", "dense", "--parts", made.file
+    assert "attention='dense' is for the library's attention, which Parts(" in error_of(run_here(*evaluate))
     assert "is for a model that names functions of its own; leave it out" in error_of(
         run_here("generate", "the", "--model", made.plain, "--parts", made.file)
     )
@@ -312,7 +317,7 @@ def test_files_keep_the_names_or_are_refused(made, tmp_path):
             llama_jax.convert(made.adapters, tmp_path / "adapter", **base)
     assert run_here("merge", made.plain, made.adapters, tmp_path / "merged").returncode == 0
     assert llama_jax.load(tmp_path / "merged").config.parts == NAMES
-    assert run_here("inspect", made.own).returncode == 0
+    assert re.search(r"own norm +mine:norm\n", run_here("inspect", made.own).stdout)
 
 
 @pytest.mark.parametrize("parts", [{"norms": "mine:norm"}, {"norm": 1}, {"norm": "norm"}, "mine:norm"])
