@@ -275,10 +275,9 @@ class Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON holds it, nested as its dataclasses are."""
-    found = dataclasses.asdict(recipe) | {"loss": name_of("loss", recipe.loss)}
+    found = dataclasses.asdict(replace(recipe, parts=recipe.parts.names, loss=None))
     del found["parts"]  # are those of the model
-    found["model"]["parts"] = dataclasses.asdict(recipe.parts.names)
-    return found
+    return found | {"loss": name_of("loss", recipe.loss)}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
