@@ -140,10 +140,12 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     """Check that a pass can be exact.
 
     Raises:
-      ConfigError: rows hold several texts; or matrices are multiplied with other tokens as well: those of experts, and of
-        adapters in a table.
+      ConfigError: hooks; rows hold several texts; or matrices are multiplied with other tokens as well: those of experts,
+        and of adapters in a table.
       MeshError: as `check_exact_devices`.
     """
+    if params.hooks is not None:
+        raise ConfigError("exact=True has no hooks; leave one of the two out")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
     if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):
@@ -157,6 +159,22 @@ def check_exact_devices(sharding: Sharding) -> None:
     """Raise MeshError for several devices, which would add their parts of sums."""
     if sharding.mesh is not None and sharding.mesh.size > 1:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
+
+
+def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
+    """Raise ConfigError for hooks at points that a pass does not have."""
+    points = set(params.hooks or ())
+    own = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
+    if own and points & {"scores", "pattern"}:
+        raise ConfigError("hooks at scores and pattern have plain attention; leave out attention, parts.attend and context")
+    if config.parts.feed_forward is not None and "neurons" in points:
+        raise ConfigError("hooks at neurons have the library's feed-forward; leave out parts.feed_forward")
+    if cache is not None and cache.sinks and points & {"queries", "scores", "pattern"}:
+        raise ConfigError(
+            "hooks at queries, scores and pattern are not for a cache with sinks, which have queries of their own"
+        )
+    if params.blocks.feed_forward.router is not None and "neurons" in points:
+        raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
 
 
 def check_parts_found(config: LlamaConfig) -> None:

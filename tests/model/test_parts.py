@@ -126,6 +126,16 @@ def test_an_attention_excludes_the_librarys_and_a_feed_forward_experts():
         llama_jax.logits(experts, jit_init(experts, jax.random.key(0)), TOKENS)
 
 
+def test_hooks_in_a_part_of_the_library_exclude_ones_own():
+    params = jit_init(PLAIN, jax.random.key(0))
+    for part, points in (("attend", ("scores", "pattern")), ("feed_forward", ("neurons",))):
+        own = replace(PLAIN, parts=Parts(**{part: OTHER[part]}))
+        for point in points:
+            hooked = llama_jax.with_hooks(params, {point: lambda value, at: (value, None)})
+            with pytest.raises(ConfigError, match=f"hooks at .*{point}.* have .*; leave out .*parts.{part}"):
+                llama_jax.logits(own, hooked, TOKENS)
+
+
 def test_over_a_ring_an_attention_is_refused_and_the_other_parts_are_called():
     mesh = make_mesh(MeshSizes(context=2))
     params = jit_init(PLAIN, jax.random.key(0))
