@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
@@ -68,10 +69,10 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
 
     - "embedded" [B, T, D], the input of the first layer
     - in each layer "residual_before" [B, T, D]; "queries" [B, T, N, H], "keys" and "values" [B, T, K, H], after RoPE, as
-      they are cached; "scores" [B, N, T, S], scaled, -inf where a key is not visible, and their softmax, "pattern"
-      [B, N, T, S]; "heads" [B, T, N, H], the results of the heads before the output projection; "attention" [B, T, D], as
-      it is added to the residual stream; "residual_between" [B, T, D]; "neurons" [B, T, F], the input of the down
-      projection; "feed_forward" [B, T, D], as it is added; "residual_after" [B, T, D]
+      they are cached; "scores" [B, N, T, S], scaled, the least finite number where a key is not visible, and their softmax,
+      "pattern" [B, N, T, S]; "heads" [B, T, N, H], the results of the heads before the output projection; "attention"
+      [B, T, D], as it is added to the residual stream; "residual_between" [B, T, D]; "neurons" [B, T, F], the input of the
+      down projection; "feed_forward" [B, T, D], as it is added; "residual_after" [B, T, D]
     - "final" [B, T, D], the result of `forward`; "logits" [..., V]
 
     Hooks at "scores" and "pattern" replace the attention kernels by plain attention, which holds all scores in memory.
@@ -86,12 +87,14 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
         if name not in POINTS:
             raise ConfigError(f"{name!r} is not a point of a pass; hooks can be at {', '.join(POINTS)}")
     before = params.hooks or {}
-    return params.replace(hooks=before | {name: (*before.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()})
+    all_hooks = before | {name: (*before.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()}
+    return params.replace(hooks=all_hooks or None)
 
 
 def _as_tree(hook: Hook) -> Any:
-    """A hook as a pytree: a function is wrapped."""
-    return Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
+    """A hook as a pytree of arrays: a function is wrapped."""
+    tree = Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
 
 
 class HookCaller:

@@ -18,6 +18,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError
 
 # A jax.Array, or its stand-in in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
 Leaf: TypeAlias = Any
@@ -269,7 +270,13 @@ def spec_at(path: tuple[Any, ...]) -> ParamSpec:
 
     Where several specs have one path, the first: they differ only in shape and condition. All arrays inside a quantized or
     adapted weight have the spec of the weight.
+
+    Raises:
+      ConfigError: a leaf of hooks.
     """
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     starts = (".".join(names[:end]) for end in range(1, len(names) + 1))
-    return next(_BY_PATH[start] for start in starts if start in _BY_PATH)
+    spec = next((_BY_PATH[start] for start in starts if start in _BY_PATH), None)
+    if spec is None:
+        raise ConfigError(f"{'.'.join(names)} is not a parameter; add hooks after parameters are made, placed or trained")
+    return spec

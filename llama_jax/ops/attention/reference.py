@@ -41,8 +41,8 @@ def attend_where(
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     allowed = allowed[:, None, :, None, :]  # [B|1, 1, T, 1, S]
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=precise) * scale
-    scores = scores_hook(jnp.where(allowed, scores, -jnp.inf))
-    scores = jnp.where(allowed, scores, jnp.finfo(precise).min)  # finite: a row that sees nothing has no NaN
+    least = jnp.finfo(precise).min  # finite: no NaN for a row that sees nothing, nor in derivatives of hooks
+    scores = jnp.where(allowed, scores_hook(jnp.where(allowed, scores, least)), least)
     weights = pattern_hook(jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0))
     attended = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)
     return attended.astype(queries.dtype)
