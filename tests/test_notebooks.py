@@ -103,8 +103,8 @@ SMALLER = {
         "evaluate_every=20": "evaluate_every=2",
         "warmup_steps=10": "warmup_steps=2",
     },
-    "10_logit_lens": {"STEPS, BATCH, PART = 120": "STEPS, BATCH, PART = 4"},
-    "12_steering": {"max_new_tokens=40": "max_new_tokens=8"},
+    "10_logit_lens": {"STEPS, BATCH, PART = 144": "STEPS, BATCH, PART = 4"},
+    "12_steering": {"max_new_tokens=36": "max_new_tokens=8"},
 }
 
 
