@@ -111,7 +111,7 @@ SMALLER = {
 def _printed(notebook, folder):
     """Executes a notebook; what its cells print."""
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     client.create_kernel_manager()
     assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"
