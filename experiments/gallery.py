@@ -29,6 +29,13 @@ PICTURES = {
     "near": ("08_data", "Edited stories and their originals"),
     "mixture": ("08_data", "Smallest and largest share"),
     "sources": ("08_data", "Validation loss of each source"),
+    "lens": ("10_logit_lens", "what each layer would predict after each token"),
+    "tuned": ("10_logit_lens", "Divergence from the model's own prediction"),
+    "fact": ("11_causal_tracing", "the stream after a layer"),
+    "facts": ("11_causal_tracing", "the last token of the prompt"),
+    "steered": ("12_steering", "Mood of the answers"),
+    "chats": ("12_steering", "strength {strength:+d}"),
+    "ablation": ("12_steering", "Loss without one head"),
 }
 
 
