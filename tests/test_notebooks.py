@@ -53,8 +53,9 @@ def test_names_no_folder_of_this_machine(path):
     assert not [root for root in ("/home/", "/Users/", "/tmp/", "site-packages", str(FOLDER)) if root in text]
 
 
-@each_notebook
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem < "09"], ids=lambda path: path.stem)
 def test_imports_the_library_and_defines_nothing(path):
+    """Later notebooks define hooks."""
     defined = [
         node.name
         for cell in _code_cells(_read(path))
@@ -102,6 +103,9 @@ SMALLER = {
         "evaluate_every=20": "evaluate_every=2",
         "warmup_steps=10": "warmup_steps=2",
     },
+    "13_induction_heads": {"STEPS, EVERY = 900": "STEPS, EVERY = 40"},
+    "14_what_a_lora_changed": {"STEPS = 12": "STEPS = 3"},
+    "15_sparse_autoencoder": {"T, ROWS = 128, 192": "T, ROWS = 128, 48", "K, STEPS = 16, 600": "K, STEPS = 16, 9"},
 }
 
 
