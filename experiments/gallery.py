@@ -34,7 +34,7 @@ PICTURES = {
     "moved": ("14_what_a_lora_changed", "How far the residual stream moved"),
     "patched": ("14_what_a_lora_changed", "One layer and one token from the tuned model"),
     "sparsity": ("15_sparse_autoencoder", "the first k principal components"),
-    "features": ("15_sparse_autoencoder", "concordance({f\"{concept}"),
+    "features": ("15_sparse_autoencoder", 'concordance({f"{concept}'),
 }
 
 

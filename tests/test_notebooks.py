@@ -112,7 +112,8 @@ SMALLER = {
 @pytest.mark.slow
 @pytest.mark.rotating
 @each_notebook
-def test_runs(path, tmp_path):
+def test_runs(path, tmp_path, monkeypatch):
+    monkeypatch.delenv("LLAMA_JAX_REAL_MODEL", raising=False)  # the bundled model
     notebook = _read(path)
     for was, smaller in SMALLER.get(path.stem, {}).items():
         assert any(was in cell.source for cell in _code_cells(notebook)), was
