@@ -103,7 +103,7 @@ SMALLER = {
         "evaluate_every=20": "evaluate_every=2",
         "warmup_steps=10": "warmup_steps=2",
     },
-    "13_induction_heads": {"STEPS, EVERY = 900": "STEPS, EVERY = 40"},
+    "13_induction_heads": {"STEPS, EVERY = 900": "STEPS, EVERY = 60"},
     "14_what_a_lora_changed": {"STEPS = 12": "STEPS = 3"},
     "15_sparse_autoencoder": {"T, ROWS = 128, 192": "T, ROWS = 128, 48", "K, STEPS = 16, 600": "K, STEPS = 16, 9"},
 }
