@@ -296,7 +296,7 @@ SMALL_RUN = [
     "log_every=1",
     "prompts=[]",
 ]
-STEPS_TIMED = (("stories-260k", 16, 256), ("stories-15m", 8, 256))  # model, rows, tokens of each
+STEPS_TIMED = (("stories-260k", 16, 256), ("stories-15m", 8, 256), ("stories-15m", 16, 256))  # model, rows, tokens of each
 
 
 def train_in_processes(where: str, changes: list[str], folder: Path, text: Path) -> None:

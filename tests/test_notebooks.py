@@ -103,27 +103,45 @@ SMALLER = {
         "evaluate_every=20": "evaluate_every=2",
         "warmup_steps=10": "warmup_steps=2",
     },
+    "10_logit_lens": {"STEPS, BATCH, PART = 144": "STEPS, BATCH, PART = 4"},
+    "12_steering": {"max_new_tokens=36": "max_new_tokens=8"},
     "13_induction_heads": {"STEPS, EVERY = 900": "STEPS, EVERY = 60"},
     "14_what_a_lora_changed": {"STEPS = 12": "STEPS = 3"},
     "15_sparse_autoencoder": {"T, ROWS = 128, 192": "T, ROWS = 128, 48", "K, STEPS = 16, 600": "K, STEPS = 16, 9"},
 }
 
 
+def _printed(notebook, folder):
+    """Executes a notebook; what its cells print."""
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.create_kernel_manager()
+    assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"
+    executed = client.execute()  # a cell that fails raises CellExecutionError with its traceback
+    return "".join(output.get("text", "") for cell in _code_cells(executed) for output in cell.outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.rotating
 @each_notebook
 def test_runs(path, tmp_path, monkeypatch):
-    monkeypatch.delenv("LLAMA_JAX_REAL_MODEL", raising=False)  # the bundled model
+    monkeypatch.delenv("LLAMA_JAX_REAL_MODEL", raising=False)
     notebook = _read(path)
     for was, smaller in SMALLER.get(path.stem, {}).items():
         assert any(was in cell.source for cell in _code_cells(notebook)), was
         for cell in _code_cells(notebook):
             cell.source = cell.source.replace(was, smaller)
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.create_kernel_manager()
-    assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"
-    executed = client.execute()  # a cell that fails raises CellExecutionError with its traceback
-    printed = "".join(output.get("text", "") for cell in _code_cells(executed) for output in cell.outputs)
+    printed = _printed(notebook, tmp_path)
     assert "random parameters" in printed or "that comes with llama_jax" in printed
+
+
+@pytest.mark.real
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if "LLAMA_JAX_REAL_MODEL" in path.read_text("utf-8")], ids=lambda path: path.stem
+)
+def test_runs_with_a_real_model(path, tmp_path, smollm2, monkeypatch):
+    """As committed, with the claims that are checked for this model alone."""
+    monkeypatch.setenv("LLAMA_JAX_REAL_MODEL", str(smollm2.resolve()))
+    assert "SmolLM2-135M-Instruct" in _printed(_read(path), tmp_path)

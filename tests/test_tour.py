@@ -26,7 +26,7 @@ LEFT_OUT = {  # as the page says
         "ops/platform.py",
     ),
     *("compiled/cached_jit.py", "compiled/keys.py", "compiled/store.py"),
-    *("inference/checks.py", "model/checks.py", "ops/attention/checks.py"),
+    *("inference/checks.py", "model/checks.py", "model/hooks.py", "ops/attention/checks.py"),
 }
 # Of sizes that no other test has: what JAX has traced before it does not trace again.
 CONFIG = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=509)
@@ -77,7 +77,7 @@ def test_one_token_through_generate(params, monkeypatch):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 17
-    assert lines(files) < 3600  # "some 3,550"
+    assert lines(files) < 3650  # "some 3,600"
 
 
 def test_one_batch_through_train_step(params):
@@ -92,7 +92,7 @@ def test_one_batch_through_train_step(params):
 
 
 @pytest.mark.parametrize(
-    ("module", "most_files", "most_lines"), [("inference.generate", 43, 6250), ("training.step", 37, 5200)]
+    ("module", "most_files", "most_lines"), [("inference.generate", 44, 6480), ("training.step", 38, 5440)]
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

@@ -104,12 +104,15 @@ class Train(CompileOptions, ProcessOptions):
         with self.join_processes() as joined:
             if joined.index > 0:  # only process 0 writes to stdout, to which XLA's collectives for CPU write too
                 discard_output(1)
-            self._set_threads()
+            recipe = self._recipe()
+            if recipe.exact_shards:  # before JAX starts, unless the user has set a number
+                from llama_jax.training.exact_gradients import exact_threads
+
+                os.environ.setdefault("PJRT_NPROC", str(exact_threads(recipe.exact_shards)))
             start_backend(training=True)
             from llama_jax.runs.log import Log
             from llama_jax.runs.loop import train
 
-            recipe = self._recipe()
             result = train(
                 recipe,
                 self.workdir,
@@ -130,16 +133,6 @@ class Train(CompileOptions, ProcessOptions):
             )
         if result.stopped == "SIGINT":
             sys.exit(130)  # so that a script which runs this goes no further either
-
-    def _set_threads(self) -> None:
-        """As many threads as exact training needs on CPUs, unless the user has set a number: before JAX starts."""
-        settings = dict(change.partition("=")[::2] for change in self.changes)
-        if settings.get("exact", "").lower() == "true":
-            from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, exact_threads
-
-            shards = settings.get("virtual_shards", "")
-            threads = exact_threads(int(shards) if shards.isdecimal() else VIRTUAL_SHARDS)
-            os.environ.setdefault("PJRT_NPROC", str(threads))
 
     def _recipe(self) -> Recipe:
         """The recipe with its changes, and with the model of the weights if there are any."""

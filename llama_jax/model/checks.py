@@ -162,6 +162,20 @@ def check_exact_devices(sharding: Sharding) -> None:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 
 
+def check_hooks(params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
+    """Raise ConfigError for hooks at points that a pass does not have."""
+    points = set(params.hooks or ())
+    own = compute.attend is not None or compute.attention != "auto" or sharding.attend is not None
+    if own and points & {"scores", "pattern"}:
+        raise ConfigError("hooks at scores and pattern have plain attention; leave out attention, attend and context")
+    if cache is not None and cache.sinks and points & {"queries", "scores", "pattern"}:
+        raise ConfigError(
+            "hooks at queries, scores and pattern are not for a cache with sinks, which have queries of their own"
+        )
+    if params.blocks.feed_forward.router is not None and "neurons" in points:
+        raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
+
+
 def check_attend(config: LlamaConfig, compute: Compute) -> None:
     """Raise ConfigError for a model trained with a custom attention, if none is passed."""
     if config.attend is not None and compute.attend is None:

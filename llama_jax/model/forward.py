@@ -15,7 +15,7 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
-from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
+from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, check_hooks, checked_attention
 from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
@@ -145,6 +145,7 @@ def run_layers(
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
+    check_hooks(params, cache, compute, sharding)
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunks(config, tokens, cache, positions)
@@ -183,7 +184,10 @@ def run_layers(
 
         def heads_of(qkv: jax.Array, shared: _SharedInputs) -> _Heads:
             """The heads of each token as they are cached."""
-            heads = _call_hooks_of_heads(config, call_hooks, _heads_of(config, block, qkv, shared, kind))
+            heads = _heads_of(config, block, qkv, shared, kind)
+            queries = call_hooks.at_queries("queries", heads.queries)
+            keys, values = call_hooks.at_keys("keys", heads.keys), call_hooks.at_keys("values", heads.values)
+            heads = heads._replace(queries=queries, keys=keys, values=values)
             return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads
 
         def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -199,8 +203,7 @@ def run_layers(
         qkv = ops.project(by_token(attention_input, hidden), block.attention.qkv)
         heads = by_token(heads_of, qkv, shared._replace(masks=(), paged=None))
         pages, view = _write_cache(pages, heads, shared, index, head_sharding)
-        attended = attend_layer(kind, heads, view, shared.masks, call_hooks)
-        attended = call_hooks("heads", attended, _flat_heads, partial(_grouped_heads, config))
+        attended = call_hooks.at_queries("heads", attend_layer(kind, heads, view, shared.masks, call_hooks))
         attended = attended.swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         residual, normed = by_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
         residual = by_token(layer_output, residual, _feed_forward(config, block, normed, sharding, by_token, call_hooks))
@@ -319,8 +322,6 @@ def _layer_attention(
         call_hooks: HookCaller,
     ) -> jax.Array:
         if call_hooks.has("scores", "pattern"):
-            if own_attention or sharding.attend is not None or (cache is not None and cache.sinks):
-                raise ConfigError("hooks at scores and pattern have plain attention; set no attention, no context, no sinks")
             if isinstance(view, PagedView):
                 view = gather_pages(view, masks[0].query_positions.size, heads.queries.dtype)
             allowed = jnp.stack(jnp.broadcast_arrays(*(visible(masks[mask], window) for window, mask in limits)))
@@ -458,26 +459,6 @@ def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Shared
     return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
 
 
-def _call_hooks_of_heads(config: LlamaConfig, call_hooks: HookCaller, heads: _Heads) -> _Heads:
-    """The heads after the hooks at "queries", "keys" and "values"."""
-    if heads.sink_queries is not None and call_hooks.has("queries"):
-        raise ConfigError("hooks at queries are not for a cache with sinks, for which queries are rotated twice")
-    by_token = partial(jnp.swapaxes, axis1=1, axis2=2)
-    queries = call_hooks("queries", heads.queries, _flat_heads, partial(_grouped_heads, config))
-    keys, values = (call_hooks(name, getattr(heads, name), by_token, by_token) for name in ("keys", "values"))
-    return heads._replace(queries=queries, keys=keys, values=values)
-
-
-def _flat_heads(x: jax.Array) -> jax.Array:
-    """[B, K, T, G, H] as [B, T, N, H]."""
-    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1, x.shape[-1])
-
-
-def _grouped_heads(config: LlamaConfig, x: jax.Array) -> jax.Array:
-    """[B, T, N, H] as [B, K, T, G, H]."""
-    return x.reshape(*x.shape[:2], config.n_kv_heads, config.queries_per_kv_head, -1).swapaxes(1, 2)
-
-
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """[B, K, T, G, H], each head normalized by itself or, with a weight [K, G, H], all heads of a token together."""
     if weight.ndim == 1:
@@ -564,8 +545,6 @@ def _feed_forward(
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if call_hooks.has("neurons"):
-        if weights.router is not None:
-            raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
         gates, values = ops.project(normed, weights.gate), ops.project(normed, weights.up)
         neurons = call_hooks("neurons", ops.gated_activation(gates, values, config.activation))
         return ops.project(neurons, weights.down)

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import KVView
-from llama_jax.ops.attention.reference import attend_where
 
 # The shape of the value at each point; S are the keys of a row, with a cache all its slots.
 POINTS = {
@@ -114,37 +113,35 @@ class HookCaller:
         """Whether there is a hook at one of these points."""
         return any(name in self._hooks for name in names)
 
-    def __call__(
-        self,
-        name: str,
-        value: jax.Array,
-        view: Callable[[jax.Array], jax.Array] | None = None,
-        undo: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> jax.Array:
-        """The value after the hooks at a point.
-
-        Args:
-          view, undo: from the value to what hooks see, and back.
-        """
-        if name not in self._hooks:
-            return value
-        seen = value if view is None else view(value)
-        for hook in self._hooks[name]:
-            result = hook(seen, At(name, self._layer, self._positions))
+    def __call__(self, name: str, value: jax.Array) -> jax.Array:
+        """The value after the hooks at a point."""
+        for hook in self._hooks.get(name, ()):
+            result = hook(value, At(name, self._layer, self._positions))
             if not isinstance(result, tuple) or len(result) != 2:
-                raise ConfigError(
-                    f"the hook at {name!r} returned {type(result).__name__}; return (value, kept), kept may be None"
-                )
+                found = type(result).__name__
+                raise ConfigError(f"the hook at {name!r} returned {found}; return (value, kept), kept may be None")
             new, kept = result
-            found, wanted = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, seen))
+            found, wanted = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, value))
             if found != wanted:
                 raise ConfigError(f"the hook at {name!r} returned {found}; {wanted}, [{POINTS[name]}], is needed")
             if kept is not None and name in self.kept:
                 raise ConfigError(f"two hooks at {name!r} keep something; only one can")
             if kept is not None:
                 self.kept[name] = kept
-            seen = new
-        return seen if undo is None else undo(seen)
+            value = new
+        return value
+
+    def at_queries(self, name: str, value: Float[Array, "B K T G H"]) -> Float[Array, "B K T G H"]:
+        """The value after hooks that see [B, T, N, H]."""
+        if not self.has(name):
+            return value
+        by_token = value.swapaxes(1, 2)  # [B, T, K, G, H]
+        flat = by_token.reshape(*by_token.shape[:2], -1, by_token.shape[-1])
+        return self(name, flat).reshape(by_token.shape).swapaxes(1, 2)
+
+    def at_keys(self, name: str, value: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
+        """The value after hooks that see [B, T, K, H]."""
+        return self(name, value.swapaxes(1, 2)).swapaxes(1, 2) if self.has(name) else value
 
     def attend(
         self,
@@ -154,15 +151,16 @@ class HookCaller:
         scale: float,
     ) -> Float[Array, "B K T G H"]:
         """Plain attention with the hooks at "scores" and "pattern"."""
-        batch, kv_heads, new, groups, _ = queries.shape
+        from llama_jax.ops.attention.reference import attend_where
 
-        def by_head(x: jax.Array) -> jax.Array:
-            return x.swapaxes(2, 3).reshape(batch, kv_heads * groups, new, -1)
+        def hook(name: str) -> Callable[[jax.Array], jax.Array]:
+            """From and to [B, K, T, G, S]; hooks see [B, N, T, S]."""
 
-        def by_group(x: jax.Array) -> jax.Array:
-            return x.reshape(batch, kv_heads, groups, new, -1).swapaxes(2, 3)
+            def call(value: jax.Array) -> jax.Array:
+                by_head = value.swapaxes(2, 3)  # [B, K, G, T, S]
+                flat = by_head.reshape(len(value), -1, *by_head.shape[3:])
+                return self(name, flat).reshape(by_head.shape).swapaxes(2, 3)
 
-        def at(name: str) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: self(name, x, by_head, by_group)
+            return call
 
-        return attend_where(queries, *view, allowed, scale=scale, scores_hook=at("scores"), pattern_hook=at("pattern"))
+        return attend_where(queries, *view, allowed, scale=scale, scores_hook=hook("scores"), pattern_hook=hook("pattern"))
