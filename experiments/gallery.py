@@ -36,6 +36,12 @@ PICTURES = {
     "steered": ("12_steering", "Mood of the answers"),
     "chats": ("12_steering", "strength {strength:+d}"),
     "ablation": ("12_steering", "Loss without one head"),
+    "induction": ("13_induction_heads", '"previous token", "same token", "induction"'),
+    "birth": ("13_induction_heads", "Layer 1: attention to the token to be copied"),
+    "moved": ("14_what_a_lora_changed", "How far the residual stream moved"),
+    "patched": ("14_what_a_lora_changed", "One layer and one token from the tuned model"),
+    "sparsity": ("15_sparse_autoencoder", "the first k principal components"),
+    "features": ("15_sparse_autoencoder", 'concordance({f"{concept}'),
 }
 
 

@@ -105,6 +105,9 @@ SMALLER = {
     },
     "10_logit_lens": {"STEPS, BATCH, PART = 144": "STEPS, BATCH, PART = 4"},
     "12_steering": {"max_new_tokens=36": "max_new_tokens=8"},
+    "13_induction_heads": {"STEPS, EVERY = 900": "STEPS, EVERY = 60"},
+    "14_what_a_lora_changed": {"STEPS = 12": "STEPS = 3"},
+    "15_sparse_autoencoder": {"T, ROWS = 128, 192": "T, ROWS = 128, 48", "K, STEPS = 16, 600": "K, STEPS = 16, 9"},
 }
 
 
