@@ -18,7 +18,7 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, logits_of
+from llama_jax.inference.decode import DecodeState, compute_logits
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
@@ -107,8 +107,8 @@ def step(
     """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
     sharding = model.sharding
     state, hidden = _read(model, params, state, batch, settings)
-    with sharding.context(), exact.exactly(model.compute.exact):
-        logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
+    with sharding.context(), exact.exact_mode(model.compute.exact):
+        logits = compute_logits(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
         rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
@@ -145,7 +145,7 @@ def verify_drafts(
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
-    with sharding.context(), exact.exactly(model.compute.exact):
+    with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
@@ -175,7 +175,7 @@ def verify_own_drafts(
       last_two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row without a draft.
     """
     vocab = min(state.seen.shape[-1], lm_head_of(draft.config, draft_params).shape[0])
-    sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
+    sampling, seen = settings.decode.sampling, state.seen[batch.seats][:, :vocab]
 
     def draw(pages: Any, seen: jax.Array, i: jax.Array, tokens: jax.Array) -> Any:
         """Read [R, any] tokens, the first at position `lengths + i`, and choose the next one of each row."""
@@ -213,11 +213,11 @@ def score(
       targets: int32[T], the tokens that follow.
     """
     state, hidden = _read(model, params, state, batch, settings)
-    with model.sharding.context(), exact.exactly(model.compute.exact):
+    with model.sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
-            exact.by_rows(exact.logprob_of, batch.starts[1], logits, targets),
+            exact.map_row_blocks(exact.logprob_of, batch.starts[1], logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
@@ -256,7 +256,7 @@ def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, shard
     """The rows of a batch as a generation's; those that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
-    return DecodeState(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
+    return DecodeState(None, settings.decode, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
 def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:

@@ -16,7 +16,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
-from llama_jax.inference.decode import Request
+from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.checks import check_tokens
@@ -89,7 +89,7 @@ def room_of(config: LlamaConfig, context: int, length: int) -> int:
     return min(context - length, int(tokens_before_longrope_switch(config, length)))
 
 
-def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
+def checked(request: GenerationRequest, model: ServedModel, context: int) -> DecodeSettings:
     """The request for a state of one row, after all checks.
 
     Raises:
@@ -126,7 +126,7 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
         raise GenerationError(f"{len(ends)} stop tokens are more than the {STOPS} that a request may have")
     stop = np.full((1, STOPS), -1, np.int32)
     stop[0, : len(ends)] = ends
-    return Request(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
+    return DecodeSettings(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
 
 
 class Scheduler:
