@@ -94,7 +94,6 @@ def sample(
       sampling: arrays [B], from `Sampling.per_row`.
       seen: tokens that occur in the row (prompt and continuation).
       count: number of tokens that the row has generated: the position in its random stream.
-      logit_mask: tokens that are not allowed, or None.
     """
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 

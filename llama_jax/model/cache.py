@@ -87,8 +87,7 @@ class KVCache(struct.PyTreeNode):
         """The `PagedView` of a pass with new tokens, without the pages and the layer.
 
         Args:
-          new: number of new tokens per row, if `starts` is None.
-          starts: the ranges of the rows in a ragged batch, see `Positions.starts`.
+          new: new tokens per row; ignored in a ragged batch, with `starts`, see `Positions.starts`.
         """
         if starts is not None:
             return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
@@ -110,8 +109,7 @@ def init_cache(
 
     Args:
       dtype: that of the parameters; or int8, with one scale per head and position.
-      window: number of positions that a token attends to. A row then has pages for the window only, however large the
-        capacity.
+      window: number of positions that a token attends to. A row has pages for these only, whatever the capacity.
       sinks: as in `CacheOptions`.
       at_once: with a window, the maximum number of tokens per row in one pass.
 

@@ -75,10 +75,7 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` in exact mode: all rows are concatenated as one ragged batch, padded to a multiple of the block size.
-
-    Without a cache a temporary one is used.
-    """
+    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks; without a cache, in a temporary one."""
     (batch, length), positions = tokens.shape, options.positions
     check_exact(params, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
@@ -157,8 +154,7 @@ def run_layers(
     # is less than 1.05 times the minimum so, and 1.24 times with a kernel per device.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    # Applies operations on each token by itself: to all tokens at once, or in exact mode block by block.
-    per_token = ops.apply
+    per_token = ops.apply  # applies operations on each token by itself: at once, or in exact mode block by block
     if compute.exact:
         per_token = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, per_token, params.hooks is not None)

@@ -138,8 +138,7 @@ def multiply_group(x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], o
     """[R, K] times the transpose of one group's matrix [N, K].
 
     Args:
-      weight: [E, N, K], an array or a quantized weight.
-      group: int32[], the index along E.
+      weight: [E, N, K], an array or a quantized weight, with E groups.
     """
     return project(x, index_stack(weight, group), out_dtype=out_dtype)
 
@@ -194,14 +193,11 @@ def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
 def split_stacked(
     stacked: Any, reads_in_place: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
-    """Split a tree into the leaves that a scan over layers slices, and a function that makes the tree of one layer.
+    """The leaves that a scan over layers slices, and `get_layer(slices, layer)`, which makes the tree of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
       reads_in_place: whether a leaf, given its path and itself, is not sliced, but indexed by `layer_weight`.
-
-    Returns:
-      The leaves to slice, and `get_layer(slices of these leaves, layer)`.
     """
     is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
