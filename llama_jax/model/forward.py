@@ -150,20 +150,20 @@ def run_layers(
     kinds = config.layer_kinds
     layer_kind = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunk_sizes(config, tokens, cache, positions)
-    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. The HBM traffic of 8B on eight v5e
-    # is less than 1.05 times the minimum so, and 1.24 times with a kernel per device.
+    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e this has less
+    # than 1.05 times the minimal HBM traffic, a kernel per device 1.24 times.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
     per_token = ops.apply  # applies operations on each token by itself: at once, or in exact mode block by block
     if compute.exact:
         per_token = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, per_token, params.hooks is not None)
-    call_hooks = HookCaller(params.hooks, shared.position_ids)
+    call_outer_hooks = HookCaller(params.hooks, shared.position_ids)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _scaled(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
         embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
-    hidden = sharding.constrain(call_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
+    hidden = sharding.constrain(call_outer_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
         return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
@@ -173,10 +173,10 @@ def run_layers(
         return _scaled(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
-        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, layer: int | None = None
+        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, unrolled_index: int | None
     ) -> Any:
         # In a scan over layers that differ, the layer kind is traced.
-        static_index = layer if len(kinds) > 1 else 0
+        static_index = unrolled_index if len(kinds) > 1 else 0
         kind = jnp.asarray(layer_kind)[index] if static_index is None else layer_kind[static_index]
         call_hooks = HookCaller(params.hooks, shared.position_ids, index)
 
@@ -210,8 +210,8 @@ def run_layers(
         outputs = _feed_forward(config, block, normed, sharding, per_token, call_hooks)
         return per_token(layer_output, residual, outputs), pages, call_hooks.kept
 
-    def layer_fn(layer: int | None) -> Callable[..., Any]:
-        run = partial(run_layer, layer=layer)
+    def layer_fn(unrolled_index: int | None) -> Callable[..., Any]:
+        run = partial(run_layer, unrolled_index=unrolled_index)
         return run if compute.remat == "none" else rematerialize(compute.remat, run)
 
     carry: Any = hidden, None if cache is None else cache.pages
@@ -219,26 +219,26 @@ def run_layers(
     reads_in_place = lambda path, leaf: (
         unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     )
-    sliced, get_layer = split_stacked(params.blocks, reads_in_place)
+    sliced, layer_params = split_stacked(params.blocks, reads_in_place)
     if unrolled:
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
         kept_per_layer = []
         for i in range(config.n_layers):
-            *carry, kept = layer_fn(i)(get_layer([], i), *carry, shared, jnp.int32(i))
+            *carry, kept = layer_fn(i)(layer_params([], i), *carry, shared, jnp.int32(i))
             kept_per_layer.append(kept)
         kept = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kept_per_layer)
     else:
         scanned_layer = layer_fn(None)
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            *carry, kept = scanned_layer(get_layer(*layer), *carry, shared, layer[1])
+            *carry, kept = scanned_layer(layer_params(*layer), *carry, shared, layer[1])
             return tuple(carry), kept
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = call_hooks("final", per_token(partial(apply_final_norm, config, params), hidden))
-    kept |= call_hooks.kept
+    hidden = call_outer_hooks("final", per_token(partial(apply_final_norm, config, params), hidden))
+    kept |= call_outer_hooks.kept
     if cache is None:
         return hidden, None, kept
     assert shared.paged is not None

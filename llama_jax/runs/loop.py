@@ -89,8 +89,8 @@ def train(
       workdir: a folder that no other run uses at the same time, for recipe.json, metrics.jsonl and checkpoints/STEP. Several
         processes need it on a shared file system. Or a URL, s3:// or gs://: metrics are in parts then, and each host
         needs a TMPDIR of its own with room for a checkpoint (docs/storage.md).
-      data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each with exactly its
-        share of the rows, and epochs of its own.
+      data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each with exactly
+        its share of the rows, and epochs of its own.
       validation_data: as `data`; by default a share of the documents of each source of `data` is held out.
       tokenizer: the file or folder of a tokenizer, for a recipe that does not train its own.
       weights: a model in any format to continue training from; its configuration and tokenizer replace the recipe's. If the

@@ -102,12 +102,12 @@ class LayerWeight(struct.PyTreeNode):
     def to_dense(self) -> Float[Array, " ..."]:
         """The dense matrix, for DoRA's row norms and for gradients; no forward matmul uses it."""
 
-        def to_dense(stack: Any, index: jax.Array) -> jax.Array:
+        def dense_from(stack: Any, index: jax.Array) -> jax.Array:
             weight = index_stack(stack, index)
             weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
             return weight.to_dense() if hasattr(weight, "to_dense") else weight
 
-        return self._switch_stack(to_dense) if isinstance(self.stack, MixedStack) else to_dense(self.stack, self.layer)
+        return self._switch_stack(dense_from) if isinstance(self.stack, MixedStack) else dense_from(self.stack, self.layer)
 
     def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         def project_from(stack: Any, index: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
 def split_stacked(
     stacked: Any, reads_in_place: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
-    """The leaves that a scan over layers slices, and `get_layer(slices, layer)`, which makes the tree of one layer.
+    """The leaves that a scan over layers slices, and `layer_params(slices, layer)`, which makes the tree of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
@@ -203,14 +203,14 @@ def split_stacked(
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
     in_place = [reads_in_place(path, leaf) for path, leaf in leaves]
 
-    def get_layer(slices: list[Any], layer: int | jax.Array) -> Any:
+    def layer_params(slices: list[Any], layer: int | jax.Array) -> Any:
         rest = iter(slices)
         layer_leaves = [
             layer_weight(leaf, layer) if indexed else next(rest) for (_, leaf), indexed in zip(leaves, in_place, strict=True)
         ]
         return jax.tree.unflatten(structure, layer_leaves)
 
-    return [leaf for (_, leaf), indexed in zip(leaves, in_place, strict=True) if not indexed], get_layer
+    return [leaf for (_, leaf), indexed in zip(leaves, in_place, strict=True) if not indexed], layer_params
 
 
 def unstack(stack: Any) -> MixedStack:
