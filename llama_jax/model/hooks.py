@@ -1,7 +1,7 @@
 """Hooks: pure functions that read and replace activations at named points of a forward pass.
 
 They are stored with the parameters, in `Llama.hooks`, and so are called wherever these are used: in `forward`, a loss,
-`generate`, a server. Parameters without hooks have the same compiled programs as before.
+`generate`, a server. Without hooks the compiled programs are unchanged.
 """
 
 from __future__ import annotations

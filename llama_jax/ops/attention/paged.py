@@ -206,7 +206,7 @@ class _ShardAxes(NamedTuple):
             for axes in (head_sharding.mesh_axes_of_rows, head_sharding.mesh_axes_of_heads)
         )
         if rows and (view.tokens_per_row is None or count != len(view.lengths) * view.tokens_per_row):
-            raise MeshError(f"rows with different numbers of tokens, or padding, cannot be sharded over {'*'.join(rows)}")
+            raise MeshError(f"different numbers of new tokens per row, or padding, cannot be sharded over {'*'.join(rows)}")
         for name, size, axes in (
             ("rows", len(view.lengths), rows),
             ("pages", pages.shape[1], rows),

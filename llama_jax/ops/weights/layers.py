@@ -24,7 +24,7 @@ class MixedStack(struct.PyTreeNode):
 
     Attributes:
       stacks: arrays or quantized weights [l, *out, D].
-      places: for each layer the index of its stack, and its index in that stack.
+      places: for each layer (index of its stack, index in that stack).
     """
 
     stacks: tuple[Any, ...]
