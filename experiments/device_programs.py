@@ -125,9 +125,9 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     params, state, turns = arguments
     ahead = max(case.length - STEPS_PER_CHUNK * (repetitions + 2), 0)
     length = jax.device_put(np.full(case.batch, ahead, np.int32), state.cache.length.sharding)
-    limit = jax.device_put(np.full(case.batch, 1 << 30, np.int32), state.request.limit.sharding)
-    stop = jax.device_put(np.full(state.request.stop.shape, -1, np.int32), state.request.stop.sharding)
-    state = state.replace(cache=state.cache.replace(length=length), request=state.request.replace(limit=limit, stop=stop))
+    limit = jax.device_put(np.full(case.batch, 1 << 30, np.int32), state.settings.limit.sharding)
+    stop = jax.device_put(np.full(state.settings.stop.shape, -1, np.int32), state.settings.stop.sharding)
+    state = state.replace(cache=state.cache.replace(length=length), settings=state.settings.replace(limit=limit, stop=stop))
     return params, state, jax.device_put(np.int32(1), turns.sharding)
 
 

@@ -65,10 +65,10 @@ def with_outliers(
     import llama_jax
 
     random, half, groups = np.random.default_rng(0), config.head_dim // 2, config.queries_per_kv_head
-    _, seen = llama_jax.observe(config, params, ids[None], lambda layer: layer.keys)
+    _, _, kept = llama_jax.observe(config, params, ids[None], {"keys": lambda keys, at: (keys, keys)})
     blocks = []
-    for block, found in zip(llama_jax.layers_of(params), seen, strict=True):
-        qkv, keys = np.array(block.attention.qkv), np.asarray(found)[0]  # [K, G + 2, H, D], [K, T, H]
+    for block, found in zip(llama_jax.layers_of(params), kept["keys"], strict=True):
+        qkv, keys = np.array(block.attention.qkv), np.asarray(found)[0].swapaxes(0, 1)  # [K, G + 2, H, D], [K, T, H]
         bias = np.zeros(qkv.shape[:-1], np.float32)
         factors = np.broadcast_to(mean / np.abs(keys).mean((1, 2))[:, None], keys[:, 0].shape).copy()  # [K, H]
         for head in range(len(qkv)):
@@ -142,8 +142,8 @@ def main(arguments: Arguments) -> None:
     }
     for name, outliers in MODELS.items():
         ours = (config, params) if outliers is None else with_outliers(config, params, ids, *outliers)
-        _, keys = llama_jax.observe(*ours, ids[None], lambda layer: layer.keys)
-        sizes = [np.abs(np.asarray(of_layer)) for of_layer in keys]
+        _, _, kept = llama_jax.observe(*ours, ids[None], {"keys": lambda keys, at: (keys, keys)})
+        sizes = np.abs(np.asarray(kept["keys"]))
         row: dict[str, Any] = {"mean": float(np.mean(sizes)), "largest": float(np.max(sizes))}
         for way in ("rounded", "smoothed"):
             found = divergences(*ours, ids, smoothed=way == "smoothed")

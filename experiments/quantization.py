@@ -184,8 +184,10 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
 
     @partial(jax.jit, static_argnums=0)
     def streams(config: LlamaConfig, params: Llama) -> Any:
-        _, (before, after) = llama_jax.observe(config, params, tokens[None], lambda layer: (layer.before, layer.after))
-        return [before[0], *after]
+        keep = lambda x, at: (x, x)
+        hooks = {"residual_before": keep, "residual_after": keep}
+        _, _, kept = llama_jax.observe(config, params, tokens[None], hooks)
+        return [kept["residual_before"][0], *kept["residual_after"]]
 
     pairs = zip(streams(config, params), streams(config, reference), strict=True)
     return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax import export
 
-from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk
+from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState, TokenChunk
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Positions
@@ -32,7 +32,7 @@ from llama_jax.training.step import TrainState
 TREES: tuple[type[Any], ...] = (
     *(Llama, Block, Attention, FeedForward),
     *(QuantizedWeight, JoinedWeight, LoraWeight, MultiLoraWeight, LowRank, KVCache, Quantized, Sampling),
-    *(Request, DecodeState, TrainState),
+    *(DecodeSettings, DecodeState, TrainState),
 )
 TUPLES: tuple[type[Any], ...] = (Positions, PrefillState, TokenChunk, Batch)
 

@@ -78,7 +78,7 @@ def generated(
     tokens, lengths, request = prepare_inputs(model[0], prompts, limits, sampling, [0] * max(map(len, stops)), cache)
     for row, stop in zip(request.stop, stops, strict=True):
         row[:] = [*stop, *[-1] * (len(row) - len(stop))]
-    run = module.Run(*model, Compute(), Sharding())
+    run = module.CompiledDecode(*model, Compute(), Sharding())
     pieces = list(run.stream(tokens, lengths, request, cache, module.MAX_CHUNKS_PER_CALL))
     ids, valid = (np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "valid"))
     rows = [row[own].tolist() for row, own in zip(ids, valid, strict=True)]

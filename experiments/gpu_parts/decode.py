@@ -17,7 +17,7 @@ from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
 from gpu_parts.weights import for_every_shape
 from llama_jax.inference import compiled_decode as library
-from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, Request
+from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeSettings, DecodeState
 
 
 def decode(run: Run) -> Iterator[Row]:
@@ -75,7 +75,7 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
     limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
     return DecodeState(
         cache=cache.replace(pages=pages, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
-        request=Request(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
+        settings=DecodeSettings(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
         token=jnp.ones(batch, jnp.int32),
         seen=jnp.zeros((batch, config.vocab_size), bool),
         count=jnp.ones(batch, jnp.int32),

@@ -19,14 +19,14 @@ from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, arra
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
-from llama_jax.inference.decode import DecodeState, PrefillState, Request, TokenChunk, decode, prefill
+from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState, TokenChunk, decode, prefill
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Remat
 from llama_jax.model.lora import Lora, adapter_shapes, with_base
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import layers_apart, param_shapes, planned_in_kinds, quantize
+from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize, unstack_layers
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
 from llama_jax.ops.weights.format_spec import bits_of
@@ -255,7 +255,7 @@ def decode_programs(
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
     params = _in_kinds(params, weights)
     if mesh.devices.flat[0].platform == "gpu":
-        params = layers_apart(params)  # as `load` gives them there
+        params = unstack_layers(params)  # as `load` gives them there
     sharding, compute = sharding_of(params), Compute(attention=attention)
 
     def cache_of() -> KVCache:
@@ -293,7 +293,7 @@ def decode_programs(
     limit, stop = per_row(jnp.int32, sharding=whole), per_row(jnp.int32, 4, sharding=whole)
     state = DecodeState(
         cache,
-        Request(sampling, limit, stop),
+        DecodeSettings(sampling, limit, stop),
         token=per_row(jnp.int32, sharding=whole),
         seen=per_row(bool, held.vocab_size, sharding=by_vocabulary),
         count=per_row(jnp.int32),

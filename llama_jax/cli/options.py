@@ -289,7 +289,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
-            with exact.exactly(self.compute().exact):
+            with exact.exact_mode(self.compute().exact):
                 compile_native(kinds, keys)
 
     def load_beside(

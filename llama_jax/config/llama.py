@@ -1,4 +1,4 @@
-"""The configuration of a Llama: its sizes, checked once, and what differs from layer to layer."""
+"""The configuration of a Llama: its sizes, validated once, and how the attention of its layers differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_jax.errors import ConfigError, shown
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The attention of one layer in a model whose layers are not all alike.
+    """The attention of one layer in a model whose layers differ.
 
     Attributes:
       window: a token attends to itself and the window - 1 tokens before it; None: no window.
@@ -53,9 +53,9 @@ class QueryScaling:
 
     Attributes:
       beta: the weight of the logarithm.
-      context: tokens before the first step, the context that the model was first trained at.
+      context: the original context length; the floor is 0, and so the factor 1, at positions below it.
       offset: added to the position.
-      rotated: whether queries that are rotated are scaled too; else only those of layers without a position embedding.
+      rotated: scale the queries of all layers; if False, only those of layers without RoPE.
 
     Raises:
       ConfigError: an invalid value; the message names it.
@@ -99,38 +99,38 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads unless given. While it equals that, `dataclasses.replace` with another `dim` or `n_heads`
-        computes it anew; any other value is kept.
-      hidden_dim: F, width of the gated feed-forward, which does not follow from `dim` (`ffn_hidden_dim` is Meta's rule):
-        pass both to `dataclasses.replace`.
+      head_dim: H; dim / n_heads by default, which `dataclasses.replace` with another `dim` or `n_heads` computes anew; any
+        other value is kept.
+      hidden_dim: F, width of the gated feed-forward. It is not derived from `dim` (`ffn_hidden_dim` is Meta's rule): pass
+        both to `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how the frequencies are stretched, or None.
-      max_seq_len: positions that the model was made for; generation refuses to go beyond. See `RopeScaling` for more.
-      tie_embeddings: the output projection is the embedding.
+      rope_scaling: how the frequencies are scaled for a longer context, or None.
+      max_seq_len: context length of the model, with its `rope_scaling`; generation raises beyond it.
+      tie_embeddings: the embedding is also the output projection.
       window: as in `LayerConfig`, for all layers (Mistral: Jiang et al. 2023, section 2).
       qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
-      layers: the period of layers that differ in their attention, repeated over the depth: layer i is
-        ``layers[i % len(layers)]``. Empty if all layers are alike; otherwise `window` is None.
-      qk_norm: RMSNorm of queries and keys before the rotary embedding: of each head ("head", Qwen3), or of all heads
-        together ("all", OLMo 2); or of each head after it, without weights, in layers that have one ("l2", Llama 4).
-      norm: where the RMSNorms of a layer are: "pre", before attention and feed-forward; "post", after them and before the
+      layers: if layers differ in their attention, the period that is repeated over the depth: layer i is
+        ``layers[i % len(layers)]``, and `window` is None. Empty if all layers are the same.
+      qk_norm: RMSNorm of queries and keys: "head", of each head before RoPE (Qwen3); "all", of all heads together before
+        RoPE (OLMo 2); "l2", of each head after RoPE, without weights, in layers with RoPE (Llama 4); None: no norm.
+      norm: position of a layer's RMSNorms: "pre", before attention and feed-forward; "post", after them and before the
         residual sum (OLMo 2: 2025, section 3.2); "both" (Gemma 3).
-      norm_offset: added to the weights of all RMSNorms (1 in Gemma, whose files hold their distance from 1).
-      activation: of the gate: "silu", or "gelu" by the tanh approximation (Gemma).
-      rotary_dim: features of each head that are rotated, the first ones (Phi-4-mini); head_dim unless given.
+      norm_offset: added to the weights of all RMSNorms (1 in Gemma, whose files store weight - 1).
+      activation: applied to the gate: "silu", or "gelu" by the tanh approximation (Gemma).
+      rotary_dim: the first `rotary_dim` features of each head are rotated (Phi-4-mini); head_dim by default.
       query_scaling: queries are multiplied by a factor that grows with the position (Ministral 3, Llama 4), or None.
-      embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
-        attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
-        (Granite 3; Gemma's embedding by sqrt(dim)).
+      embedding_multiplier, residual_multiplier, attention_multiplier: factors of the embeddings (sqrt(dim) in Gemma), of the
+        outputs of attention and feed-forward, and of the attention scores (1 / sqrt(head_dim) by default) (Granite 3).
+      logits_scaling: divisor of the logits (Granite 3).
       parts: your own functions in place of parts of every layer, see `Parts`. Files hold their names alone.
-      experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
-        et al. 2024, section 2); 0 for a single one.
+      experts: E, the number of experts, feed-forwards among which a router chooses `experts_per_token` for each token
+        (Mixtral: Jiang et al. 2024, section 2); 0 for a dense feed-forward.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are softmax probabilities over all E
-        experts, not renormalized (Qwen3-MoE, `norm_topk_prob`). For softmax scores.
-      expert_scores: "softmax": the weights of the experts' outputs; "sigmoid": each expert's input is multiplied by the
-        sigmoid of its score (Llama 4).
-      shared_expert: one more feed-forward of the same width, for every token, added to those chosen (Llama 4).
+        experts, not renormalized (Qwen3-MoE, `norm_topk_prob`). Used with "softmax" scores only.
+      expert_scores: "softmax": outputs of experts are weighted by their softmax scores; "sigmoid": inputs of experts are
+        multiplied by the sigmoid of their scores (Llama 4).
+      shared_expert: one more expert of the same width, whose output is added for every token (Llama 4).
 
     Raises:
       ConfigError: an invalid size; the message names it.
@@ -146,7 +146,7 @@ class LlamaConfig:
     norm_eps: float
     rope_theta: float
     tie_embeddings: bool
-    head_dim: int = 0  # 0 stands for dim // n_heads and is replaced below, so that a reader never sees it
+    head_dim: int = 0  # replaced by dim // n_heads in __post_init__
     rope_scaling: RopeScaling | None = None
     window: int | None = None
     qkv_bias: bool = False
@@ -169,9 +169,9 @@ class LlamaConfig:
     parts: Parts = Parts()
 
     def __post_init__(self) -> None:
-        for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
-            if not isinstance(getattr(self, name), kind | None):
-                raise ConfigError(f"{name}={shown(getattr(self, name))} must be a {kind.__name__} or None")
+        for name, cls in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
+            if not isinstance(getattr(self, name), cls | None):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} must be a {cls.__name__} or None")
         if not isinstance(self.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in self.layers):
             raise ConfigError(f"layers={shown(self.layers)} must be a tuple of LayerConfig")
         check_sizes(self)
@@ -186,16 +186,16 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", _DefaultHeadDim(self.head_dim))
         if self.layers:
             layers = period(self.layers)
-            alike = layers == (LayerConfig(layers[0].window),)
-            object.__setattr__(self, "layers", () if alike else layers)
-            object.__setattr__(self, "window", layers[0].window if alike else None)
+            uniform = layers == (LayerConfig(layers[0].window),)
+            object.__setattr__(self, "layers", () if uniform else layers)
+            object.__setattr__(self, "window", layers[0].window if uniform else None)
 
     @property
     def kind(self) -> Kind:
         """The first family whose features include those of this configuration.
 
         Raises:
-          ConfigError: there is none; such a model can be trained, but no other program could read it.
+          ConfigError: no family has these features; such a model can be trained, but not saved for other libraries.
         """
         return kind_of(self)
 
@@ -205,7 +205,7 @@ class LlamaConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerConfig, ...]:
-        """The distinct layers, by first appearance."""
+        """The distinct `LayerConfig`s of the layers, in order of first appearance."""
         return tuple(dict.fromkeys(map(self.layer, range(min(self.n_layers, max(len(self.layers), 1))))))
 
     @property

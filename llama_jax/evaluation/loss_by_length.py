@@ -239,7 +239,7 @@ def piece_nats(
     batch, new = tokens.shape
     positions = Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
     hidden, cache = forward(config, params, tokens, cache, positions=positions, compute=compute)
-    with exact.exactly(compute.exact):
+    with exact.exact_mode(compute.exact):
         return cache, target_nats(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 

@@ -256,7 +256,7 @@ def token_nats(
         positions = Positions(rope_lengths=jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32))
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
-    with exact.exactly(compute.exact):
+    with exact.exact_mode(compute.exact):
         return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
 
 

@@ -47,7 +47,7 @@ def build_params(
     *,
     quantize: Quantization | None = None,
     shardings: Llama | None = None,
-    layers_apart: bool = False,
+    unstack_layers: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
     """The parameters. All names and shapes are checked before the first tensor is read.
@@ -57,7 +57,7 @@ def build_params(
       quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
-      layers_apart: each layer's matrices in arrays of their own, see `ops.weights.apart`.
+      unstack_layers: each layer's matrices in arrays of their own, see `ops.weights.apart`.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:
@@ -79,7 +79,7 @@ def build_params(
     parameters, structure = jax.tree.flatten(made_of)
     places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
     fillings = [
-        parameter_fill(parts, target, wanted, place, memory, layers_apart=layers_apart)
+        parameter_fill(parts, target, wanted, place, memory, unstack_layers=unstack_layers)
         for parts, place in zip(parameters, places, strict=True)
     ]
     stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]

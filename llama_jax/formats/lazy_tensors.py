@@ -386,7 +386,7 @@ class QuantizedArrayTensor:
         return sum(plane.nbytes for plane in self.weight.planes)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self._rows(start, stop).decoded()
+        return self._rows(start, stop).to_dense()
 
     @property
     def blocks(self) -> RowBytes | None:

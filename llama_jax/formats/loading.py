@@ -34,7 +34,7 @@ from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
 from llama_jax.formats.torch_pickle import is_torch
 from llama_jax.formats.weight_format import Opened, WeightFormat
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import bytes_in_memory, dequantize, layers_apart, param_shapes
+from llama_jax.model.trees import bytes_in_memory, dequantize, param_shapes, unstack_layers
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.parallel.mesh import MeshSizes
@@ -194,11 +194,11 @@ def load(
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
             params = pad_on_mesh(opened.config, mesh, params)
-        params = layers_apart(params) if split_layers else params
+        params = unstack_layers(params) if split_layers else params
     else:
         wanted = opened if mesh is None else pad_to_mesh(opened, mesh)
         params = build_params(
-            wanted, dtype, quantize=quantize, shardings=shardings, layers_apart=split_layers, progress=progress
+            wanted, dtype, quantize=quantize, shardings=shardings, unstack_layers=split_layers, progress=progress
         )
     if loaded_adapter is not None:
         params = attach_adapter(opened.config, params, loaded_adapter, mesh)

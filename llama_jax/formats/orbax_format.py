@@ -47,7 +47,7 @@ from llama_jax.formats.step_dirs import (
 )
 from llama_jax.formats.weight_format import WeightFormat
 from llama_jax.model.params import Llama, ParamSpec, spec_at
-from llama_jax.model.trees import build, in_kinds, is_weight, layers_together, param_shapes
+from llama_jax.model.trees import build, in_kinds, is_weight, param_shapes, restack_layers
 from llama_jax.ops.weights.device_layout import arranged
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
@@ -463,7 +463,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
-    params = layers_together(params)
+    params = restack_layers(params)
     weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
     if kinds := {name_of(path): kind_in_file(leaf) for path, leaf in weights if is_weight(leaf)}:
         content = {"dtype": str(params.embedding.dtype), "kinds": kinds}

@@ -112,7 +112,7 @@ def parameter_fill(
     sharding: Any,
     memory: ArrayMemory,
     *,
-    layers_apart: bool = False,
+    unstack_layers: bool = False,
 ) -> ParameterFill:
     """A parameter on the devices of `sharding` (NumPy arrays if that is None): floats, or a quantized weight.
 
@@ -122,7 +122,7 @@ def parameter_fill(
         as they are in the files, floats for other tensors. In several parts if queries, keys and values are of different
         kinds, and in a stack for each kind if layers are.
       sharding: with the axis of layers where there is one.
-      layers_apart: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
+      unstack_layers: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
     """
     stacked = isinstance(parts, StackParts)
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
@@ -149,7 +149,7 @@ def parameter_fill(
         return _quantized(blocks, form, dtype, sharding, partial(_kept, QUANT_FORMATS[kind], form), memory, stacked)
 
     def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> ParameterFill:
-        if layers_apart and stacked and arrays[0].is_matrix:
+        if unstack_layers and stacked and arrays[0].is_matrix:
             alone = [of_kind([one], kind) for one, kind in zip(arrays, own, strict=True)]
             return _mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
         different = list(dict.fromkeys(own))

@@ -1,4 +1,4 @@
-"""The compiled programs of a generation, and the loop that runs them: prefill in chunks, then chunks of decoding steps."""
+"""The compiled programs of a generation, and the loop that runs them: prefill in chunks, then chunks of decode steps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_logprobs, longrope_switch_length, tokens_before_longrope_switch
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
+    DecodeSettings,
     DecodeState,
     PrefillState,
     PromptLengths,
     PromptTokens,
-    Request,
     TokenChunk,
     begin_decode,
     decode,
     init_prefill,
     prefill,
-    with_request,
+    with_settings,
 )
 from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
@@ -41,17 +41,17 @@ from llama_jax.ops import exact
 from llama_jax.ops.platform import decodes_natively, decoding_context
 
 LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
-SMALLEST_CACHE = 256  # tokens: one program for all short texts
+SMALLEST_CACHE = 256  # tokens per row: one program for all short texts
 MAX_CHUNKS_PER_CALL = 64  # chunks of STEPS_PER_CHUNK decode steps between two transfers to the host
-Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`
+Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`, [B, 3 n + 2]
 
 # Inputs are transferred to the device even under a caller's `jax.transfer_guard`.
 allow_transfers = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 
 @dataclass(frozen=True)
-class Run:
-    """The compiled functions of `inference.decode`, with the arguments that are the same in all calls of a generation."""
+class CompiledDecode:
+    """The compiled functions of `inference.decode`, bound to the model and the options of a generation."""
 
     config: LlamaConfig
     params: Llama
@@ -64,21 +64,21 @@ class Run:
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Context for `begin_decode`; exact numbers are those of the engine's steps, natively computed."""
-        with exact.exactly(self.compute.exact), decoding_context(self.use_native_code and self.compute.exact):
+    def begin_decode_context(self) -> Iterator[None]:
+        """The context in which to trace `begin_decode`. Exact logits use native code, as those of all later tokens do."""
+        with exact.exact_mode(self.compute.exact), decoding_context(self.use_native_code and self.compute.exact):
             yield
 
     def stream(
-        self, tokens: PromptTokens, lengths: PromptLengths, request: Request, options: CacheOptions, max_chunks: int
+        self, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions, max_chunks: int
     ) -> Iterator[TokenChunk]:
         allowed = tokens_before_longrope_switch(self.config, lengths)
-        capped_request = request.replace(limit=np.minimum(request.limit, allowed).astype(np.int32))
-        reprefill_length = longrope_switch_length(self.config) or 0 if (request.limit > allowed).any() else 0
-        capacity, max_chunks = capacity_for(lengths, request), min(max_chunks, MAX_CHUNKS_PER_CALL)
-        self.compile_ahead(tokens, lengths, capped_request, capacity, options, max_chunks)
+        capped_settings = settings.replace(limit=np.minimum(settings.limit, allowed).astype(np.int32))
+        reprefill_length = longrope_switch_length(self.config) or 0 if (settings.limit > allowed).any() else 0
+        capacity, max_chunks = capacity_for(lengths, settings), min(max_chunks, MAX_CHUNKS_PER_CALL)
+        self.compile_ahead(tokens, lengths, capped_settings, capacity, options, max_chunks)
         prefilled = self.prefill_prompts(tokens, lengths, capacity, options)
-        state, packed = self.start(prefilled, tokens, lengths, capped_request)
+        state, packed = self.begin_decode(prefilled, tokens, lengths, capped_settings)
         chunk, done, _ = unpack(packed)
         chunks_so_far = [chunk]
         yield chunk
@@ -87,7 +87,7 @@ class Run:
             # LongRoPE: rows paused at the switch length; all are prefilled again with the long factors.
             if done.all():
                 with allow_transfers():
-                    state = _with_request(state, request, self.sharding)
+                    state = _with_settings(state, settings, self.sharding)
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
@@ -105,15 +105,15 @@ class Run:
         self,
         tokens: PromptTokens,
         lengths: PromptLengths,
-        request: Request,
+        settings: DecodeSettings,
         capacity: int,
         options: CacheOptions,
         max_chunks: int,
     ) -> None:
-        """Compile the four programs concurrently: lowered here in turn, compiled in threads.
+        """Compile the four programs concurrently: each is lowered here and compiled in a thread.
 
-        Only if executables are stored and there is no mesh: over a mesh the output sharding, which the next program needs,
-        is known only after compilation.
+        Only with a compilation cache and without a mesh: over a mesh the output sharding, which the next program needs, is
+        known only after compilation.
         """
         size = prefill_chunk(options, tokens.shape[1])
         init_args = self.config, self.params, len(tokens), capacity, options, self.sharding, size
@@ -123,19 +123,19 @@ class Run:
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
-            def make(program: CompiledFunction, *args: Any) -> Any:
-                result, compile_or_load = program.lower_ahead(*args)
-                # In this context, so that the caller's `record_backends` sees the backends.
+            def compile_in_thread(program: CompiledFunction, *args: Any) -> Any:
+                result_shapes, compile_or_load = program.lower_ahead(*args)
+                # In a copy of this context, so that the caller's `record_backends` records the backends.
                 threads.submit(contextvars.copy_context().run, compile_or_load)
-                return result
+                return result_shapes
 
-            prefilled = make(_init_prefill, *init_args)
+            prefilled = compile_in_thread(_init_prefill, *init_args)
             with decoding_context(self.use_native_code):
-                make(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
-            with self.beginning():
-                state, _ = make(_begin_decode, *model, *prefilled, tokens, lengths, request, self.sharding)
+                compile_in_thread(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
+            with self.begin_decode_context():
+                state, _ = compile_in_thread(_begin_decode, *model, *prefilled, tokens, lengths, settings, self.sharding)
             with decoding_context(self.use_native_code):
-                make(
+                compile_in_thread(
                     _decode_for(device.platform),
                     *model,
                     state,
@@ -145,11 +145,11 @@ class Run:
                     self.sharding,
                 )
 
-    def start(
-        self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, request: Request
+    def begin_decode(
+        self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings
     ) -> tuple[DecodeState, Packed]:
-        with self.beginning(), allow_transfers():
-            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, request, self.sharding)
+        with self.begin_decode_context(), allow_transfers():
+            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, settings, self.sharding)
 
     def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
@@ -168,51 +168,48 @@ class Run:
         capacity: int,
         options: CacheOptions,
     ) -> KVCache:
-        """Each row's first `length` tokens (prompt and generated) in a cache with the RoPE frequencies of a longer row."""
+        """A cache of each row's first `length` tokens (prompt and generated), with the RoPE frequencies of longer rows."""
         history = np.zeros((len(tokens), bucket(length, SMALLEST_PREFILL)), np.int32)
-        new, valid = (
+        generated, valid = (
             np.concatenate([getattr(chunk, name) for chunk in chunks_so_far], axis=1) for name in ("tokens", "valid")
         )
         for row, (prompt, end) in enumerate(zip(tokens, lengths, strict=True)):
-            # Rows that ended earlier are filled by repetition; they are done, and their cache is not used.
-            history[row, :length] = np.resize(np.append(prompt[:end], new[row][valid[row]]), length)
-        return self.prefill_prompts(history, np.full(len(tokens), length, np.int32), capacity, options, longer=1).cache
+            # Shorter rows have ended: they are padded by repetition, and their cache is not used.
+            history[row, :length] = np.resize(np.append(prompt[:end], generated[row][valid[row]]), length)
+        return self.prefill_prompts(history, np.full(len(tokens), length, np.int32), capacity, options, extra_length=1).cache
 
     def prefill_prompts(
-        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, longer: int = 0
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, extra_length: int = 0
     ) -> PrefillState:
         """Prefill in chunks.
 
         Args:
-          longer: added to the lengths that a length-dependent RoPE scaling sees.
+          extra_length: added to the row lengths on which length-dependent RoPE scaling depends.
         """
         batch, width = tokens.shape
         size = prefill_chunk(options, width)
         prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, size)
-        for begin in range(0, int(lengths.max()), size):
-            positions = Positions(np.clip(lengths - begin, 0, size), rope_lengths=lengths + longer)
-            part = tokens[:, begin : begin + size]
+        for start in range(0, int(lengths.max()), size):
+            positions = Positions(np.clip(lengths - start, 0, size), rope_lengths=lengths + extra_length)
+            chunk = tokens[:, start : start + size]
             with decoding_context(self.use_native_code), allow_transfers():
-                prefilled = _prefill(self.config, self.params, prefilled, part, positions, self.compute, self.sharding)
+                prefilled = _prefill(self.config, self.params, prefilled, chunk, positions, self.compute, self.sharding)
         return prefilled
 
 
 def checked_chunk(
     tokens: Int32[np.ndarray, "B n"], logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]
 ) -> TokenChunk:
-    """The chunk of these tokens; GenerationError where the model's logits were NaN."""
+    """A `TokenChunk` of these arrays; raises GenerationError if the model's logits were NaN."""
     check_logprobs(logprobs, valid)
     return TokenChunk(tokens, logprobs, valid)
 
 
-def pack(produced: TokenChunk, done: Bool[Array, " B"], chunks_run: Int32[Array, ""]) -> Packed:
-    """Tokens, logprobs (bitcast), validity, done and the chunk count as one int32 array, for a single device-to-host copy.
-
-    Of n tokens per row it is [B, 3 n + 2].
-    """
-    logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
-    last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, chunks_run)], axis=1)
-    return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
+def pack(chunk: TokenChunk, done: Bool[Array, " B"], chunks_run: Int32[Array, ""]) -> Packed:
+    """Tokens, logprobs (bitcast), validity, done and the chunk count as one array, for a single device-to-host copy."""
+    logprobs = jax.lax.bitcast_convert_type(chunk.logprobs, jnp.int32)
+    done_and_count = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, chunks_run)], axis=1)
+    return jnp.concatenate([chunk.tokens, logprobs, chunk.valid.astype(jnp.int32), done_and_count], axis=1)
 
 
 def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
@@ -222,7 +219,8 @@ def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
       GenerationError: the model's logits were NaN.
     """
     array = jax.device_get(packed)
-    *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
+    width = (array.shape[1] - 2) // 3
+    *parts, _ = np.split(array, [width, 2 * width, 3 * width], axis=1)
     done, chunks_run = array[:, -2].astype(bool), int(array[0, -1])
     columns = chunks_run * STEPS_PER_CHUNK or 1  # `begin_decode_packed` packs a count of 0 with one token
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
@@ -232,42 +230,42 @@ def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
 def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
 ) -> tuple[DecodeState, Packed]:
-    """`begin_decode` with cache and hidden as separate arguments, because only the cache is donated; the result is
-    packed."""
-    state, produced = begin_decode(config, params, PrefillState(cache, hidden), *rest)
-    return state, pack(produced, state.done, jnp.int32(0))
+    """`begin_decode` with a packed result. Cache and hidden are separate arguments, because only the cache is donated."""
+    state, first = begin_decode(config, params, PrefillState(cache, hidden), *rest)
+    return state, pack(first, state.done, jnp.int32(0))
 
 
 def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
     """`decode`, with a packed result."""
-    state, chunks_run, produced = decode(*args)
-    return state, pack(produced, state.done, chunks_run)
+    state, chunks_run, chunk = decode(*args)
+    return state, pack(chunk, state.done, chunks_run)
 
 
 _init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
 _begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
-_with_request = compiled.jit(with_request, static_argnums=2)
+_with_settings = compiled.jit(with_settings, static_argnums=2)
 
 
-def capacity_for(lengths: PromptLengths, request: Request) -> int:
+def capacity_for(lengths: PromptLengths, settings: DecodeSettings) -> int:
     """The capacity of the cache in tokens per row: the longest prompt with the largest limit, rounded up."""
-    return round_capacity(int(lengths.max()), int(request.limit.max()))
+    return round_capacity(int(lengths.max()), int(settings.limit.max()))
 
 
-def round_capacity(longest: int, new: int) -> int:
-    """The capacity for a prompt and its continuation, rounded up so that few programs are compiled.
+def round_capacity(prompt: int, new: int) -> int:
+    """The capacity for `prompt` + `new` tokens, rounded up so that few programs are compiled.
 
-    To a power of two up to 2,048 tokens; above that to a multiple of an eighth of the next power of two, at least 512.
+    Up to 2,048 tokens it is a power of two; above that a multiple of an eighth of the next power of two, at least 512.
     """
-    wanted = bucket(longest + new, SMALLEST_CACHE)
-    step = max(wanted // 8, LARGEST_PREFILL)
-    return wanted if wanted <= 8 * SMALLEST_CACHE else -(-(longest + new) // step) * step
+    power_of_two = bucket(prompt + new, SMALLEST_CACHE)
+    if power_of_two <= 8 * SMALLEST_CACHE:
+        return power_of_two
+    multiple = max(power_of_two // 8, LARGEST_PREFILL)
+    return -(-(prompt + new) // multiple) * multiple
 
 
 def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens per prefill call. With a window they are limited: the ring of pages must hold window and chunk
-    together."""
+    """Prompt tokens per prefill call; with a window at most as many, because its pages hold the window and one chunk."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)
     return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)

@@ -1,6 +1,6 @@
-"""The state of a generation, and the pure functions from one to the next: prefill, first token, decode.
+"""The state of a generation, and the pure functions that advance it: prefill, first token, decode.
 
-A `DecodeState` has a row for every sequence being generated. Rows are independent: each has its own position, settings
+A `DecodeState` has one row per sequence being generated. Rows are independent: each has its own position, settings
 and limit. `inference.compiled_decode` prefills a batch of prompts and decodes until all rows are done. Everything runs
 under `jax.jit`; if the state is donated, the cache is never copied.
 """
@@ -28,16 +28,16 @@ from llama_jax.ops.platform import AnyArray
 
 PromptTokens: TypeAlias = Int32[np.ndarray, "B T"]  # on the host, padded on the right
 PromptLengths: TypeAlias = Int32[np.ndarray, " B"]
-STEPS_PER_CHUNK = 4  # of the decode loop, which can only exit between chunks, so chunks are short
+STEPS_PER_CHUNK = 4  # decode steps; the loop can only exit between chunks, so chunks are short
 
 
-class Request(struct.PyTreeNode):
-    """The settings of every row of a batch.
+class DecodeSettings(struct.PyTreeNode):
+    """The settings of the rows of a batch.
 
     Attributes:
       sampling: arrays [B].
       limit: int32[B], maximum number of tokens to generate.
-      stop: int32[B, any], token ids that end a row, padded with -1.
+      stop: int32[B, n], token ids that end a row, padded with -1.
     """
 
     sampling: Sampling
@@ -50,15 +50,15 @@ class DecodeState(struct.PyTreeNode):
 
     Attributes:
       cache: the KV cache.
-      request: the settings of the rows.
+      settings: the settings of the rows.
       token: int32[B], the last sampled token, the input of the next step.
-      seen: bool[B, V] (V with padding), tokens in the prompt or the continuation, for the repetition penalty.
+      seen: bool[B, V] (V with padding), tokens that occur in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.
-      done: bool[B], the row has met a stop token or its limit, or the row is unused (serving).
+      done: bool[B], the row has generated a stop token or reached its limit, or is unused (serving).
     """
 
     cache: KVCache
-    request: Request
+    settings: DecodeSettings
     token: jax.Array
     seen: jax.Array
     count: jax.Array
@@ -73,7 +73,7 @@ class PrefillState(NamedTuple):
 
 
 class TokenChunk(NamedTuple):
-    """The next tokens of every row: arrays of JAX, or of NumPy as `stream` yields them.
+    """The next n tokens of each row: JAX arrays, or NumPy arrays where `stream` yields them.
 
     Attributes:
       tokens: int32[B, n].
@@ -95,7 +95,7 @@ def init_prefill(
     sharding: Sharding = Sharding(),
     at_once: int = 1,
 ) -> PrefillState:
-    """An empty cache in the parameters' dtype, and hidden states before any token; arguments as for `init_cache`."""
+    """An empty cache in the parameters' dtype, and hidden states of zeros; for the arguments see `init_cache`."""
     dtype = params.embedding.dtype
     cache = init_cache(
         config,
@@ -122,8 +122,8 @@ def prefill(
 
     Args:
       tokens: padded on the right.
-      positions: `lengths` int32[B], valid tokens of each row here (0: its prompt has ended); `rope_lengths` int32[B],
-        lengths of the whole prompts, for length-dependent RoPE scaling.
+      positions: `lengths` int32[B], how many of the T tokens of each row are valid (0: its prompt has ended);
+        `rope_lengths` int32[B], lengths of the whole prompts, for length-dependent RoPE scaling.
     """
     token_hidden, cache = forward(
         config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
@@ -140,39 +140,39 @@ def begin_decode(
     prefilled: PrefillState,
     tokens: Int32[AnyArray, "B T"],
     lengths: Int32[AnyArray, " B"],
-    request: Request,
+    settings: DecodeSettings,
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """The state after whole prompts, of `lengths` tokens each, and the first token of every row.
+    """Sample the first token of each row, whose prompt of `lengths` tokens is in the cache: the state, and these tokens.
 
-    After an exact prefill it is called in the context `ops.exact.exactly(True)`.
+    After an exact prefill call it in the context `ops.exact.exact_mode(True)`.
     """
     batch, width = tokens.shape
     is_prompt = jnp.arange(width)[None] < lengths[:, None]
     vocab = lm_head_of(config, params).shape[0]
-    # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
+    # No id is free to stand for padding: its index is out of range, and the scatter drops it.
     token_or_out_of_range = jnp.where(is_prompt, tokens, vocab)
     rows = jnp.arange(batch)[:, None]
     seen = jnp.zeros((batch, vocab), bool).at[rows, token_or_out_of_range].set(True, mode="drop")
     state = DecodeState(
         cache=shard_cache(prefilled.cache, sharding),
-        request=request,
+        settings=settings,
         token=jnp.zeros(batch, jnp.int32),
         seen=sharding.constrain(seen, "logits"),
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
     with sharding.context():
-        state, logprobs = sample_next(state, logits_of(config, params, prefilled.hidden, sharding), sharding)
+        state, logprobs = sample_next(state, compute_logits(config, params, prefilled.hidden, sharding), sharding)
     token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
-    produced = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
-    return state.replace(token=token, done=done), produced
+    first = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
+    return state.replace(token=token, done=done), first
 
 
-def with_request(state: DecodeState, request: Request, sharding: Sharding = Sharding()) -> DecodeState:
-    """Replace the request; rows not ended by a stop token continue to the new limits."""
-    stopped = jnp.any(state.token[:, None] == request.stop, axis=-1)
-    return state.replace(request=request, done=sharding.constrain(stopped | (state.count >= request.limit), "replicated"))
+def with_settings(state: DecodeState, settings: DecodeSettings, sharding: Sharding = Sharding()) -> DecodeState:
+    """Replace the settings; rows that were not ended by a stop token continue to the new limits."""
+    stopped = jnp.any(state.token[:, None] == settings.stop, axis=-1)
+    return state.replace(settings=settings, done=sharding.constrain(stopped | (state.count >= settings.limit), "replicated"))
 
 
 def decode(
@@ -184,14 +184,14 @@ def decode(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, Int32[Array, ""], TokenChunk]:
-    """Up to `chunks` chunks of `STEPS_PER_CHUNK` steps, leaving early when every row is done.
+    """Run up to `chunks` chunks of `STEPS_PER_CHUNK` decode steps, fewer if all rows are done before.
 
     Args:
       chunks: at most `max_chunks`.
       max_chunks: capacity of the result, in chunks (static).
 
     Returns:
-      The state; the number of chunks run; and the tokens, [B, max_chunks * STEPS_PER_CHUNK], of which the first
+      The state; the number of chunks run, int32[]; and the tokens, [B, max_chunks * STEPS_PER_CHUNK], whose first
       chunks_run * STEPS_PER_CHUNK columns are filled.
     """
     batch = state.token.shape[0]
@@ -212,16 +212,17 @@ def decode_chunks(
     """The decode loop: a `lax.scan` per chunk inside a `while_loop`, which ends when every row is done.
 
     Args:
-      step: from a state to the next one and its results, [B] each.
-      out: [B, at least offset + chunks * STEPS_PER_CHUNK] each, into which the results are written.
-      offset: their first column.
+      step: maps a state to the next state and the results of this step, arrays [B].
+      out: for each result an array [B, n], n at least offset + chunks * STEPS_PER_CHUNK, into which it is written.
+      offset: the first column that is written.
     """
 
     def run_chunk(carry: Any) -> Any:
         state, chunks_run, out = carry
         state, results = lax.scan(lambda state, _: step(state), state, length=STEPS_PER_CHUNK)
-        at = (jnp.zeros_like(chunks_run), offset + chunks_run * STEPS_PER_CHUNK if offset else chunks_run * STEPS_PER_CHUNK)
-        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, results, strict=True))
+        column = chunks_run * STEPS_PER_CHUNK
+        start = jnp.zeros_like(column), offset + column if offset else column
+        out = tuple(lax.dynamic_update_slice(whole, part.T, start) for whole, part in zip(out, results, strict=True))
         return state, chunks_run + 1, out
 
     def unfinished(carry: Any) -> jax.Array:
@@ -231,7 +232,7 @@ def decode_chunks(
     return lax.while_loop(unfinished, run_chunk, (state, jnp.int32(0), out))
 
 
-def logits_of(
+def compute_logits(
     config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], sharding: Sharding
 ) -> Float32[Array, "*batch V"]:
     """Logits in float32, also for a float64 model, because sampling uses 32-bit random numbers."""
@@ -241,37 +242,37 @@ def logits_of(
 def sample_next(
     state: DecodeState, logits: Float32[Array, "B V"], sharding: Sharding, logit_mask: LogitMask | None = None
 ) -> tuple[DecodeState, Float32[Array, " B"]]:
-    """The state after one more token of every row that is not done, and its log-probability among all tokens."""
-    choose = _choose_exactly if exact.is_exact() else _choose
-    token, logprobs = choose(state, logits, logit_mask)
+    """Sample one more token of each row that is not done: the next state, and `TokenChunk.logprobs` of these tokens."""
+    sample_rows = _sample_in_blocks if exact.is_exact() else _sample
+    token, logprobs = sample_rows(state, logits, logit_mask)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
     count = state.count + (~state.done).astype(jnp.int32)
-    stopped = jnp.any(token[:, None] == state.request.stop, axis=-1)
+    stopped = jnp.any(token[:, None] == state.settings.stop, axis=-1)
     state = state.replace(
         token=token,
         seen=sharding.constrain(seen, "logits"),
         count=count,
-        done=state.done | stopped | (count >= state.request.limit),
+        done=state.done | stopped | (count >= state.settings.limit),
     )
     return state, logprobs
 
 
-def _choose(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
-    """A token of each row, that of a row that is done again, and its log-probability."""
-    token = sample(logits, state.request.sampling, state.seen, state.count, logit_mask)
+def _sample(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
+    """A token of each row (a row that is done repeats its last one) and its log-probability, both [B]."""
+    token = sample(logits, state.settings.sampling, state.seen, state.count, logit_mask)
     token = jnp.where(state.done, state.token, token)
     return token, exact.logprob_of(logits, token)
 
 
-def _choose_exactly(state: DecodeState, logits: jax.Array, mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, a block of rows at a time."""
-    permitted = logits if mask is None else lax.cond(mask.needed, mask.apply, lambda logits: logits, logits)
+def _sample_in_blocks(state: DecodeState, logits: jax.Array, mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
+    """`_sample`, one block of rows at a time."""
+    masked = logits if mask is None else lax.cond(mask.needed, mask.apply, lambda logits: logits, logits)
 
-    def choose(state: DecodeState, logits: jax.Array, permitted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _choose(state, logits, None if mask is None else LogitMask(jnp.bool_(True), lambda _: permitted))
+    def sample_block(state: DecodeState, logits: jax.Array, masked: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _sample(state, logits, None if mask is None else LogitMask(jnp.bool_(True), lambda _: masked))
 
-    rows = state.replace(cache=None)
-    token, logprobs = exact.by_blocks(choose, exact.row_block_size(), exact.rows_in_use(state.done), rows, logits, permitted)
+    size, in_use = exact.row_block_size(), exact.rows_in_use(state.done)
+    token, logprobs = exact.map_blocks(sample_block, size, in_use, state.replace(cache=None), logits, masked)
     return jnp.where(state.done, state.token, token), logprobs
 
 
@@ -281,9 +282,9 @@ def decode_step(
     state: DecodeState,
     compute: Compute,
     sharding: Sharding,
-    choose: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] = sample_next,
+    sample_fn: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] = sample_next,
 ) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:
-    """Process the last token of every row that is not done, and choose its next one.
+    """Run the model on the last token of each row, and sample the next token of the rows that are not done.
 
     Returns:
       The next state, and (token, logprob, valid), each [B].
@@ -293,14 +294,14 @@ def decode_step(
     hidden, cache = forward(
         config, params, state.token[:, None], state.cache, positions=positions, compute=compute, sharding=sharding
     )
-    with sharding.context(), exact.exactly(compute.exact):
-        logits = logits_of(config, params, hidden[:, 0], sharding)
-        state, logprobs = choose(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
+    with sharding.context(), exact.exact_mode(compute.exact):
+        logits = compute_logits(config, params, hidden[:, 0], sharding)
+        state, logprobs = sample_fn(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
     return state, (state.token, logprobs, valid)
 
 
 def shard_cache(cache: KVCache, sharding: Sharding) -> KVCache:
-    """The same cache, constrained as the sharding requires."""
+    """The cache with sharding constraints on its arrays."""
     pages = jax.tree.map(lambda x: sharding.constrain(x, "cache"), cache.pages)
     table, length = (sharding.constrain(x, "row") for x in (cache.table, cache.length))
     return cache.replace(pages=pages, table=table, length=length)

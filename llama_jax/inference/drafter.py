@@ -12,11 +12,11 @@ from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, TokenChunk
+from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
-PreparedPrompts = tuple[PromptTokens, PromptLengths, Request]  # the result of `prepare_inputs`
+PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
 MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
 
 
@@ -39,7 +39,7 @@ class Drafter(ABC):
         check_number("tokens", self.tokens, MAX_DRAFT_TOKENS)
 
     def check(  # noqa: B027  # most can draft for any model
-        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
     ) -> None:
         """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
 

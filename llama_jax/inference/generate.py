@@ -1,4 +1,4 @@
-"""Generation: a compiled prefill, then compiled chunks of a scan-based decode loop, for a ragged batch of prompts."""
+"""Generation for a batch of prompts of any lengths: a compiled prefill, then compiled chunks of decode steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_max_chunks, token_ids
-from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, Run
+from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import Counts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare_inputs
@@ -28,10 +28,10 @@ class Generation:
     """The continuation of one prompt.
 
     Attributes:
-      tokens: its ids, without the prompt and without the stop token that ended it.
-      logprobs: log-probability of each under the model itself, before penalty, temperature and filters.
-      finish_reason: "stop" if a stop token ended it, "length" if `max_new_tokens` did.
-      counts: for a generation with a draft: passes, and tokens drafted and accepted.
+      tokens: the generated token ids, without the prompt and without the stop token.
+      logprobs: log-probability of each token under the model itself, before penalty, temperature and filters.
+      finish_reason: "stop" at a stop token, "length" at `max_new_tokens`.
+      counts: with speculative decoding, the number of passes and of tokens drafted and accepted; else None.
     """
 
     tokens: list[int]
@@ -52,22 +52,22 @@ def generate(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
-    """Continue each prompt. With float32 weights a row of a batch gets the same tokens as it would alone.
+    """Continue each prompt. With float32 weights a prompt gets the same tokens in a batch as alone.
 
     With 16-bit or quantized weights a near tie may resolve differently: XLA sums in another order for other shapes, and CPU
-    kernels for block-quantized weights round activations to 8 bits. With LongRoPE, rows that exceed the original context
-    wait for the others there and are prefilled again with the long factors, as in transformers.
+    kernels for block-quantized weights round activations to 8 bits. With LongRoPE, rows that reach the original context
+    length pause there until all others do or end; then they are prefilled again with the long factors, as in transformers.
 
     Args:
       config, params: the model. If the parameters are sharded over a mesh (`load(..., mesh=...)`), generation runs on it.
-      prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
-        begin-of-sequence token before them).
+      prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` returns them (with the
+        begin-of-sequence token).
       max_new_tokens: maximum number of tokens to generate, one for all rows or one per row.
       sampling: greedy by default; each field is one value or one per row.
       stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
       cache: options of the KV cache: int8, or a sliding window, which lets a row become longer than the model's context.
-      compute: your own attention, or a dtype; by default the parameters'.
-      draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: several drafted tokens are verified in one pass.
+      compute: the dtype of the computation (by default the parameters'), or a custom attention function.
+      draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: several draft tokens are verified in one pass.
         It changes the speed but, except for near ties, not the tokens.
 
     Returns:
@@ -110,24 +110,24 @@ def stream(
     draft: Drafter | None = None,
     max_chunks: int = 1,
 ) -> Iterator[TokenChunk]:
-    """Yield the tokens of every row as they come, as `TokenChunk`: the first alone, then up to 4 * min(`max_chunks`, 64).
+    """Yield the tokens of all rows in `TokenChunk`s: the first token, then up to 4 * min(`max_chunks`, 64) tokens at a time.
 
     Arguments and errors as for `generate`. Invalid arguments raise in the call itself; NaN logits raise GenerationError, and
     parameters that do not match the configuration ConfigError, during iteration. A stop token is yielded as the last valid
     one of its row.
     """
     check_max_chunks(max_chunks)
-    tokens, lengths, request = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    sharding, table = Sharding(), params.embedding
-    if isinstance(getattr(table, "sharding", None), NamedSharding) or nondefault_device(table) is not None:
+    tokens, lengths, settings = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
+    sharding, embedding = Sharding(), params.embedding
+    if isinstance(getattr(embedding, "sharding", None), NamedSharding) or nondefault_device(embedding) is not None:
         sharding = sharding_of(params)  # generation runs on the devices of the parameters
         check_rows(sharding, len(prompts))
-    run = Run(config, params, compute, sharding)
+    decoder = CompiledDecode(config, params, compute, sharding)
     if draft is not None:
         from llama_jax.inference.speculation.speculative_decode import stream_drafted
 
-        return stream_drafted(run, draft, (tokens, lengths, request), cache, int(max_chunks))
-    return run.stream(tokens, lengths, request, cache, int(max_chunks))
+        return stream_drafted(decoder, draft, (tokens, lengths, settings), cache, int(max_chunks))
+    return decoder.stream(tokens, lengths, settings, cache, int(max_chunks))
 
 
 def to_generations(chunks: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> list[Generation]:
@@ -135,11 +135,11 @@ def to_generations(chunks: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> 
     tokens, logprobs, valid = (
         np.concatenate([getattr(chunk, name) for chunk in chunks], axis=1) for name in ("tokens", "logprobs", "valid")
     )
-    stop = set(token_ids("stop_tokens", stop_tokens).tolist())
+    stop_ids = set(token_ids("stop_tokens", stop_tokens).tolist())
     results = []
     for row in range(len(tokens)):
-        ids, scores = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
-        stopped = ids[-1] in stop
+        ids, row_logprobs = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
+        stopped = ids[-1] in stop_ids
         end = len(ids) - stopped
-        results.append(Generation(ids[:end], scores[:end], "stop" if stopped else "length"))
+        results.append(Generation(ids[:end], row_logprobs[:end], "stop" if stopped else "length"))
     return results

@@ -13,12 +13,12 @@ from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
+    DecodeSettings,
     DecodeState,
     PrefillState,
-    Request,
+    compute_logits,
     decode_chunks,
     decode_step,
-    logits_of,
     prefill,
     shard_cache,
 )
@@ -112,19 +112,19 @@ def roll_out(
         """`decode.sample_next`, with log-probabilities at the temperature."""
 
         def choose(logits: jax.Array, rows: DecodeState) -> tuple[jax.Array, jax.Array]:
-            token = sample(logits, rows.request.sampling, rows.seen, rows.count)
+            token = sample(logits, rows.settings.sampling, rows.seen, rows.count)
             token = jnp.where(rows.done, rows.token, token)
             return token, exact.logprob_of(logits / options.temperature, token)
 
-        token, logprobs = exact.by_rows(choose, exact.rows_in_use(state.done), logits, state.replace(cache=None))
+        token, logprobs = exact.map_row_blocks(choose, exact.rows_in_use(state.done), logits, state.replace(cache=None))
         token = jnp.where(state.done, state.token, token)
         count = state.count + ~state.done
-        done = state.done | jnp.any(token[:, None] == state.request.stop, axis=-1) | (count >= state.request.limit)
+        done = state.done | jnp.any(token[:, None] == state.settings.stop, axis=-1) | (count >= state.settings.limit)
         return state.replace(token=token, count=count, done=done), logprobs
 
-    with sharding.context(), exact.exactly(compute.exact):
+    with sharding.context(), exact.exact_mode(compute.exact):
         state, logprobs = sample_at_temperature(
-            state, logits_of(config, params, _repeat_rows(prefilled.hidden, options, sharding), sharding), sharding
+            state, compute_logits(config, params, _repeat_rows(prefilled.hidden, options, sharding), sharding), sharding
         )
     first = (state.token, logprobs, jnp.ones(batch, bool))
     out = tuple(jnp.zeros((batch, 1 + chunks * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
@@ -162,7 +162,7 @@ def _init_decode_state(
     stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
     return DecodeState(
         cache=shard_cache(cache, sharding),
-        request=Request(sampling, jnp.full(batch, options.max_new_tokens, jnp.int32), stop),
+        settings=DecodeSettings(sampling, jnp.full(batch, options.max_new_tokens, jnp.int32), stop),
         token=jnp.zeros(batch, jnp.int32),
         seen=jnp.zeros((batch, 1), bool),  # for a repetition penalty, which is not used here
         count=jnp.zeros(batch, jnp.int32),

@@ -1,8 +1,8 @@
-"""Sampling the next token. Every setting is a per-row array, so that one batch serves requests with different settings.
+"""Sampling the next token. Every setting is an array with one value per row, so that rows of a batch may differ.
 
-The order and the kept sets are those of Hugging Face transformers' processors, except for ties: repetition penalty,
-temperature, top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one
-threshold per row, found by bisection over the bits of the scores. The vocabulary is never sorted.
+Repetition penalty, temperature, top-k, top-p and min-p are applied in this order, and keep the same tokens as Hugging Face
+transformers' logits processors, except for ties. Each of the last three keeps the tokens above some score, so together they
+are one threshold per row, which is found by bisection over the bits of the scores. The vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PerRow = Any  # a number, or an array or sequence of one number per row
 
 
 class Sampling(struct.PyTreeNode):
-    """How to choose tokens. Each field is one value for all rows or one per row.
+    """How tokens are sampled. Each field is one value for all rows or one per row.
 
     Attributes:
-      temperature: divides the logits; 0 takes the most probable token (greedy) whatever the other fields say, apart from
-        the repetition penalty.
+      temperature: divides the logits; 0 is greedy: the most probable token after the repetition penalty, whatever the other
+        fields are.
       top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
       top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1), and those
-        tied with the last, of which transformers keeps only as many as are needed; 1 keeps all.
+        tied with the last (transformers drops some of them); 1 keeps all.
       min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
       repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
         negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
-      seed: start of the row's random stream, which depends on nothing else: not on the neighbours in the batch. For n
-        different samples of one prompt give n seeds, `seed=range(n)`.
+      seed: seed of the row's random stream, which does not depend on other rows of the batch. For n different samples of one
+        prompt pass n seeds, `seed=range(n)`.
     """
 
     temperature: PerRow = 0.0
@@ -53,28 +53,28 @@ class Sampling(struct.PyTreeNode):
           GenerationError: an invalid value, or a field with another number of rows; the message names the field.
         """
 
-        def rows(name: str, dtype: type, need: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
-            return checked_numbers(name, getattr(self, name), batch, dtype, need, valid)
+        def array(name: str, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
+            return checked_numbers(name, getattr(self, name), batch, dtype, requirement, valid)
 
-        def whole(x):
+        def integer(x):
             return x == np.floor(x)
 
         return Sampling(
-            temperature=rows("temperature", np.float32, "0 (greedy) or more", lambda x: x >= 0),
-            top_k=rows("top_k", np.int32, "0 (off) or a positive integer", lambda x: (x >= 0) & (x < 2**31) & whole(x)),
-            top_p=rows("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
-            min_p=rows("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
-            repetition_penalty=rows("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),
-            seed=rows("seed", np.uint32, "an integer from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & whole(x)),
+            temperature=array("temperature", np.float32, "0 (greedy) or more", lambda x: x >= 0),
+            top_k=array("top_k", np.int32, "0 (off) or a positive integer", lambda x: (x >= 0) & (x < 2**31) & integer(x)),
+            top_p=array("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
+            min_p=array("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
+            repetition_penalty=array("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),
+            seed=array("seed", np.uint32, "an integer from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & integer(x)),
         )
 
 
 class LogitMask(NamedTuple):
-    """Tokens that some rows may not choose.
+    """Tokens that are not allowed in some rows.
 
     Attributes:
       needed: bool[], whether there are any.
-      apply: gives float32[B, V] logits with -inf for these tokens.
+      apply: from logits float32[B, V] to logits with -inf for these tokens.
     """
 
     needed: jax.Array
@@ -85,15 +85,15 @@ def sample(
     logits: Float32[AnyArray, "B V"],
     sampling: Sampling,
     seen: Bool[AnyArray, " B #V"],
-    step: Int32[AnyArray, " B"],
+    count: Int32[AnyArray, " B"],
     logit_mask: LogitMask | None = None,
 ) -> Int32[Array, " B"]:
-    """Choose one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
+    """Sample one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
 
     Args:
       sampling: arrays [B], from `Sampling.per_row`.
-      seen: tokens that the row already holds (prompt and continuation).
-      step: how many tokens the row has generated: the position in the row's random stream.
+      seen: tokens that occur in the row (prompt and continuation).
+      count: number of tokens that the row has generated: the position in its random stream.
     """
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
@@ -101,7 +101,7 @@ def sample(
         if logit_mask is not None:
             logits = lax.cond(logit_mask.needed, logit_mask.apply, lambda logits: logits, logits)
         scores = penalize(logits, penalty, seen)
-        return jnp.where(is_sampled, _sample_gumbel(scores, sampling, step), _argmax(scores))
+        return jnp.where(is_sampled, _sample_gumbel(scores, sampling, count), _argmax(scores))
 
     needs_sampling = jnp.any(is_sampled | (penalty != 1))
     if logit_mask is not None:
@@ -114,13 +114,13 @@ def penalize(
     penalty: Float32[AnyArray, " B"],
     seen: Bool[AnyArray, " B #V"],
 ) -> Float32[Array, "B V"]:
-    """Make seen tokens less probable (Keskar et al. 2019)."""
+    """The repetition penalty on tokens that are `seen` (Keskar et al. 2019, section 4.1)."""
     penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def score_threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[Array, " B"]:
-    """The score below which top-k, top-p and min-p drop a token.
+    """The score below which top-k, top-p or min-p drops a token.
 
     Args:
       scores: logits after penalty and temperature.
@@ -148,25 +148,25 @@ def score_threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Flo
     return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), floor)
 
 
-def _sample_gumbel(scores: jax.Array, sampling: Sampling, step: AnyArray) -> jax.Array:
+def _sample_gumbel(scores: jax.Array, sampling: Sampling, count: AnyArray) -> jax.Array:
     """A token from the softmax over the kept scores, by the Gumbel-max rule (Maddison et al. 2014)."""
     vocab = scores.shape[-1]
     scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
     filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
-    lowest = lax.cond(
+    threshold = lax.cond(
         filtered, score_threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
     )
 
-    def noise(seed: jax.Array, step: AnyArray) -> jax.Array:
-        return jax.random.gumbel(_key(seed, step), (vocab,), scores.dtype)
+    def noise(seed: jax.Array, count: AnyArray) -> jax.Array:
+        return jax.random.gumbel(_key(seed, count), (vocab,), scores.dtype)
 
-    noisy = scores + jax.vmap(noise)(sampling.seed, step)
-    return _argmax(jnp.where(scores >= lowest[:, None], noisy, -jnp.inf))
+    noisy = scores + jax.vmap(noise)(sampling.seed, count)
+    return _argmax(jnp.where(scores >= threshold[:, None], noisy, -jnp.inf))
 
 
 @for_cpu("fused_noise")
-def _key(seed: jax.Array, step: AnyArray, impl: Hashable = None) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed, impl=impl), step)
+def _key(seed: jax.Array, count: AnyArray, impl: Hashable = None) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed, impl=impl), count)
 
 
 @for_cpu("argmax")
@@ -179,12 +179,12 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 def _ordered_bits(x: AnyArray) -> jax.Array:
     """uint32 whose order is that of the float32 `x`: the sign bit set for positives, all bits flipped for negatives."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0 the same as 0
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 turns -0 into 0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _from_ordered_bits(bits: jax.Array) -> jax.Array:
-    """Undo `_ordered_bits`; 0, below every float, gives -inf."""
+    """Undo `_ordered_bits`; 0, which is below the bits of every float, becomes -inf."""
     x = lax.bitcast_convert_type(jnp.where(bits >> 31 == 1, bits ^ jnp.uint32(1 << 31), ~bits), jnp.float32)
     return jnp.where(bits == 0, -jnp.inf, x)
 
@@ -192,8 +192,8 @@ def _from_ordered_bits(bits: jax.Array) -> jax.Array:
 def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """The largest t for which the weights of the entries at or above t sum to `target` or more: uint32[B].
 
-    With ones and k it is the k-th largest entry; with probabilities and p the last entry of the nucleus, because what
-    lies strictly above it sums to less than p.
+    With weights of 1 and a target k it is the k-th largest entry. With probabilities and p it is the smallest entry of the
+    nucleus, because the entries strictly above it sum to less than p.
 
     Args:
       order: uint32[B, V]; weight: float32[B, V]; target: float32[B].

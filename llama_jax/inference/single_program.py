@@ -9,7 +9,15 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import longrope_switch_length
 from llama_jax.inference.compiled_decode import LARGEST_PREFILL
-from llama_jax.inference.decode import STEPS_PER_CHUNK, Request, TokenChunk, begin_decode, decode, init_prefill, prefill
+from llama_jax.inference.decode import (
+    STEPS_PER_CHUNK,
+    DecodeSettings,
+    TokenChunk,
+    begin_decode,
+    decode,
+    init_prefill,
+    prefill,
+)
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import AnyArray
@@ -21,13 +29,13 @@ def complete(
     params: Llama,
     tokens: Int32[AnyArray, "B T"],
     lengths: Int32[AnyArray, " B"],
-    request: Request,
+    settings: DecodeSettings,
 ) -> TokenChunk:
     """A whole generation as one pure function, for uses that need a single program: `pmap`, exporting.
 
     Args:
       capacity: of a row in tokens: `compiled_decode.round_capacity(longest, new + STEPS_PER_CHUNK)`.
-      tokens, lengths, request: as `prepare_inputs` gives them.
+      tokens, lengths, settings: as `prepare_inputs` gives them.
 
     Returns:
       [B, 1 + capacity].
@@ -47,6 +55,6 @@ def complete(
     for begin in range(0, width, size):
         positions = Positions(jnp.clip(lengths - begin, 0, size), rope_lengths=lengths)
         prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + size], positions)
-    state, first = begin_decode(config, params, prefilled, tokens, lengths, request)
+    state, first = begin_decode(config, params, prefilled, tokens, lengths, settings)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)
     return TokenChunk(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))

@@ -1,6 +1,6 @@
-"""The key/value cache: an immutable tree of arrays that the caller threads through `forward`.
+"""The key/value cache: an immutable pytree that is passed to `forward` and returned by it.
 
-Keys and values are kept in pages of one pool, and each row has a table of its pages (Kwon et al. 2023, section 4).
+Keys and values are stored in the pages of one pool, and each row has a table of its pages (Kwon et al. 2023, section 4).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llama_jax.ops.attention import HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 from llama_jax.ops.platform import AnyArray, mesh_in_force
 
-PAGE_SIZE = 16  # tokens of a page
-LARGEST_CAPACITY = 2**24  # tokens of a row, whose table then takes 4 MB
+PAGE_SIZE = 16  # tokens per page
+LARGEST_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class CacheOptions:
     """Options of the KV cache.
 
     Attributes:
-      dtype: "int8": a quarter of float32's bytes, with one scale per head and position. None: that of the parameters.
-      window: sliding window: each token attends to this many positions, so memory does not grow with the text.
-      sinks: number of first tokens that stay visible (attention sinks); without them the loss of a model trained with full
-        attention rises sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+      dtype: "int8": a quarter of float32's bytes, with one scale per head and position. None: the dtype of the parameters.
+      window: sliding window: each token attends to this many positions, so that memory does not grow with the text.
+      sinks: with a window, number of first tokens that later tokens always attend to (attention sinks). Without them the
+        loss of a model trained with full attention rises sharply (Xiao et al. 2023, section 3.1); 4 are usual.
 
     Raises:
       GenerationError: an invalid value.
@@ -59,22 +59,22 @@ class CacheOptions:
 class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens processed so far.
 
-    Rows of any lengths share the pages of one pool. Rows with a common prefix may share pages; the caller must ensure that
-    shared pages are not written. `init_cache` gives every row its own.
+    All rows use pages of one pool. Rows with a common prefix may share pages; the caller must ensure that shared pages are
+    not written. `init_cache` gives every row its own.
 
     Attributes:
-      pages: [L, P, page, 2K, H], of each token the key and the value of each head side by side; `Quantized` for int8.
-      table: int32[R, n], the pages of each row in order. With a window, pages that left it are reused: a table entry may
-        name a page that now holds later tokens. Over a mesh that divides the rows, P is divided with them, and a
-        row's pages are on its device.
+      pages: [L, P, page, 2K, H], for each token the key of head k at 2k and its value at 2k + 1; `Quantized` for int8.
+      table: int32[R, n], the pages of each row in order. With a window the pages of tokens outside it are reused: a
+        table entry may refer to a page that now holds later tokens. Over a mesh that shards the rows, P is sharded with
+        them, and a row's pages are on its device.
       length: int32[R], tokens of each row in the cache.
-      window: positions that a token attends to, or None for all.
-      sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
+      window: number of positions that a token attends to; None: all.
+      sinks: as in `CacheOptions`.
     """
 
     pages: Any
     table: Any
-    length: Any  # each an array, or what stands for one in a tree of the same form: a shape, a partition spec
+    length: Any  # all three: arrays, or in a tree of the same structure their shapes or partition specs
     window: int | None = struct.field(pytree_node=False, default=None)
     sinks: int = struct.field(pytree_node=False, default=0)
 
@@ -84,10 +84,10 @@ class KVCache(struct.PyTreeNode):
         return self.table.shape[-1] * self.pages.shape[2]
 
     def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
-        """The page view of a pass, without the pages and the layer.
+        """The `PagedView` of a pass with new tokens, without the pages and the layer.
 
         Args:
-          new: tokens per row; ignored with `starts`, where rows have different numbers, see `Positions.starts`.
+          new: new tokens per row; ignored in a ragged batch, with `starts`, see `Positions.starts`.
         """
         if starts is not None:
             return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
@@ -109,9 +109,9 @@ def init_cache(
 
     Args:
       dtype: that of the parameters; or int8, with one scale per head and position.
-      window: positions that a token attends to. A row then takes pages for the window only, however large the capacity.
-      sinks: first tokens of each row that stay visible.
-      at_once: with a window, the maximum number of tokens of a row in one pass.
+      window: number of positions that a token attends to. A row has pages for these only, whatever the capacity.
+      sinks: as in `CacheOptions`.
+      at_once: with a window, the maximum number of tokens per row in one pass.
 
     Raises:
       GenerationError: an invalid value.
@@ -143,18 +143,18 @@ def init_pages(
 
 
 def _own_pages(batch: int, count: int, entry: Int[np.ndarray, " n"]) -> Int32[Array, "{batch} n"]:
-    """The table of rows with `count` pages each, from the number of an entry's page among its row's."""
+    """The page table of rows with `count` pages each; `entry` is each entry's page, numbered within the row."""
     return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
 
 
 def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page_size: int = PAGE_SIZE) -> tuple[int, int]:
-    """The pages of a row that are kept for good, those of the sinks, and the others, which with a window are a ring."""
-    whole = -(-capacity // page_size)
+    """The number of pages of a row for sinks, and the number of its other pages, with a window used as a ring."""
+    total = -(-capacity // page_size)
     if window is None:
-        return 0, whole
-    sink_pages = min(-(-sinks // page_size), whole)
-    # Pages that `window + at_once - 1` consecutive positions can touch; everything overwritten is outside all windows.
-    return sink_pages, min((window + at_once - 3) // page_size + 2, whole - sink_pages)
+        return 0, total
+    sink_pages = min(-(-sinks // page_size), total)
+    # As many pages as `window + at_once - 1` consecutive positions touch: only tokens outside all windows are overwritten.
+    return sink_pages, min((window + at_once - 3) // page_size + 2, total - sink_pages)
 
 
 def cache_bytes(
@@ -167,7 +167,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of the keys and values of `batch` rows of `length` tokens: 2 * L * B * K * S * H * itemsize.
 
-    int8 takes 4 more bytes per head and position. With a window S is the size of its pages.
+    int8 takes 4 more bytes per head and position, for the scale. With a window S is the number of tokens in its pages.
     """
     if options.window is not None:
         length = min(length, PAGE_SIZE * sum(pages_of(length, options.window, options.sinks, at_once)))
@@ -179,24 +179,24 @@ def cache_bytes(
 def cache_from(
     keys: Float[Array, "L B K T H"], values: Float[Array, "L B K T H"], length: Int[Array, " B"], capacity: int
 ) -> KVCache:
-    """The cache of rows whose keys and values are known, with room for `capacity` tokens, T or more."""
+    """A cache that contains these keys and values, with a capacity of T or more tokens."""
     layers, batch, heads, new, width = keys.shape
-    both = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
+    keys_values = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
     entries = -(-capacity // PAGE_SIZE)
-    both = jnp.pad(both, [(0, 0), (0, 0), (0, entries * PAGE_SIZE - new)] + [(0, 0)] * 3)
-    pages = both.reshape(layers, batch * entries, PAGE_SIZE, 2 * heads, width)
+    keys_values = jnp.pad(keys_values, [(0, 0), (0, 0), (0, entries * PAGE_SIZE - new)] + [(0, 0)] * 3)
+    pages = keys_values.reshape(layers, batch * entries, PAGE_SIZE, 2 * heads, width)
     return KVCache(pages, _own_pages(batch, entries, np.arange(entries)), length)
 
 
 def is_quantized(cache: KVCache) -> bool:
-    """Whether it is an int8 cache, whose keys are stored as by `ops.int8.smooth_keys`."""
+    """Whether it is an int8 cache, whose keys are transformed by `ops.int8.smooth_keys`."""
     return isinstance(cache.pages, Quantized)
 
 
 def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: HeadSharding | None = None) -> KVCache:
     """A cache with `copies` consecutive rows for each row of `cache`, each with room for `extra_tokens` more.
 
-    They share the full pages of the row; each has its own copy of the last page, which it goes on writing to.
+    They share the full pages of the row. Each has its own copy of the last page, to which it writes its next tokens.
 
     Args:
       cache: without a window.
@@ -204,23 +204,23 @@ def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: H
     """
 
     def repeat_local(
-        pages: Any, table: jax.Array, length: jax.Array, part: jax.Array | int = 0
+        pages: Any, table: jax.Array, length: jax.Array, shard: jax.Array | int = 0
     ) -> tuple[Any, jax.Array, jax.Array]:
         count, page = pages.shape[1:3]
-        each = -(-extra_tokens // page) + 1
-        table, length = (jnp.repeat(x, copies, axis=0) for x in (table - part * count, length))
-        new_pages = count + jnp.arange(len(table) * each, dtype=jnp.int32).reshape(-1, each)
-        table = jnp.pad(table, ((0, 0), (0, each)))
-        whole, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-        last = jnp.take_along_axis(table, whole, axis=1)[:, 0]
-        after = jnp.take_along_axis(new_pages, jnp.clip(entry - whole, 0, each - 1), axis=1)
-        table = jnp.where(entry < whole, table, after)
+        new_per_row = -(-extra_tokens // page) + 1
+        table, length = (jnp.repeat(x, copies, axis=0) for x in (table - shard * count, length))
+        new_pages = count + jnp.arange(len(table) * new_per_row, dtype=jnp.int32).reshape(-1, new_per_row)
+        table = jnp.pad(table, ((0, 0), (0, new_per_row)))
+        full_pages, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        last = jnp.take_along_axis(table, full_pages, axis=1)[:, 0]
+        new_entries = jnp.take_along_axis(new_pages, jnp.clip(entry - full_pages, 0, new_per_row - 1), axis=1)
+        table = jnp.where(entry < full_pages, table, new_entries)
 
-        def longer(pages: jax.Array) -> jax.Array:
+        def append_pages(pages: jax.Array) -> jax.Array:
             pages = jnp.pad(pages, [(0, 0), (0, new_pages.size)] + [(0, 0)] * (pages.ndim - 2))
             return pages.at[:, new_pages[:, 0]].set(pages[:, last])
 
-        return jax.tree.map(longer, pages), table + part * (count + new_pages.size), length
+        return jax.tree.map(append_pages, pages), table + shard * (count + new_pages.size), length
 
     run: Callable[..., Any] = repeat_local
     if head_sharding is not None and math.prod(mesh_in_force().values()) > 1:
@@ -236,9 +236,10 @@ def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: H
 
 
 def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KVView:
-    """Gather pages into dense K/V for a non-paged attention; int8 is dequantized to `dtype`.
+    """Gather the pages of each row for attention without pages; int8 is dequantized to `dtype`.
 
-    They are [R, K, S, H], or with ragged rows [T, K, S, H], the row of each of `count` new tokens.
+    Returns:
+      Keys and values [R, K, S, H]; for a ragged batch of `count` = T tokens [T, K, S, H], the row of each token.
     """
     table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
 
@@ -248,12 +249,12 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
             rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        numbers = map_rows(take, view.pages)
-        return dequantize(numbers, dtype) if isinstance(numbers, Quantized) else numbers
+        gathered = map_rows(take, view.pages)
+        return dequantize(gathered, dtype) if isinstance(gathered, Quantized) else gathered
 
     return KVView(dense(0), dense(1))
 
 
 def bucket(length: int, smallest: int) -> int:
-    """The next power of two: programs are compiled for a few sizes, not for every length."""
+    """`length` rounded up to a power of two, so that programs are compiled for few sizes instead of every length."""
     return max(smallest, 1 << math.ceil(math.log2(max(length, 1))))

@@ -49,31 +49,31 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
 
-    Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a
-    padding token comes after every token that a real one attends to, so no mask is needed.
+    Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right, after all tokens
+    that valid ones attend to, so the causal mask excludes it.
 
     Args:
-      tokens: ids in [0, V). Ids outside are not checked here (`model.logits.logits` and `generate` do), nor are positions
-        beyond `config.max_seq_len`. For ragged batches int32[T, 1], all rows concatenated; `positions.starts` gives each
-        row's range.
+      tokens: ids in [0, V). Neither ids outside (which `model.logits.logits` and `generate` reject) nor positions beyond
+        `config.max_seq_len` are checked here. A ragged batch is int32[T, 1], all rows concatenated, with
+        `positions.starts`.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Passes with a cache are not
         differentiable.
-      positions: the positions of the tokens, unless they are consecutive, after those in the cache.
+      positions: the positions of the tokens; by default consecutive, after those in the cache.
       compute: dtype, rematerialization, attention.
-      sharding: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
-        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "sublayer_input", the
-        input of the first matmuls of attention and feed-forward, and "sublayer_output", the output of their last ones.
+      sharding: how the pass is sharded. `constrain` is called with "tokens" [B, T], before the embedding lookup, and with
+        activations [B, T, D]: "embedded", after the lookup; "residual", between layers; "sublayer_input", the input of the
+        first matmuls of attention and feed-forward; and "sublayer_output", the output of their last ones.
 
     Returns:
       The hidden states in the dtype of the computation, the input of `unembed`; and the cache with the new tokens, or None.
 
     Raises:
       ConfigError: the parameters do not match the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions of another shape, or packed rows
-        together with a cache. Under `jit` only overflow of an empty cache is detected; callers must count tokens.
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions have another shape; packed rows
+        with a cache. Under `jit` only overflow of an empty cache is detected; callers must count tokens.
     """
     options = PassOptions(positions, compute, sharding)
-    with sharding.context(), exact.exactly(compute.exact), tracing_context(params):
+    with sharding.context(), exact.exact_mode(compute.exact), tracing_context(params):
         if compute.exact:
             check_parts(config, compute)
             return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
@@ -84,32 +84,33 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` with the tokens of all rows one after the other, as a ragged batch, in whole blocks; without a cache in one
-    that is forgotten."""
-    (rows, each), positions = tokens.shape, options.positions
+    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks; without a cache, in a temporary one."""
+    (batch, length), positions = tokens.shape, options.positions
     check_exact(params, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
     if cache is None:
-        kept = init_cache(config, rows, each, options.compute.dtype or params.embedding.dtype)
+        temporary = init_cache(config, batch, length, options.compute.dtype or params.embedding.dtype)
         if positions.rope_lengths is None:
-            options = options._replace(positions=positions._replace(rope_lengths=jnp.full(rows, each, jnp.int32)))
-        return _forward_exactly(config, params, tokens, kept, options)[0], None
-    starts, lengths = positions.starts, positions.rope_lengths
+            options = options._replace(positions=positions._replace(rope_lengths=jnp.full(batch, length, jnp.int32)))
+        return _forward_exactly(config, params, tokens, temporary, options)[0], None
+    starts, rope_lengths = positions.starts, positions.rope_lengths
     if starts is None:
-        starts = jnp.arange(rows + 1, dtype=jnp.int32) * each
-        if lengths is not None and jnp.ndim(lengths) == 1:
-            lengths = jnp.repeat(jnp.asarray(lengths), each)
-    missing = -tokens.size % exact.block_size()
-    flat = Positions(starts=starts, rope_lengths=None if lengths is None else _in_column(jnp.asarray(lengths), missing))
-    hidden, filled, _ = run_layers(config, params, _in_column(tokens, missing), cache, options._replace(positions=flat))
+        starts = jnp.arange(batch + 1, dtype=jnp.int32) * length
+        if rope_lengths is not None and jnp.ndim(rope_lengths) == 1:
+            rope_lengths = jnp.repeat(jnp.asarray(rope_lengths), length)
+    padding = -tokens.size % exact.block_size()
+    if rope_lengths is not None:
+        rope_lengths = _to_column(jnp.asarray(rope_lengths), padding)
+    options = options._replace(positions=Positions(starts=starts, rope_lengths=rope_lengths))
+    hidden, new_cache, _ = run_layers(config, params, _to_column(tokens, padding), cache, options)
     if positions.lengths is not None:
-        filled = filled.replace(length=cache.length + positions.lengths)
-    return hidden[: tokens.size].reshape(rows, each, -1), filled
+        new_cache = new_cache.replace(length=cache.length + positions.lengths)
+    return hidden[: tokens.size].reshape(batch, length, -1), new_cache
 
 
-def _in_column(x: jax.Array, missing: int) -> jax.Array:
-    """All entries as [T, 1], and so many zeros."""
-    return jnp.pad(x.reshape(-1, 1), ((0, missing), (0, 0)))
+def _to_column(x: jax.Array, padding: int) -> jax.Array:
+    """All entries as [T, 1], followed by `padding` zeros."""
+    return jnp.pad(x.reshape(-1, 1), ((0, padding), (0, 0)))
 
 
 class PassOptions(NamedTuple):
@@ -124,14 +125,14 @@ CosSin: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 class _SharedInputs(NamedTuple):
-    """Inputs of a pass that all layers share.
+    """Inputs that all layers share. A layer kind is an index into `LlamaConfig.layer_kinds`.
 
     Attributes:
-      rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each layer kind.
-      masks: which keys each query attends to, for each distinct one of `_chunks`.
-      sink_rope: as `rope`, rotations used for scores between queries and sink keys; None without sinks.
-      query_scale: the factor of queries, float32[B, 1, T, 1, 1], or None.
-      paged: the page view; `pages` and `layer` are filled in per layer; None without a cache.
+      rope: for each layer kind the cosines and sines of the tokens' positions, float32[B, 1, T, 1, H/2].
+      masks: which keys each query attends to, for each distinct size of attention chunks.
+      sink_rope: as `rope`, for the scores between queries and sink keys; None without sinks.
+      query_scale: factor of the queries, float32[B, 1, T, 1, 1], or None.
+      paged: the pages of each row, without `pages` and `layer`, which every layer fills in; None without a cache.
       position_ids: int32[B, T], for hooks; None without hooks.
     """
 
@@ -150,50 +151,50 @@ def run_layers(
     cache: KVCache | None,
     options: PassOptions,
 ) -> tuple[Float[Array, "B T D"], Any, dict[str, Any]]:
-    """Hidden states, the cache, and what hooks kept, see `model.logits.observe`."""
+    """The result of `forward`, and the values that hooks keep, by point (`model.logits.observe`)."""
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
     check_hooks(config, params, cache, compute, sharding)
     kinds = config.layer_kinds
-    kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
-    chunks = _chunks(config, tokens, cache, positions)
-    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. 8B on eight v5e: less than 1.05
-    # times the minimal HBM traffic, 1.24 with a kernel per device.
+    layer_kind = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
+    chunks = _chunk_sizes(config, tokens, cache, positions)
+    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e this has less
+    # than 1.05 times the minimal HBM traffic, a kernel per device 1.24 times.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    by_token = ops.call  # what is computed for each token by itself; exact passes do so by blocks
+    per_token = ops.apply  # applies operations on each token by itself: at once, or in exact mode block by block
     if compute.exact:
-        by_token = partial(_by_blocks, jnp.asarray(positions.starts)[-1])
-    shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token, params.hooks is not None)
-    call_hooks = HookCaller(params.hooks, shared.position_ids)
+        per_token = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
+    shared = _shared_inputs(config, tokens, cache, positions, chunks, per_token, params.hooks is not None)
+    call_outer_hooks = HookCaller(params.hooks, shared.position_ids)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
-    embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
+    embedded = _scaled(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
         embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
-    hidden = sharding.constrain(call_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
+    hidden = sharding.constrain(call_outer_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
         return x if weight is None else _norm(config, x, weight, checked=checked)
 
     def sublayer_output(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """The output of attention or feed-forward, as it is added to the residual stream."""
-        return _times(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
+        """The output of attention or feed-forward that is added to the residual stream."""
+        return _scaled(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
-        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, layer: int | None = None
+        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, unrolled_index: int | None
     ) -> Any:
-        # In a scan over differing layers the kind is a traced index.
-        static_index = layer if len(kinds) > 1 else 0
-        kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
+        # In a scan over layers that differ, the layer kind is traced.
+        static_index = unrolled_index if len(kinds) > 1 else 0
+        kind = jnp.asarray(layer_kind)[index] if static_index is None else layer_kind[static_index]
         call_hooks = HookCaller(params.hooks, shared.position_ids, index)
 
         def attention_input(hidden: jax.Array) -> jax.Array:
             return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
 
-        def heads_of(qkv: jax.Array, shared: _SharedInputs) -> _Heads:
-            """The heads of each token as they are cached."""
-            heads = _heads_of(config, block, qkv, shared, kind)
+        def split_heads(qkv: jax.Array, shared: _SharedInputs) -> _Heads:
+            """Queries, keys and values, as they are cached."""
+            heads = _split_heads(config, block, qkv, shared, kind)
             queries = call_hooks.at_queries("queries", heads.queries)
             keys, values = call_hooks.at_keys("keys", heads.keys), call_hooks.at_keys("values", heads.values)
             heads = heads._replace(queries=queries, keys=keys, values=values)
@@ -209,17 +210,17 @@ def run_layers(
             return sharding.constrain(call_hooks("residual_after", residual + added), "residual")
 
         hidden = call_hooks("residual_before", hidden)
-        qkv = ops.project(by_token(attention_input, hidden), block.attention.qkv)
-        heads = by_token(heads_of, qkv, shared._replace(masks=(), paged=None))
+        qkv = ops.project(per_token(attention_input, hidden), block.attention.qkv)
+        heads = per_token(split_heads, qkv, shared._replace(masks=(), paged=None))
         pages, view = _write_cache(pages, heads, shared, index, head_sharding)
         attended = call_hooks.at_queries("heads", attend_layer(kind, heads, view, shared.masks, call_hooks))
         attended = attended.swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        residual, normed = by_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
-        residual = by_token(layer_output, residual, _feed_forward(config, block, normed, sharding, by_token, call_hooks))
-        return residual, pages, call_hooks.kept
+        residual, normed = per_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
+        outputs = _feed_forward(config, block, normed, sharding, per_token, call_hooks)
+        return per_token(layer_output, residual, outputs), pages, call_hooks.kept
 
-    def layer_fn(layer: int | None) -> Callable[..., Any]:
-        run = partial(run_layer, layer=layer)
+    def layer_fn(unrolled_index: int | None) -> Callable[..., Any]:
+        run = partial(run_layer, unrolled_index=unrolled_index)
         return run if compute.remat == "none" else rematerialize(compute.remat, run)
 
     carry: Any = hidden, None if cache is None else cache.pages
@@ -227,26 +228,26 @@ def run_layers(
     reads_in_place = lambda path, leaf: (
         unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     )
-    sliced, layer_of = split_stacked(params.blocks, reads_in_place)
+    sliced, layer_params = split_stacked(params.blocks, reads_in_place)
     if unrolled:
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
-        each = []
+        kept_per_layer = []
         for i in range(config.n_layers):
-            *carry, kept = layer_fn(i)(layer_of([], i), *carry, shared, jnp.int32(i))
-            each.append(kept)
-        kept = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
+            *carry, kept = layer_fn(i)(layer_params([], i), *carry, shared, jnp.int32(i))
+            kept_per_layer.append(kept)
+        kept = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kept_per_layer)
     else:
         scanned_layer = layer_fn(None)
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            *carry, kept = scanned_layer(layer_of(*layer), *carry, shared, layer[1])
+            *carry, kept = scanned_layer(layer_params(*layer), *carry, shared, layer[1])
             return tuple(carry), kept
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = call_hooks("final", by_token(partial(apply_final_norm, config, params), hidden))
-    kept |= call_hooks.kept
+    hidden = call_outer_hooks("final", per_token(partial(apply_final_norm, config, params), hidden))
+    kept |= call_outer_hooks.kept
     if cache is None:
         return hidden, None, kept
     assert shared.paged is not None
@@ -254,17 +255,17 @@ def run_layers(
     return hidden, cache.replace(pages=pages, length=lengths), kept
 
 
-def _by_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
-    return exact.by_blocks(function, exact.block_size(matmuls=False), count, *trees)
+def _map_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
+    return exact.map_blocks(function, exact.block_size(matmuls=False), count, *trees)
 
 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """The result of `forward`, from the residual stream after the last layer."""
+    """The hidden states that `forward` returns, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here suffices for pre-norm inputs; norms of sublayer outputs
     # check themselves.
     hidden = _norm(config, hidden, params.final_norm, checked=True)
-    # Scaled here, not on the logits, so that neither `unembed` nor the loss needs to know of it.
-    return _times(hidden, 1 / config.logits_scaling)
+    # Scaled here instead of at the logits, so that `unembed` and the losses need not do it.
+    return _scaled(hidden, 1 / config.logits_scaling)
 
 
 def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, checked: bool = False) -> jax.Array:
@@ -276,7 +277,7 @@ def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, checked: bool 
     return call_part("norm", config.parts.norm, x, weight, config.norm_eps)
 
 
-def _times(x: jax.Array, factor: float) -> jax.Array:
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
@@ -288,50 +289,50 @@ def _layer_attention(
     chunks: list[int | None],
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
-    """The attention function of a layer, given its kind; its result is [B, K, T, G, H]."""
+    """A function that computes the attention of a layer of a kind: [B, K, T, G, H]."""
     check_parts_found(config)
     check_parts(config, compute)
-    own_attention = config.parts.attend is not None or compute.attention != "auto"
-    if sharding.attend is not None and own_attention:
+    custom_attention = config.parts.attend is not None or compute.attention != "auto"
+    if sharding.attend is not None and custom_attention:
         raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
     attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
     if config.parts.attend is not None:
         attend = partial(call_part, "attend", config.parts.attend)
-    if own_attention and cache is not None and cache.sinks:
+    if custom_attention and cache is not None and cache.sinks:
         raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
     options: dict[str, Any] = {"scale": config.score_scale}
     if compute.attention != "auto":
         options["backend"] = compute.attention
     cache_window = None if cache is None else cache.window
     distinct_chunks = list(dict.fromkeys(chunks))
-    # Per layer kind: (window, index into distinct_chunks).
-    limits = [
+    # For each layer kind its window and the index of its mask, one per size of attention chunks.
+    variants = [
         (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunks.index(chunk))
         for layer, chunk in zip(config.layer_kinds, chunks, strict=True)
     ]
-    distinct_limits = list(dict.fromkeys(limits))
+    distinct_variants = list(dict.fromkeys(variants))
 
-    def attend_within(
-        limit: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
+    def attend_variant(
+        variant: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
     ) -> jax.Array:
-        window, mask = limit[0], masks[limit[1]]
+        window, mask = variant[0], masks[variant[1]]
         if not isinstance(view, PagedView) or cache is None:
             return attend(heads.queries, view, mask, window=window, **options)
-        if own_attention:
+        if custom_attention:
             dense = gather_pages(view, mask.query_positions.size, heads.queries.dtype)
             return attend(heads.queries, dense, mask, window=window, **options)
-        sink_queries = None if heads.sink_queries is None else _by_token(heads.sink_queries)
+        sink_queries = None if heads.sink_queries is None else _flatten_tokens(heads.sink_queries)
         attended = ops.attend_paged(
-            _by_token(heads.queries),
+            _flatten_tokens(heads.queries),
             view,
             scale=config.score_scale,
             window=window,
-            chunk=distinct_chunks[limit[1]],
+            chunk=distinct_chunks[variant[1]],
             sinks=cache.sinks,
             sink_queries=sink_queries,
             head_sharding=head_sharding,
         )
-        return _by_row(attended, len(heads.queries))
+        return _unflatten_tokens(attended, len(heads.queries))
 
     def attend_layer(
         kind: int | jax.Array,
@@ -343,21 +344,21 @@ def _layer_attention(
         if call_hooks.has("scores", "pattern"):
             if isinstance(view, PagedView):
                 view = gather_pages(view, masks[0].query_positions.size, heads.queries.dtype)
-            allowed = jnp.stack(jnp.broadcast_arrays(*(visible(masks[mask], window) for window, mask in limits)))
+            allowed = jnp.stack(jnp.broadcast_arrays(*(visible(masks[mask], window) for window, mask in variants)))
             return call_hooks.attend(heads.queries, view, allowed[kind], config.score_scale)
         if isinstance(kind, int):
-            return attend_within(limits[kind], heads, view, masks)
-        # Only attention is compiled once per distinct mask (`lax.switch` inside the scan): program size depends neither on
-        # depth nor on the period, and no remainder layers are unrolled.
-        which = jnp.asarray([distinct_limits.index(limit) for limit in limits])[kind]
-        return lax.switch(which, [partial(attend_within, limit) for limit in distinct_limits], heads, view, masks)
+            return attend_variant(variants[kind], heads, view, masks)
+        # `lax.switch` inside the scan, so that only attention is compiled once per variant: the size of the program depends
+        # neither on the depth nor on the period, and no remainder layers are unrolled.
+        index = jnp.asarray([distinct_variants.index(variant) for variant in variants])[kind]
+        return lax.switch(index, [partial(attend_variant, variant) for variant in distinct_variants], heads, view, masks)
 
     return attend_layer
 
 
-def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
-    """The attention chunk of each layer kind; None if the sequence fits into one chunk."""
-    end: int | None = tokens.shape[1]  # all positions are below it
+def _chunk_sizes(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
+    """The size of the attention chunks of each layer kind; None if all positions are in the first chunk."""
+    end: int | None = tokens.shape[1]  # an upper bound of the positions, or None if unknown
     if cache is not None:
         end = cache.capacity
     end = end if positions.position_ids is None else None
@@ -367,8 +368,8 @@ def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, posit
     ]
 
 
-def _in_chunks(config: LlamaConfig, mask: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
-    """The mask of chunked layers: each chunk of each document becomes a segment."""
+def _chunk_mask(config: LlamaConfig, mask: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
+    """The mask of layers with attention chunks: each chunk of each document becomes a segment."""
     if chunk is None:
         return mask
     position_ids = mask.query_positions, mask.key_positions
@@ -376,7 +377,7 @@ def _in_chunks(config: LlamaConfig, mask: AttentionMask, chunk: int | None, posi
         position_ids = positions.position_ids, positions.position_ids
     queries, keys = (x // chunk for x in position_ids)
     if mask.query_segments is not None:
-        # An upper bound on chunks per document makes the ids unique.
+        # Unique ids, from an upper bound of the chunks per document.
         chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
         queries, keys = mask.query_segments * chunks + queries, mask.key_segments * chunks + keys
     return mask.replace(query_segments=queries, key_segments=keys)
@@ -388,10 +389,11 @@ def _shared_inputs(
     cache: KVCache | None,
     positions: Positions,
     chunks: list[int | None],
-    by_token: Callable[..., Any],
-    hooked: bool,
+    per_token: Callable[..., Any],
+    has_hooks: bool,
 ) -> _SharedInputs:
     length = tokens.shape[1]
+    # int32[B, T]: the index of each token in its row, which is its slot in the cache.
     paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     if cache is not None:
         paged = cache.view(length, positions.starts)
@@ -401,9 +403,9 @@ def _shared_inputs(
     kinds = config.layer_kinds
 
     def rope(position_ids: jax.Array) -> tuple[CosSin, ...]:
-        return by_token(rope_of, position_ids, slots, positions._replace(starts=None))
+        return per_token(compute_rope, position_ids, slots, positions._replace(starts=None))
 
-    def rope_of(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
+    def compute_rope(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
         tables: dict[Any, CosSin] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
@@ -418,34 +420,34 @@ def _shared_inputs(
     token_rope, scale = rope(position_ids), None
     if config.query_scaling is not None:
         scaling = config.query_scaling
-        counted = position_ids + scaling.offset if scaling.offset else position_ids
-        scale = by_token(
-            lambda counted: 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32)), counted
+        shifted = position_ids + scaling.offset if scaling.offset else position_ids
+        scale = per_token(
+            lambda shifted: 1 + scaling.beta * jnp.log1p((shifted // scaling.context).astype(jnp.float32)), shifted
         )
         scale = scale[:, None, :, None, None]
 
-    def by_chunk(mask: AttentionMask) -> tuple[AttentionMask, ...]:
-        return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
+    def mask_per_chunk_size(mask: AttentionMask) -> tuple[AttentionMask, ...]:
+        return tuple(_chunk_mask(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
-    hook_positions = position_ids if hooked else None
+    hook_positions = position_ids if has_hooks else None
     if cache is None:
-        masks = by_chunk(AttentionMask.causal(length, positions.segment_ids))
+        masks = mask_per_chunk_size(AttentionMask.causal(length, positions.segment_ids))
         return _SharedInputs(token_rope, masks, query_scale=scale, position_ids=hook_positions)
     sink_rope = None
     if cache.sinks and cache.window is not None:
-        # StreamingLLM: sinks are placed directly before the window, by cache position, so no distance exceeds sinks + window
+        # StreamingLLM rotates as if the sinks were directly before the window, so that no distance exceeds sinks + window
         # (Xiao et al. 2023, section 3.2).
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
-    masks = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
+    masks = mask_per_chunk_size(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
     return _SharedInputs(token_rope, masks, sink_rope, scale, paged, hook_positions)
 
 
 class _Heads(NamedTuple):
-    """Heads of the new tokens.
+    """Queries, keys and values of the new tokens.
 
     Attributes:
       queries: [B, K, T, G, H].
-      sink_queries: queries rotated for scores with the sinks, or None.
+      sink_queries: [B, K, T, G, H], queries rotated for the scores with the sinks, or None.
       keys, values: [B, K, T, H].
     """
 
@@ -455,8 +457,8 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
-    """The heads of the projection [B, T, K, G + 2, H]."""
+def _split_heads(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
+    """Queries, keys and values from the projection [B, T, K, G + 2, H], with bias, norm and RoPE."""
     weights = block.attention
     if weights.qkv_bias is not None:
         qkv = qkv + weights.qkv_bias.astype(qkv.dtype)
@@ -479,7 +481,7 @@ def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Shared
 
 
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[B, K, T, G, H], each head normalized by itself or, with a weight [K, G, H], all heads of a token together."""
+    """RMSNorm of [B, K, T, G, H]: of each head with a weight [H], of all heads of a token with a weight [K, G, H]."""
     if weight.ndim == 1:
         return _norm(config, x, weight, checked=True)
     tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
@@ -488,7 +490,7 @@ def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arr
 
 
 def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
-    """Apply the RoPE of a layer kind to [..., H]; NoPE layers rotate by zero."""
+    """Apply the RoPE of a layer kind to [..., H]. With a traced kind, layers without RoPE rotate by angles of zero."""
     if isinstance(kind, int):
         if config.layer_kinds[kind].rope == "none":
             return x
@@ -510,12 +512,12 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: i
 
 
 def _smooth_for_int8(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
-    """Queries and keys for an int8 cache, see `ops.int8.smooth_keys`: their products are the same."""
-    bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
+    """Queries and keys for an int8 cache, with the same scores, see `ops.int8.smooth_keys`."""
+    bias, sink_queries = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rope_dim)
-    return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
+    keys, *queries = smooth_keys(heads.keys, heads.queries, *sink_queries, bias=bias, rotated=config.rope_dim)
+    return _Heads(queries[0], queries[1] if sink_queries else None, keys, heads.values)
 
 
 def _query_scale(config: LlamaConfig, shared: _SharedInputs, kind: int | jax.Array) -> jax.Array | None:
@@ -528,28 +530,28 @@ def _query_scale(config: LlamaConfig, shared: _SharedInputs, kind: int | jax.Arr
 
 
 def _rotates(config: LlamaConfig) -> jax.Array:
-    """Whether layers of each kind have RoPE: bool[kinds]."""
+    """bool[number of layer kinds]: whether layers of a kind have RoPE."""
     return jnp.asarray([layer.rope != "none" for layer in config.layer_kinds])
 
 
 def _write_cache(
     pages: Any, heads: _Heads, shared: _SharedInputs, layer: jax.Array, head_sharding: HeadSharding | None
 ) -> tuple[Any, KVView | PagedView]:
-    """The pages with the new tokens, and the view of them that a layer attends to."""
+    """The pages with the new tokens, and the keys and values that the layer attends to."""
     if shared.paged is None:
         return None, KVView(heads.keys, heads.values)
     view = shared.paged.replace(layer=layer.astype(jnp.int32))
-    pages = ops.write_paged(pages, _by_token(heads.keys), _by_token(heads.values), view, head_sharding)
+    pages = ops.write_paged(pages, _flatten_tokens(heads.keys), _flatten_tokens(heads.values), view, head_sharding)
     return pages, view.replace(pages=pages)
 
 
-def _by_token(x: jax.Array) -> jax.Array:
-    """[B, K, T, ...] as [B * T, K, ...]."""
+def _flatten_tokens(x: jax.Array) -> jax.Array:
+    """Reshape [B, K, T, ...] to [B * T, K, ...]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
-def _by_row(x: jax.Array, batch: int) -> jax.Array:
-    """[B * T, K, ...] as [B, K, T, ...]."""
+def _unflatten_tokens(x: jax.Array, batch: int) -> jax.Array:
+    """Reshape [B * T, K, ...] to [B, K, T, ...]."""
     return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
@@ -558,7 +560,7 @@ def _feed_forward(
     block: Block,
     normed: jax.Array,
     sharding: Sharding,
-    between: Callable[..., Any],
+    per_token: Callable[..., Any],
     call_hooks: HookCaller,
 ) -> jax.Array:
     """Dense or mixture-of-experts feed-forward."""
@@ -567,27 +569,26 @@ def _feed_forward(
     if config.parts.feed_forward is not None:
         return call_part("feed_forward", config.parts.feed_forward, normed, *matrices)
     if call_hooks.has("neurons"):
-        gates, values = ops.project(normed, weights.gate), ops.project(normed, weights.up)
-        neurons = call_hooks("neurons", ops.gated_activation(gates, values, config.activation))
+        gate, up = ops.project(normed, weights.gate), ops.project(normed, weights.up)
+        neurons = call_hooks("neurons", ops.gated_activation(gate, up, config.activation))
         return ops.project(neurons, weights.down)
     if weights.router is None:
-        return ops.feed_forward(normed, *matrices, config.activation, between)
+        return ops.feed_forward(normed, *matrices, config.activation, per_token)
     from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    chosen = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
+    routed = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
     if weights.shared_gate is None:
-        return chosen
-    return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
+        return routed
+    return routed + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Logits, in float32 at least, of the hidden states from `forward`.
 
-    Separate from `forward`, so that a prefill projects one position per row onto the vocabulary instead of all of them.
+    Separate from `forward`, so that a prefill computes the logits of only one position per row.
 
-    Rows beyond the vocabulary are padding, to divide the output projection over devices (`parallel.padding`); their logits
-    are -inf.
+    The output projection may have padding rows, to be divided over devices (`parallel.padding`); their logits are -inf.
     """
     return unembed_with(HookCaller(params.hooks), config, params, hidden)
 
@@ -595,7 +596,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 def unembed_with(
     call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
-    """`unembed`, where what hooks keep is wanted."""
+    """`unembed` with hooks called by `call_hooks`, which collects the values that they keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
     logits = ops.project(hidden, head, out_dtype=wide)
@@ -608,18 +609,18 @@ def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     """The output projection [V, D]; the embedding if the two are tied.
 
     Raises:
-      ConfigError: there is one in a tied model, or none in an untied model.
+      ConfigError: `lm_head` is missing, or present although the embeddings are tied.
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head
 
 
 def lm_head_for_loss(config: LlamaConfig, params: Llama) -> jax.Array:
-    """`lm_head_of`, for losses that compute logits a part at a time.
+    """`lm_head_of`, for losses that compute logits in chunks.
 
     Raises:
-      ConfigError: there are hooks at "logits", which would not be called.
+      ConfigError: hooks at "logits", which would not be called.
     """
     if "logits" in (params.hooks or ()):
-        raise ConfigError("this loss never holds whole logits, for hooks at logits; compute it from llama_jax.logits")
+        raise ConfigError("this loss computes logits in chunks, without hooks at logits; compute it from llama_jax.logits")
     return lm_head_of(config, params)

@@ -1,4 +1,4 @@
-"""The options of a forward pass, in frozen bundles: positions, computation, sharding over devices."""
+"""The options of a forward pass: positions of tokens, computation, sharding over devices."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 
 class Positions(NamedTuple):
-    """Positions of the tokens of a pass. None means the default.
+    """Positions of the tokens of a forward pass. None means the default.
 
     Attributes:
-      lengths: int32[B], how many of the T tokens of each row are real, with padding on the right. None: all. Used only for
-        the cache's length and length-dependent RoPE scaling.
+      lengths: int32[B], how many of the T tokens of each row are valid; padding is on the right. None: all. They determine
+        only the length of the cache and length-dependent RoPE scaling.
       position_ids: int32[B, T], each token's position in its document, for RoPE. None: consecutive, after the tokens in the
         cache. Without a cache only.
-      segment_ids: int32[B, T], the number of each token's document among those packed into the row: attention does not
-        cross documents. Without a cache only.
+      segment_ids: int32[B, T], which of the documents packed into the row each token belongs to: attention does not cross
+        documents. Without a cache only.
       rope_lengths: int32[B], or int32[B, T] for each token, the final length of each row, for length-dependent RoPE scaling
-        ("dynamic", "longrope"). None: the length so far, for each document of a packed row by itself. Cached keys keep the
-        rotation they were written with, so chunked prefill must pass the full prompt length from the first chunk, and while
-        a row grows in decoding its older keys keep the frequencies of the shorter length, as in transformers.
+        ("dynamic", "longrope"). None: the length so far, of each document in a packed row. Cached keys keep the rotation
+        they were written with: chunked prefill must pass the full prompt length from the first chunk on, and while a row
+        grows in decoding its older keys keep the frequencies of a shorter length, as in transformers.
       starts: int32[R + 1], for ragged batches, with a cache only: the tokens are int32[T, 1], all rows concatenated, and
         those of row r are [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
     """
@@ -45,22 +45,22 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """How a pass computes.
+    """How a forward pass is computed.
 
     Attributes:
-      dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
+      dtype: the dtype of the computation, to which parameters are cast where they are used; None: that of the embedding.
       remat: what the backward pass recomputes instead of saving it: "none"; "dots", everything in a layer except its
         matmuls with weights and attention by blocks; "full", everything in a layer, so that only the residual stream
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
         host's memory.
-      attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
-      exact: the numbers of a token depend on its own row alone, bit for bit: not on other rows, their order,
-        padding, the chunks in which a prompt is read, or how many tokens are verified at once, see `ops.exact`. On one
-        device, without derivatives.
+      attention: the attention backend, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
+      exact: batch invariance: the numbers of a token depend on its own row alone, bit for bit, and not on other rows, their
+        order, padding, the chunks in which a prompt is prefilled, or how many tokens are verified at once, see `ops.exact`.
+        On one device, not differentiable.
 
     Raises:
-      ConfigError: a dtype that is not a floating-point type; an unknown backend or rematerialization; a backend with
-        `exact`.
+      ConfigError: a dtype that is not a floating-point type; an unknown backend or rematerialization; `exact` with a
+        backend.
     """
 
     dtype: Any = None
@@ -91,21 +91,21 @@ def identity(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a pass is sharded over devices; results do not depend on it. The default is a single device.
+    """How a forward pass is sharded over devices; results do not depend on it. The default is a single device.
 
     Attributes:
-      constrain: constrains the sharding of an activation, given its name; for the names see `parallel.sharding` and
-        `inference.sharding`.
-      attend: replaces `ops.attend`: ring attention.
+      constrain: constrains the sharding of an activation, given its name; for the names see `forward`, `parallel.sharding`
+        and `inference.sharding`.
+      attend: replaces `ops.attend`, by ring attention.
       head_sharding: the mesh axes that shard rows and heads in attention.
-      experts: the mesh axes that shard rows and experts' matrices, see `ops.moe.mixture_of_experts`.
-      reorder_batch: brings the rows of a training batch, and the tokens in them, into the order or shape that `attend`
-        needs; sums over tokens do not depend on it. See `parallel.ring_attention`.
-      prepare_params: maps the parameters of the training state to those the model runs with (unpadding, LoRA).
-      batch_shards: the number of shards of the rows, under `constrain`.
-      mesh: of the devices; programs traced under it are compiled for their platform.
-      axis_name: of the mapped axis if this runs per device, under `jax.pmap` or `jax.shard_map`: sums are then over all of
-        its devices, which have the same state but different rows.
+      experts: the mesh axes that shard rows and the matrices of experts, see `ops.moe.mixture_of_experts`.
+      reorder_batch: permutes or reshapes a training batch as `attend` needs it; sums over tokens do not depend on it. See
+        `parallel.ring_attention`.
+      prepare_params: maps the parameters of the training state to those of `forward` (unpadding, LoRA).
+      batch_shards: the number of shards into which `constrain` divides the rows.
+      mesh: the mesh of the devices; programs traced under it are compiled for their platform.
+      axis_name: the name of the mapped axis inside `jax.pmap` or `jax.shard_map`: sums are then over all of its devices,
+        which have the same state but different rows.
     """
 
     constrain: Callable[[jax.Array, str], jax.Array] = unconstrained
@@ -119,5 +119,5 @@ class Sharding:
     axis_name: str | None = None
 
     def context(self) -> AbstractContextManager[Any]:
-        """The context to trace in, so that `ops.platform.lowering_platform` answers for these devices."""
+        """The context to trace in, in which `ops.platform.lowering_platform` is the platform of these devices."""
         return nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh)

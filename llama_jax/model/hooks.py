@@ -1,7 +1,7 @@
-"""Hooks: pure functions that read and replace values at named points of a pass.
+"""Hooks: pure functions that read and replace activations at named points of a forward pass.
 
-They are part of the parameters, `Llama.hooks`, and so apply wherever these are used: in `forward`, a loss, `generate`, a
-server. Without hooks the compiled programs are the same as if there were none.
+They are stored with the parameters, in `Llama.hooks`, and so are called wherever these are used: in `forward`, a loss,
+`generate`, a server. Without hooks the compiled programs are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import KVView
 
-# The shape of the value at each point; S are the keys of a row, with a cache all its slots.
+# The shape of the activation at each point. S is the number of keys of a row; with a cache, of its slots.
 POINTS = {
     "embedded": "B T D",
     "residual_before": "B T D",
@@ -43,7 +43,7 @@ class At(NamedTuple):
 
     Attributes:
       name: the point, one of `POINTS`.
-      layer: int32[], the index of the layer; None outside the layers.
+      layer: int32[], the index of the layer; None at points outside the layers.
       positions: int32[B, T], the position of each token; None at "logits".
     """
 
@@ -56,28 +56,28 @@ Hook = Callable[[jax.Array, At], tuple[jax.Array, Any]]
 
 
 def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
-    """The parameters with hooks, which are called wherever a pass reaches their points.
+    """The parameters with hooks, which every forward pass calls at their points.
 
     Args:
-      hooks: for each point a pure function from a value and an `At` to a value of the same shape and dtype, and a pytree to
-        keep, or None. `observe` returns what is kept; other passes drop it. A function is a static part of compiled
-        programs: a new one compiles them anew. A callable pytree, such as `jax.tree_util.Partial(function, vector)`, has its
-        arrays among their arguments.
+      hooks: for each point a pure function from a value and an `At` to a pair: a value of the same shape and dtype, which
+        replaces it, and a pytree to keep, or None. `observe` returns the kept values; other passes drop them. Functions are
+        static: programs are compiled again for a new function. The arrays in a callable pytree, such as
+        `jax.tree_util.Partial(function, vector)`, are arguments of the programs.
 
     The points, in the order of a pass:
 
     - "embedded" [B, T, D], the input of the first layer
     - in each layer "residual_before" [B, T, D]; "queries" [B, T, N, H], "keys" and "values" [B, T, K, H], after RoPE, as
-      they are cached; "scores" [B, N, T, S], scaled, the least finite number where a key is not visible, and their softmax,
-      "pattern" [B, N, T, S]; "heads" [B, T, N, H], the results of the heads before the output projection; "attention"
-      [B, T, D], as it is added to the residual stream; "residual_between" [B, T, D]; "neurons" [B, T, F], the input of the
-      down projection; "feed_forward" [B, T, D], as it is added; "residual_after" [B, T, D]
+      they are cached; "scores" [B, N, T, S], scaled, with the least finite number where a query does not attend to a key;
+      "pattern" [B, N, T, S], their softmax; "heads" [B, T, N, H], the input of the output projection; "attention" [B, T, D],
+      which is added to the residual stream; "residual_between" [B, T, D]; "neurons" [B, T, F], the input of the down
+      projection; "feed_forward" [B, T, D], which is added to the residual stream; "residual_after" [B, T, D]
     - "final" [B, T, D], the result of `forward`; "logits" [..., V]
 
-    Hooks at "scores" and "pattern" replace the attention kernels by plain attention, which holds all scores in memory.
+    With hooks at "scores" and "pattern" attention is computed without kernels, with all scores in memory.
 
     Returns:
-      Parameters with these hooks after those that they had. Save, shard and train parameters without hooks.
+      Parameters with these hooks after those that they already have. They cannot be saved, sharded or trained.
 
     Raises:
       ConfigError: an unknown point.
@@ -85,22 +85,22 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
     for name in hooks:
         if name not in POINTS:
             raise ConfigError(f"{name!r} is not a point of a pass; hooks can be at {', '.join(POINTS)}")
-    before = params.hooks or {}
-    all_hooks = before | {name: (*before.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()}
+    existing = params.hooks or {}
+    all_hooks = existing | {name: (*existing.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()}
     return params.replace(hooks=all_hooks or None)
 
 
 def _as_tree(hook: Hook) -> Any:
-    """A hook as a pytree of arrays: a function is wrapped."""
+    """The hook as a pytree of arrays; a function becomes a `Partial`."""
     tree = Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
 
 
 class HookCaller:
-    """Calls the hooks of a layer, or of what is outside the layers, and collects what they keep.
+    """Calls the hooks of one layer, or those outside the layers, and collects the values that they keep.
 
     Attributes:
-      kept: by point.
+      kept: the kept values by point.
     """
 
     def __init__(self, hooks: Any, positions: jax.Array | None = None, layer: jax.Array | None = None) -> None:
@@ -114,16 +114,17 @@ class HookCaller:
         return any(name in self._hooks for name in names)
 
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        """The value after the hooks at a point."""
+        """Call the hooks at a point, and return the value that they replace `value` by."""
         for hook in self._hooks.get(name, ()):
             result = hook(value, At(name, self._layer, self._positions))
             if not isinstance(result, tuple) or len(result) != 2:
-                found = type(result).__name__
-                raise ConfigError(f"the hook at {name!r} returned {found}; return (value, kept), kept may be None")
+                returned = type(result).__name__
+                raise ConfigError(f"the hook at {name!r} returned {returned}; return (value, kept), kept may be None")
             new, kept = result
-            found, wanted = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, value))
-            if found != wanted:
-                raise ConfigError(f"the hook at {name!r} returned {found}; {wanted}, [{POINTS[name]}], is needed")
+            types = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, value))
+            returned, expected = types
+            if returned != expected:
+                raise ConfigError(f"the hook at {name!r} returned {returned}; {expected}, [{POINTS[name]}], is needed")
             if kept is not None and name in self.kept:
                 raise ConfigError(f"two hooks at {name!r} keep something; only one can")
             if kept is not None:
@@ -132,15 +133,15 @@ class HookCaller:
         return value
 
     def at_queries(self, name: str, value: Float[Array, "B K T G H"]) -> Float[Array, "B K T G H"]:
-        """The value after hooks that see [B, T, N, H]."""
+        """`__call__` for hooks whose value is [B, T, N, H]."""
         if not self.has(name):
             return value
-        by_token = value.swapaxes(1, 2)  # [B, T, K, G, H]
-        flat = by_token.reshape(*by_token.shape[:2], -1, by_token.shape[-1])
-        return self(name, flat).reshape(by_token.shape).swapaxes(1, 2)
+        heads = value.swapaxes(1, 2)  # [B, T, K, G, H]
+        flat = heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
+        return self(name, flat).reshape(heads.shape).swapaxes(1, 2)
 
     def at_keys(self, name: str, value: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
-        """The value after hooks that see [B, T, K, H]."""
+        """`__call__` for hooks whose value is [B, T, K, H]."""
         return self(name, value.swapaxes(1, 2)).swapaxes(1, 2) if self.has(name) else value
 
     def attend(
@@ -150,11 +151,11 @@ class HookCaller:
         allowed: Bool[Array, "_ T S"],
         scale: float,
     ) -> Float[Array, "B K T G H"]:
-        """Plain attention with the hooks at "scores" and "pattern"."""
+        """Attention by the textbook formula, with the hooks at "scores" and "pattern"."""
         from llama_jax.ops.attention.reference import attend_where
 
         def hook(name: str) -> Callable[[jax.Array], jax.Array]:
-            """From and to [B, K, T, G, S]; hooks see [B, N, T, S]."""
+            """`__call__` with [B, K, T, G, S], for hooks whose value is [B, N, T, S]."""
 
             def call(value: jax.Array) -> jax.Array:
                 by_head = value.swapaxes(2, 3)  # [B, K, G, T, S]

@@ -64,7 +64,7 @@ def logits(
     """
     check_tokens(config, tokens)
     hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
-    with exact.exactly(compute.exact):
+    with exact.exact_mode(compute.exact):
         return unembed(config, params, hidden)
 
 
@@ -84,10 +84,10 @@ def exact_logprobs(
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = unembed(config, params, hidden).astype(jnp.float32)
         of_rows = lambda logits, targets: exact.logprob_of(logits / temperature, targets)
-        found = exact.by_rows(of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
+        found = exact.map_row_blocks(of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
         return jnp.where(targets >= 0, found, 0)
 
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    with exact.exactly(True):
-        found = exact.by_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)
+    with exact.exact_mode(True):
+        found = exact.map_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)
     return found.reshape(targets.shape)

@@ -231,13 +231,13 @@ def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of the changed matrix of a layer for those of all layers, whose kinds may differ."""
 
     def of_all(leaf: LoraWeight | MultiLoraWeight) -> Any:
-        return jax.vmap(of_one)(leaf.replace(base=leaf.base.decoded()) if is_weight(leaf.base) else leaf)
+        return jax.vmap(of_one)(leaf.replace(base=leaf.base.to_dense()) if is_weight(leaf.base) else leaf)
 
     return jax.jit(of_all)
 
 
 _factors_of = _over_layers(lambda leaf: leaf.with_dora_scale().factor)
-_merged = _over_layers(LoraWeight.decoded)
+_merged = _over_layers(LoraWeight.to_dense)
 
 
 def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:

@@ -1,9 +1,9 @@
-"""The parameters of a Llama: an immutable tree of arrays, and a table with one spec for each of them.
+"""The parameters of a Llama: an immutable pytree of arrays, and a table with one spec per parameter.
 
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
-checks, the sizes of `estimate`, and every format's loading and saving (`formats.weight_format` has their names there). A
-parameter that only some models have is a row with a condition; the tree of a model without it holds None there. Axes are
-named with the letters of `sizes`.
+checks, the sizes of `estimate`, and loading and saving in every format (`formats.weight_format` has the names of tensors).
+A parameter that only some models have is a row with a condition; without it the tree holds None. The letters of the axes
+are those of `sizes`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 
-# A jax.Array, or its stand-in in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
+# A jax.Array, or in a tree of the same structure its shape, partition spec, sharding or location in a file.
 Leaf: TypeAlias = Any
 
 
@@ -28,10 +28,10 @@ class Attention(struct.PyTreeNode):
     """Projections of one attention layer.
 
     Attributes:
-      qkv: [K, G + 2, H, D]: for each key/value head its G query heads, then the key, then the value.
+      qkv: [K, G + 2, H, D], per key/value head the projections of its G query heads, of the key and of the value.
       out: [D, N * H].
       qkv_bias: [K, G + 2, H], or None.
-      query_norm, key_norm: [H] for each head, or [K, G, H] and [K, 1, H] for all heads together, or None.
+      query_norm, key_norm: [H] (`qk_norm` "head"), or [K, G, H] and [K, 1, H] ("all"), or None.
     """
 
     qkv: Leaf
@@ -45,10 +45,10 @@ class FeedForward(struct.PyTreeNode):
     """Projections of one feed-forward layer.
 
     Attributes:
-      gate, up: [F, D]. Not one array: a TPU copies the weights of [F, 2, D] into another order at every call.
+      gate, up: [F, D]. They are not one array [F, 2, D], which a TPU would copy to another layout at every call.
       down: [D, F].
-      router: [E, D], or None. Where there is one, those above have a leading axis E, the experts.
-      shared_gate, shared_up, shared_down: of an expert that every token is given, or None.
+      router: [E, D], or None. With a router, gate, up and down have a leading axis E (experts).
+      shared_gate, shared_up, shared_down: the shared expert, which every token uses, or None.
     """
 
     gate: Leaf
@@ -76,11 +76,11 @@ class Llama(struct.PyTreeNode):
 
     Attributes:
       embedding: [V, D].
-      blocks: one `Block` whose arrays have a leading axis L, the layers; see `trees.layers_of` for each of them. To decode
-        on a GPU a matrix may be a `MixedStack` of one array a layer (`trees.layers_apart`).
+      blocks: one `Block` whose arrays have a leading axis L (layers); `trees.layers_of` splits it into L `Block`s. For
+        decoding on a GPU a matrix may be a `MixedStack` of one array per layer (`trees.unstack_layers`).
       final_norm: [D].
       lm_head: [V, D], or None if the output projection is the embedding.
-      hooks: see `hooks.with_hooks`; None where a model is saved, sharded or trained.
+      hooks: see `hooks.with_hooks`; None in a model to be saved, sharded or trained.
     """
 
     embedding: Leaf
@@ -98,14 +98,15 @@ class ParamSpec:
     """A parameter.
 
     Attributes:
-      path: in the tree: "blocks.attention.qkv".
-      axes: of one layer: "K G+2 H D".
-      partition: the mesh axes that shard each of them.
-      init: how it is initialized: normal with standard deviation 0.02 ("normal"); that over sqrt(2 L), for projections into
-        the residual stream ("residual"); "ones", or "zeros".
-      rng: (key number, index within one draw): fixed, so that a seed always gives the same model.
-      output_axes: axes (from the last) that are matrix outputs, for Muon; the last axis is the input. None: AdamW.
-      exists: whether a model of a configuration has it.
+      path: its path in the tree, such as "blocks.attention.qkv".
+      axes: its axes in one layer, such as "K G+2 H D".
+      partition: the mesh axes that shard each axis.
+      init: the initialization: "normal", with standard deviation 0.02; "residual", with 0.02 / sqrt(2 L), for projections
+        into the residual stream; "ones"; "zeros".
+      rng: (key number, index within one draw); fixed, so that a seed always makes the same model.
+      output_axes: the output axes of a matrix (negative indices; the last axis is its input), which Muon updates. None:
+        AdamW updates the parameter.
+      exists: whether a model with this configuration has the parameter.
     """
 
     path: str
@@ -118,7 +119,7 @@ class ParamSpec:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether every layer has one."""
+        """Whether it is a parameter of the layers."""
         return self.path.startswith(BLOCKS)
 
     @property
@@ -133,15 +134,15 @@ class ParamSpec:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether it has a row for each token, and so possibly rows of padding."""
+        """Whether it has one row per token id, and possibly padding rows."""
         return self.axes.startswith("V")
 
     def shape(self, config: LlamaConfig) -> tuple[int, ...]:
-        """The shape for one layer."""
+        """The shape in one layer."""
         return shape_of(self.axes, config)
 
     def shape_of_all(self, config: LlamaConfig) -> tuple[int, ...]:
-        """The shape for all layers as one array."""
+        """The shape in the pytree: with a leading axis L if it is a parameter of the layers."""
         return (config.n_layers, *self.shape(config)) if self.in_blocks else self.shape(config)
 
 
@@ -230,7 +231,7 @@ _BY_PATH = {spec.path: spec for spec in reversed(PARAM_SPECS)}
 
 @cache
 def sizes(config: LlamaConfig) -> dict[str, int]:
-    """The sizes of the axes, by letter, and the products of them that occur."""
+    """The sizes of the axes in `ParamSpec.axes`, by name."""
     c = config
     return {
         "V": c.vocab_size,
@@ -248,7 +249,7 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
 
 
 def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
-    """The lengths of axes: "V D" of the preset "stories-260k" is (512, 64)."""
+    """The shape with these axes: (512, 64) for "V D" and the preset "stories-260k"."""
     return tuple(sizes(config)[axis] for axis in axes.split())
 
 
@@ -259,24 +260,24 @@ def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf inside the blocks is a whole matrix, not a component of a quantized or adapted one."""
+    """Whether the leaf at a path in `Llama.blocks` is a matrix, not a component of a quantized or LoRA weight."""
     spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
-    inside = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
-    return spec.is_matrix and all(name in ("base", "parts") for name in inside)
+    names_in_weight = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
+    return spec.is_matrix and all(name in ("base", "parts") for name in names_in_weight)
 
 
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:
     """The spec of the leaf at a path in a `Llama`, as `jax.tree_util.tree_map_with_path` passes it.
 
-    Where several specs have one path, the first: they differ only in shape and condition. All arrays inside a quantized or
-    adapted weight have the spec of the weight.
+    Of several specs with the same path it is the first: they differ only in shape and condition. All arrays inside a
+    quantized or LoRA weight have the spec of the weight.
 
     Raises:
-      ConfigError: a leaf of hooks.
+      ConfigError: the leaf belongs to hooks.
     """
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    starts = (".".join(names[:end]) for end in range(1, len(names) + 1))
-    spec = next((_BY_PATH[start] for start in starts if start in _BY_PATH), None)
+    prefixes = (".".join(names[:end]) for end in range(1, len(names) + 1))
+    spec = next((_BY_PATH[prefix] for prefix in prefixes if prefix in _BY_PATH), None)
     if spec is None:
         raise ConfigError(f"{'.'.join(names)} is not a parameter; add hooks after parameters are made, placed or trained")
     return spec

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.model.forward_options import Remat
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
-from llama_jax.ops.layers import PRODUCT
+from llama_jax.ops.layers import MATMUL_OUTPUT
 from llama_jax.ops.platform import recomputing
 
 LAYER_INPUT = "layer_input"
@@ -22,7 +22,7 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
     policy = {
         # Block attention is expensive for long rows and its output is cheap to save. By name: JAX's policies do not look
         # inside custom_vjp matmuls.
-        "dots": policies.save_only_these_names(PRODUCT, ATTENTION_OUTPUT),
+        "dots": policies.save_only_these_names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

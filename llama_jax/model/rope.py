@@ -1,4 +1,4 @@
-"""Rotary frequencies of a model, with its scaling for longer contexts."""
+"""The RoPE frequencies of a layer, with the model's scaling for longer contexts."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ def rotary_frequencies(
 ) -> tuple[Frequencies, float]:
     """Inverse frequencies, and the attention factor that multiplies cos and sin.
 
-    They follow from the configuration alone, so that training and inference cannot disagree; computed in float64 unless the
-    length is a JAX array.
+    They depend on the configuration (and the length) alone, so that training and inference agree. Computed in float64 unless
+    the length is a JAX array.
 
     Args:
-      length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same
-        at every length): a number, or int[...] with one for each row; None for the original context.
-      layer: the layer kind, in a model whose layers differ; NoPE layers get zeros.
+      length: the length of the sequence, for scaling that depends on it ("dynamic" and "longrope"): a number, or int[...],
+        such as one per row; None: the original context length.
+      layer: the layer, in a model whose layers differ; layers without RoPE get zeros.
 
     Returns:
-      Radians per position, [H/2], and the attention factor. For an array of lengths and a scaling that depends on them
-      [..., H/2]. H is here the number of rotated features.
+      Radians per position, [H/2], or [..., H/2] for an array of lengths and a scaling that depends on them, where H is the
+      number of rotated features; and the attention factor.
     """
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":
         theta, scaling = layer.rope_theta or theta, None
-    plain = ops.inverse_frequencies(config.rope_dim, theta) * (layer.rope != "none")
+    unscaled = ops.inverse_frequencies(config.rope_dim, theta) * (layer.rope != "none")
     if scaling is None:
-        return plain.astype(np.float32), 1.0
+        return unscaled.astype(np.float32), 1.0
     from llama_jax.ops.rope_scaling import SCALINGS
 
-    frequencies, attention_factor = SCALINGS[scaling.kind](plain, theta, length, scaling)
+    frequencies, attention_factor = SCALINGS[scaling.kind](unscaled, theta, length, scaling)
     return frequencies.astype(np.float32), attention_factor
 
 
 def scaled_frequencies(
     config: LlamaConfig, slots: Int[Array, "B T"], positions: Positions, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """`rotary_frequencies` for tokens at `slots` of their rows: [half], or [B, T|1, half]."""
+    """`rotary_frequencies` for the tokens at indices `slots` of their rows: [H/2], [B, 1, H/2] or [B, T, H/2]."""
     lengths = positions.rope_lengths
     if config.rope_scaling is not None and lengths is None:
         from llama_jax.ops.rope_scaling import BY_LENGTH, lengths_of

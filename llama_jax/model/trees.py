@@ -114,7 +114,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
         layers = leaf.shape[0] if spec.in_blocks else 1
         each = [kinds_of_parameter(spec.path, kind, layer, layers) for layer in range(layers)]
         if len(set(each)) > 1 or len(each[0]) > 1:
-            leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
+            leaf = leaf.to_dense() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
         return in_kinds(leaf, each, partial(in_kind, spec))
 
     def in_kind(spec: ParamSpec, leaf: Leaf, kind: str) -> Leaf:
@@ -126,7 +126,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
                 f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantize_matrix(leaf.decoded() if is_weight(leaf) else leaf, kind)
+            return quantize_matrix(leaf.to_dense() if is_weight(leaf) else leaf, kind)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
@@ -200,7 +200,7 @@ def is_weight(leaf: Any) -> bool:
 
 def dequantize(params: Llama) -> Llama:
     """The parameters with the numbers that quantized matrices stand for."""
-    return jax.tree.map(lambda leaf: leaf.decoded() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
+    return jax.tree.map(lambda leaf: leaf.to_dense() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
 
 
 def count(params: Llama) -> int:
@@ -236,15 +236,15 @@ def layers_of(params: Llama) -> tuple[Block, ...]:
     return tuple(get_layer(params.blocks, layer) for layer in range(layers))
 
 
-def layers_apart(params: Llama) -> Llama:
+def unstack_layers(params: Llama) -> Llama:
     """The model with each layer's matrices in arrays of their own, see `ops.weights.layers.unstack`."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
     of_leaf = lambda path, leaf: unstack(leaf) if is_matrix_in_block(path) else leaf
     return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
 
 
-def layers_together(params: Llama) -> Llama:
-    """Undo `layers_apart`: one stack per format."""
+def restack_layers(params: Llama) -> Llama:
+    """Undo `unstack_layers`: one stack per format."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     join = lambda leaf: _join([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))

@@ -4,21 +4,21 @@ Shapes are written in one alphabet: B batch, T query tokens, S cache slots, R ro
 query heads, K key/value heads, G queries per key/value head, H head dim (W of values, where it may differ), F feed-forward,
 E experts, V vocabulary. In `weights` and `grouped` a matrix is [N, D] or [N, K], with N output and D or K input features,
 and [*out, D] has several axes of output features. Signatures use `jaxtyping`: ``Float[Array, "B T D"]`` is an array of any
-floating-point type, ``*batch`` are any axes, ``#B`` is B or 1, ``half`` is H/2, and a name has one size in a call. Only the
+floating-point type, ``*batch`` are any axes, ``#B`` is B or 1, ``half`` is H/2, and a name has one size in a apply. Only the
 tests check this.
 
 Exported here: what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.layers import call, embed, feed_forward, gated_activation, project, rms_norm
+from llama_jax.ops.layers import apply, embed, feed_forward, gated_activation, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
+    "apply",
     "apply_rotary",
     "attend",
     "attend_paged",
-    "call",
     "embed",
     "feed_forward",
     "gated_activation",

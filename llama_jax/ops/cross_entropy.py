@@ -1,6 +1,6 @@
 """Cross-entropy over the vocabulary, and log-probabilities of tokens.
 
-They are computed in chunks of positions, so that the full logits are never in memory.
+Both are computed in chunks of positions, so that the full logits are never in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from llama_jax.ops.layers import Weight, project, weight_gradient
 
-Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array sharded over devices
+Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array with a sharding constraint
 
 
 class LossSums(NamedTuple):
@@ -26,7 +26,7 @@ class LossSums(NamedTuple):
 
     Attributes:
       loss: the quantity to minimize: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
-      nll: negative log-likelihood in nats. It has no gradient; differentiate `loss`.
+      nll: negative log-likelihood in nats; not differentiated.
     """
 
     loss: jax.Array
@@ -38,12 +38,12 @@ class LogitOptions:
     """How logits and the loss are computed.
 
     Attributes:
-      chunk: positions per chunk, of each row.
-      z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
-      vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
-      batch_shards: number of devices over which B is sharded. The lm_head gradient is accumulated per shard and reduced
+      chunk: positions per chunk, in each row.
+      z_loss: weight of a term that keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
+      vocab_size: the number of tokens, if the head has more rows: the others are padding, with probability 0.
+      batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard and reduced
         once, not per chunk.
-      constrain: shards an array over devices, given its name: "lm_head_sharded" [V, D], as stored, and "head" [V, D],
+      constrain: constrains the sharding of an array, given its name: "lm_head_sharded" [V, D], as stored; "head" [V, D],
         gathered; "logits" [B, chunk, V]; "head_gradient" [batch_shards, D, V].
     """
 
@@ -63,17 +63,17 @@ def cross_entropy(
 ) -> LossSums:
     """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, computed chunk by chunk.
 
-    The gradient is computed together with the value, because it follows directly from the logits, and the backward pass only
-    scales it. Recomputing the logits in the backward pass would cost a third more.
+    The gradient is computed from the logits together with the value, and the backward pass only scales it. Recomputing the
+    logits in the backward pass would cost a third more.
 
     Args:
-      hidden: [B, T, D], in the dtype of the matmuls. Logarithm and sums are float32 at least.
-      head: [V, D]. The gradient of an array is summed over the chunks in its dtype, and only if it is differentiated. A
-        quantized or adapted head is differentiated by JAX, and its logits are computed twice.
-      weights: the weight of each token; 0 ignores it. They have no gradient.
+      hidden: in the dtype of the matmuls. Logarithm and sums are float32 at least.
+      head: [V, D]. Its gradient is summed over the chunks in its dtype, and only computed if needed. With a quantized or
+        LoRA head JAX derives the backward pass, which computes the logits again.
+      weights: the weight of each token; 0 ignores it. They are not differentiated.
     """
-    sums = _sums_by_project if hasattr(head, "project") else _sums
-    total = sums(options, hidden, head, targets, weights)
+    losses = _losses_by_autodiff if hasattr(head, "project") else _losses
+    total = losses(options, hidden, head, targets, weights)
     return LossSums(total.loss, lax.stop_gradient(total.nll))
 
 
@@ -84,16 +84,16 @@ def token_logprobs(
     options: LogitOptions,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "B T"]:
-    """The logarithm of the probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
+    """The log-probability of each target under ``softmax(hidden @ head.T / temperature)``, in nats.
 
     The logits are computed chunk by chunk, and recomputed in the backward pass, so that only one chunk is in memory.
 
     Args:
       hidden: in the dtype of the matmuls.
       head: [V, D], an array or a `Weight`.
-      targets: the result for a target below 0 is 0, without a gradient.
+      targets: token ids; below 0 the result is 0, without a gradient.
       options: `z_loss` is ignored.
-      temperature: above 0; of the distribution that the tokens were sampled from.
+      temperature: above 0, the temperature with which the tokens were sampled.
 
     Returns:
       float32, or float64 if `hidden` is.
@@ -103,7 +103,7 @@ def token_logprobs(
     columns = jnp.arange(weight.shape[0], dtype=targets.dtype)
 
     @jax.checkpoint
-    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    def chunk_logprobs(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = options.constrain(project(hidden, weight, out_dtype=wide), "logits") / temperature
         if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
             logits = jnp.where(columns < options.vocab_size, logits, -jnp.inf)
@@ -111,36 +111,36 @@ def token_logprobs(
         return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
 
     chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
-    return join_chunks(lax.map(lambda chunk: of_chunk(*chunk), chunks), targets.shape[1])
+    return join_chunks(lax.map(lambda chunk: chunk_logprobs(*chunk), chunks), targets.shape[1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
-    cast = gathered_head(head, hidden.dtype, options.constrain)
+def _losses(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
+    head_cast = gathered_head(head, hidden.dtype, options.constrain)
 
-    def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        sums, _ = _chunk_sums(options, cast, *part)
+    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        sums, _ = _chunk_sums(options, head_cast, *chunk)
         return LossSums(*map(jnp.add, total, sums)), None
 
     totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
     return LossSums(*map(jnp.sum, totals))
 
 
-def _sums_by_project(
+def _losses_by_autodiff(
     options: LogitOptions, hidden: jax.Array, head: Any, targets: jax.Array, weights: jax.Array
 ) -> LossSums:
-    """`_sums` for a head that is not an array, differentiated by JAX: only the hidden states of a chunk are saved."""
+    """`_losses` for a head that is not an array: JAX derives the backward pass, which saves only hidden states."""
 
     @jax.checkpoint
-    def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        sums, _ = _chunk_sums(options, head, *part)
+    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        sums, _ = _chunk_sums(options, head, *chunk)
         return LossSums(*map(jnp.add, total, sums)), None
 
     totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
     return LossSums(*map(jnp.sum, totals))
 
 
-@partial(_sums.defjvp, symbolic_zeros=True)
+@partial(_losses.defjvp, symbolic_zeros=True)
 def _sums_and_tangents(
     options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[LossSums, LossSums]:
@@ -148,37 +148,37 @@ def _sums_and_tangents(
 
     The head's gradient, [V, D], is skipped if its tangent is symbolically zero.
     """
-    wants_hidden, wants_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    needs_hidden, needs_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     hidden, head, *rest = primals
-    total, gradients = _sums_and_gradients(options, wants_head, hidden, head, *rest)
-    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((wants_hidden, wants_head)) if wanted]
-    zero = jnp.zeros_like(total.loss)  # the likelihood has no gradient, see `cross_entropy`
-    return total, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
+    total, gradients = _sums_and_gradients(options, needs_head, hidden, head, *rest)
+    terms = [_inner_product(gradients[i], tangents[i]) for i, needed in enumerate((needs_hidden, needs_head)) if needed]
+    zero = jnp.zeros_like(total.loss)  # `nll` is not differentiated
+    return total, LossSums(reduce(jnp.add, terms) if terms else zero, zero)
 
 
-def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
+def _inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
     return jnp.sum(gradient * tangent, dtype=jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _sums_and_gradients(
-    options: LogitOptions, with_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+    options: LogitOptions, needs_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, list[Any]]:
-    """The sums, and the gradients of the loss for `hidden` and, if `with_head`, for `head`."""
+    """The sums, and the gradients of the loss with respect to `hidden` and, if `needs_head`, `head` (else None)."""
     batch_shards, constrain = options.batch_shards, options.constrain
-    cast = gathered_head(head, hidden.dtype, constrain)
+    head_cast = gathered_head(head, hidden.dtype, constrain)
 
-    def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+    def add(carry: tuple[LossSums, jax.Array | None], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         total, d_head = carry
-        sums, d_logits = _chunk_sums(options, cast, *part)
-        d_logits = d_logits.astype(cast.dtype)
+        sums, d_logits = _chunk_sums(options, head_cast, *chunk)
+        d_logits = d_logits.astype(head_cast.dtype)
         if d_head is not None:
-            rows, d_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (part[0], d_logits))
+            rows, d_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (chunk[0], d_logits))
             d_head = constrain(d_head + weight_gradient(rows, d_rows, d_head.dtype), "head_gradient")
-        d_hidden = project(d_logits, cast.T)
+        d_hidden = project(d_logits, head_cast.T)
         return (LossSums(*map(jnp.add, total, sums)), d_head), d_hidden
 
     # [D, V], the layout of the CPU matmul; transposed once at the end.
-    empty = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "head_gradient") if with_head else None
+    empty = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "head_gradient") if needs_head else None
     (total, d_head), d_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
@@ -186,7 +186,7 @@ def _sums_and_gradients(
 
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
-    """The head [V, D], cast on its shards and then gathered for all chunks; a quantized or adapted one is unchanged."""
+    """The head [V, D], cast on its shards and then gathered once for all chunks; a `Weight` is returned unchanged."""
     if hasattr(head, "project"):
         return head
     return constrain(constrain(head.astype(dtype), "lm_head_sharded"), "head")
@@ -195,13 +195,13 @@ def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) 
 def _chunk_sums(
     options: LogitOptions, head: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, jax.Array]:
-    """The sums of one chunk for each row, [B], and the gradient of its loss with respect to its logits [B, chunk, V]."""
+    """The sums of one chunk per row, [B], and the gradient of the loss with respect to the logits [B, chunk, V]."""
     z_loss, vocab_size = options.z_loss, options.vocab_size
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # ignored targets may be any value, such as -100
-    targets = jnp.where(targets < 0, head.shape[0], targets)  # a negative index would wrap; out of range gives NaN
+    targets = jnp.where(targets < 0, head.shape[0], targets)  # out of range, which gives NaN; negative indices would wrap
     if vocab_size is not None and vocab_size < head.shape[0]:
         logits = jnp.where(lax.broadcast_to_rank(columns < vocab_size, logits.ndim), logits, -jnp.inf)
     is_target = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]
@@ -221,7 +221,7 @@ def _zeros(hidden: jax.Array) -> LossSums:
 
 
 def split_chunks(x: Shaped[Array, "B T *rest"], chunk: int, fill: int = 0) -> Shaped[Array, "chunks B chunk *rest"]:
-    """Rows in chunks of tokens, padded with `fill`. B may be sharded, so it stays an axis."""
+    """Split the axis T into chunks, padded with `fill`. B stays an axis, because it may be sharded."""
     chunk = min(chunk, x.shape[1])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)

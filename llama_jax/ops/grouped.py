@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int32
 
-from llama_jax.ops.layers import PRODUCT, project, weight_gradient
+from llama_jax.ops.layers import MATMUL_OUTPUT, project, weight_gradient
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
 from llama_jax.ops.weights.layers import index_stack, multiply_group
 
@@ -58,7 +58,7 @@ def grouped_matmul(
         product = _cast_and_gathered((gather, bool(recomputing.value), weight.dtype), x, weight, sizes)
     else:
         product = _multiply("rows", x, weight, sizes, x.dtype)
-    return checkpoint_name(product, PRODUCT)
+    return checkpoint_name(product, MATMUL_OUTPUT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,7 +114,7 @@ def _project_forward(x: jax.Array, weight: Any, sizes: jax.Array) -> tuple[jax.A
 def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     x, weight, sizes = residuals
     if x is not None:
-        plain = lambda x, weight: grouped_matmul(x, weight.decoded(), sizes)
+        plain = lambda x, weight: grouped_matmul(x, weight.to_dense(), sizes)
         return (*jax.vjp(plain, x, weight)[1](gradient), None)
     dtype, (_, _, columns) = gradient.dtype, weight.shape
 

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from llama_jax.ops.layers import project
 
-LARGEST_INTEGER = 127  # -128 is left out, so that a row and its negative have the same scale
+LARGEST_INTEGER = 127  # -128 is not used, so that a row and its negative have the same scale
 
 
 class Quantized(struct.PyTreeNode):
-    """Rows of H values: int8 values times one scale per row.
+    """Rows of H values, stored as int8 values and one scale per row.
 
     Attributes:
       values: int8[..., H].
@@ -25,7 +25,7 @@ class Quantized(struct.PyTreeNode):
     """
 
     values: Any
-    scales: Any  # arrays, or what replaces them in a tree of the same structure
+    scales: Any  # both: arrays, or in a tree of the same structure their shapes or partition specs
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,8 +51,7 @@ def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
-    """Apply a `function` that only moves rows to an array, or to the values and the scales, as [..., 1], of a
-    `Quantized`."""
+    """Apply a `function` that only moves rows: to an array, or to the values and scales [..., 1] of a `Quantized`."""
     if not isinstance(x, Quantized):
         return function(x)
     return Quantized(function(x.values), function(x.scales[..., None])[..., 0])
@@ -66,37 +65,37 @@ def smooth_keys(
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
     """Transform queries and keys so that scores are unchanged and keys quantize better.
 
-    The resolution of an int8 row depends on its largest value. In models with a bias of keys (Qwen2.5) the keys of a few
-    channels are 30 times as large as those of others. They are divided, and the queries multiplied, by the square root of
-    how far their bias exceeds the mean, which is known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the
-    bias in place of the largest activation). Both channels of a RoPE pair have the same factor, because RoPE mixes them. A
-    Hadamard matrix then spreads the remaining outliers, and those that come from the weights, over all channels (QuaRot:
-    Ashkboos et al. 2024, section 4.2). Nothing is stored beside the cache, and keys are read as before.
+    The resolution of an int8 row depends on its largest value. In models whose keys have a bias (Qwen2.5), a few channels of
+    the keys are 30 times as large as others. Keys are divided, and queries multiplied, by the square root of the ratio of a
+    channel's bias to the mean bias, which needs no data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias in place
+    of the largest activation). Both channels of a RoPE pair have the same factor, because RoPE mixes them. A Hadamard matrix
+    then spreads the remaining outliers, and those that come from the weights, over all channels (QuaRot: Ashkboos et al.
+    2024, section 4.2).
 
     Args:
       keys: after RoPE.
       queries: after RoPE.
-      bias: of the keys, before RoPE.
-      rotated: number of features that RoPE rotates, where i and i + rotated / 2 are a pair; H by default.
+      bias: the bias of the keys, added before RoPE.
+      rotated: number of features that RoPE rotates, with pairs i and i + rotated / 2; H by default.
 
     Returns:
       The keys, and the queries.
     """
     if bias is not None:
-        factors = _outliers_of(bias.astype(jnp.float32), rotated or bias.shape[-1])
+        factors = _outlier_factors(bias.astype(jnp.float32), rotated or bias.shape[-1])
         keys = (keys.astype(factors.dtype) / factors[None, :, None]).astype(keys.dtype)
         factors = factors[None, :, None, None]
         queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
-    every = [keys[..., None, :], *queries]
-    rotated_rows = project(
-        jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
+    heads = [keys[..., None, :], *queries]
+    smooth = project(
+        jnp.concatenate(heads, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
     )
-    ends = np.cumsum([x.shape[-2] for x in every])[:-1].tolist()
-    first, *rest = jnp.split(rotated_rows.astype(keys.dtype), ends, axis=-2)
-    return first[..., 0, :], *rest
+    ends = np.cumsum([x.shape[-2] for x in heads])[:-1].tolist()
+    new_keys, *new_queries = jnp.split(smooth.astype(keys.dtype), ends, axis=-2)
+    return new_keys[..., 0, :], *new_queries
 
 
-def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
+def _outlier_factors(bias: jax.Array, rotated: int) -> jax.Array:
     """sqrt(|bias| / mean |bias| of the head), at least 1, equal for both channels of a RoPE pair: [K, H]."""
     first, second, rest = jnp.split(bias, [rotated // 2, rotated], axis=-1)
     pair = jnp.hypot(first, second)

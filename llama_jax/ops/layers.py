@@ -17,11 +17,11 @@ from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
-PRODUCT = "product"  # checkpoint name of the results of `project`
+MATMUL_OUTPUT = "product"  # checkpoint name of the results of matmuls with weights
 
 
 class Weight(Protocol):
-    """Interface of weights that are not arrays (quantized, adapted). They are recognized by their `project` method.
+    """Interface of weights that are not arrays (quantized, LoRA). They are recognized by their `project` method.
 
     They must be pytrees with the `shape` and `dtype` of the weight. An embedding needs an `embed` too.
     """
@@ -30,8 +30,8 @@ class Weight(Protocol):
         """Project [..., D] onto the rows of this weight [*out, D]: [..., *out]."""
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, where something else may call it by blocks."""
+def apply(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`: applies a function of tokens to all of them at once. `ops.exact.map_blocks` is the alternative."""
     return function(*args)
 
 
@@ -43,39 +43,39 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
     Args:
       weight: [*out, D], one row per output feature, as checkpoints store it: with one token both operands are then read
         along their contiguous axis. An array in another dtype is cast to that of `x`: training keeps weights in float32 and
-        computes in bfloat16. Anything else has its own `project`, see `Weight`.
-      out_dtype: dtype of the result, by default that of `x`. Sums are float32 at least in any case.
+        computes in bfloat16. A `Weight` has its own `project`.
+      out_dtype: dtype of the result, by default that of `x`. Sums are always float32 at least.
 
     Returns:
       [*batch, *out].
     """
     out_dtype = out_dtype or x.dtype
-    if not exact.is_exact() or multiplies_exactly(x, weight):
+    if not exact.is_exact() or is_batch_invariant(x, weight):
         return _project(x, weight, out_dtype)
     rows = x.reshape(-1, x.shape[-1])
-    in_use = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # the others' results are zeros, too
-    found = exact.by_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), in_use, rows)
-    return found.reshape(*x.shape[:-1], *found.shape[1:])
+    in_use = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # rows of zeros give zeros
+    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), in_use, rows)
+    return out.reshape(*x.shape[:-1], *out.shape[1:])
 
 
 def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any) -> jax.Array:
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
-    return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), PRODUCT)
+    return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), MATMUL_OUTPUT)
 
 
-@for_cpu("multiplies_exactly")
-def multiplies_exactly(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
-    """Whether a matmul, in exact programs, gives the rows of an array like `x` what it gives each of them alone.
+@for_cpu("is_batch_invariant")
+def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
+    """Whether this matmul gives each row of `x` the same result as alone, bit for bit.
 
-    Others are computed by blocks of one size, see `ops.exact`.
+    In exact programs other matmuls run in blocks of a fixed size, see `ops.exact`.
     """
     return False
 
 
 @for_cpu("embed")
 def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """Look up rows of [V, D]; a non-array table has its own `embed`."""
+    """Look up rows of a table [V, D]: an array, or a `Weight` with an `embed`."""
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
@@ -89,7 +89,7 @@ def rms_norm(
     Args:
       eps: added to the mean square.
       offset: added to the weight.
-      checked: return NaN, not zeros, if a square overflows (one more GPU kernel).
+      checked: return NaN instead of zeros if a square overflows (costs one more kernel on a GPU).
 
     Returns:
       In the dtype of `x`.
@@ -116,7 +116,7 @@ def feed_forward(
     up: Any,
     down: Any,
     activation: Activation = "silu",
-    between: Callable[..., Any] = call,
+    per_token: Callable[..., Any] = apply,
 ) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
@@ -124,15 +124,15 @@ def feed_forward(
       gate, up: [F, D], arrays or `Weight`s.
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
-      between: calls what is between the matmuls with its arguments.
+      per_token: applies the elementwise function between the matmuls; exact programs pass one that runs in blocks.
     """
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
-        """The gated product is recomputed in the backward pass instead of saved."""
-        return project(between(partial(gated_activation, activation=activation), gates, values), down)
+        """The gated activation is recomputed in the backward pass instead of saved."""
+        return project(per_token(partial(gated_activation, activation=activation), gates, values), down)
 
-    return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
+    return project_gated(project(x, gate), project(x, up), down)  # of [..., F] and [..., F]
 
 
 @for_cpu("gated_activation")
@@ -145,7 +145,7 @@ def gated_activation(
 
 @for_cpu("matmul", to_plan=True)
 def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
-    """Contract the last axis of both: [*batch, *out]."""
+    """Contract the last axes of `x` and `weight`: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
         return matmul_cast_weight((bool(recomputing.value), weight.dtype), x, weight)
     return _matmul(x, weight.astype(x.dtype), out_dtype)
@@ -165,7 +165,7 @@ def matmul_cast_weight(
     would round it to the dtype of `x` before the sum over devices.
 
     Args:
-      settings: whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype.
+      settings: (whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype).
     """
     return _matmul_cast_weight_forward(settings, x, weight)[0]
 
@@ -194,10 +194,10 @@ matmul_cast_weight.defvjp(_matmul_cast_weight_forward, _matmul_cast_weight_backw
 def weight_gradient(
     a: Float[Array, "*batch rows M"], b: Float[Array, "*batch rows N"], out_dtype: Any = None
 ) -> Float[Array, "*batch M N"]:
-    """The sum of the outer products of the rows of `a` and `b`, the gradient of a weight.
+    """a.T @ b for each batch entry: the gradient of a weight, a sum of outer products over rows.
 
     Args:
-      out_dtype: of the sum and the result, by default that of `a`, but float32 at least.
+      out_dtype: dtype of the sum and the result; by default that of `a`, but float32 at least.
     """
     wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
     batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)
@@ -210,7 +210,7 @@ def remat(function: F) -> F:
     For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
     3). Differentiable in every mode, except 16-bit inputs on CPUs (reverse mode only).
     """
-    # No CSE barrier is needed inside a scan over layers.
+    # Inside a scan over layers no barrier against CSE is needed.
     return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))
 
 

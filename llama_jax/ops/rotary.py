@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int
 from llama_jax.ops.platform import AnyArray, for_cpu
 
 Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
-Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # of a sequence, or of each
+Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # the length of a sequence, or of each of several
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
@@ -29,10 +29,10 @@ def rotary_table(
     Always float32: bfloat16 cannot represent an angle at position 100,000.
 
     Args:
-      frequencies: in radians per position, broadcast against the positions.
+      frequencies: radians per position, broadcast against `positions[..., None]`.
     """
-    wide, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
-    angles = wide * lax.broadcast_to_rank(frequencies, wide.ndim)
+    positions, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
+    angles = positions * lax.broadcast_to_rank(frequencies, positions.ndim)
     if attention_factor == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
@@ -44,8 +44,8 @@ def apply_rotary(
     """Rotate each pair of features by its position's angle (half-split layout).
 
     Args:
-      x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and 2i + 1 are a
-        pair; `rope_layout.half_from_interleaved` reorders the rows of projections, which leaves the scores unchanged.
+      x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's weights 2i and 2i + 1 are
+        a pair; `rope_layout.half_from_interleaved` reorders the rows of projections, which leaves the scores unchanged.
       cos, sin: from `rotary_table`, broadcast against `x`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The training loop: data in; checkpoints, curves and samples out; until the steps are done or a signal stops it."""
+"""The training loop: reads data, and writes checkpoints, metrics and samples, until its last step or a signal."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from llama_jax.training.step import TrainState
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run.
+    """The result of a run.
 
     Attributes:
-      step: the last one.
-      state: after it.
-      validation: of the last evaluation; None if the run was stopped before one.
-      stopped: the name of the signal that ended it before its last step, or None.
+      step: the number of steps taken.
+      state: the state after them.
+      validation: the result of the last evaluation; None if there was none.
+      stopped: the name of the signal that ended the run before its last step, or None.
     """
 
     step: int
@@ -77,40 +77,40 @@ def train(
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
-    """Train a recipe into a folder, from which `llama_jax.load` reads the model at any time.
+    """Train a recipe, and write checkpoints into a folder, from which `llama_jax.load` reads the model at any time.
 
-    The result depends on the recipe, the data and the software alone: a run that is killed and resumed ends with the same
-    bits as an uninterrupted one on the same devices, and reads the data in the same order on any others; with `Recipe.exact`
-    it has the same bits there, too.
+    The result depends only on the recipe, the data and the software: a run that is killed and resumed ends with the same
+    bits as an uninterrupted one on the same devices. On other devices it reads the data in the same order, and with
+    `Recipe.exact` it has the same bits too.
 
     Args:
-      recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
-      workdir: a folder that no other run uses at the same time. It gets recipe.json, metrics.jsonl and checkpoints/STEP.
-        Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://: metrics are then in
-        parts, and TMPDIR needs room for a checkpoint, on each host a folder of its own (docs/storage.md).
-      data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
-        exactly its share of the rows, and epochs of its own.
-      validation_data: likewise; without it a share of the documents of each source of `data` is held out.
-      tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
-      weights: a model to continue training, of any format; its shape and tokenizer replace the recipe's. If the recipe's
-        model differs from it only in rope scaling, theta and context, the recipe's are used: a context extension.
+      recipe: a `Recipe`, the name of a built-in one, or FILE.py:FUNCTION (`runs.recipes.find`).
+      workdir: a folder that no other run uses at the same time, for recipe.json, metrics.jsonl and checkpoints/STEP. Several
+        processes need it on a shared file system. Or a URL, s3:// or gs://: metrics are in parts then, and each host
+        needs a TMPDIR of its own with room for a checkpoint (docs/storage.md).
+      data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each with exactly
+        its share of the rows, and epochs of its own.
+      validation_data: as `data`; by default a share of the documents of each source of `data` is held out.
+      tokenizer: the file or folder of a tokenizer, for a recipe that does not train its own.
+      weights: a model in any format to continue training from; its configuration and tokenizer replace the recipe's. If the
+        recipe's model differs only in RoPE scaling, theta and context, the recipe's values are used: a context extension.
       resume: continue from the newest checkpoint in `workdir`, if there is one.
-      reweigh: resume with other weights of the same sources, which is an error otherwise.
-      mesh: how many ways the batch, the parameters and the heads are split over the devices.
-      backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
+      reweigh: allow resuming with other weights of the same sources.
+      mesh: the sizes of the mesh axes over which batch, parameters and heads are sharded.
+      backend: "jit", or "pmap" for `mesh.data` replicas of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
-      track: where the numbers of metrics.jsonl are shown, too: see `runs.metrics`.
-      save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
-      stuck: called with the error, in another thread, if this thread hangs for longer than that while it begins to write a
-        checkpoint: no exception reaches it. The command line ends the process; None logs the error.
-      processes: what `parallel.multihost.join_job` gave, where there are several: each calls this with the same arguments.
+      track: trackers that get the numbers of metrics.jsonl too, see `runs.metrics`.
+      save_timeout: maximum seconds to write a checkpoint, in the background; then the run ends with an error.
+      stuck: called with the error, in another thread, if this thread hangs for longer than `save_timeout` when it starts to
+        write a checkpoint, where no exception can reach it. The command line ends the process; None logs the error.
+      processes: with several processes, the result of `parallel.multihost.join_job`; all call this with the same arguments.
       log: prints progress, such as `runs.log.Log()`; None prints nothing.
 
     Raises:
-      TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
-        that the run does not have, or a run whose loss is not finite for `recipe.skip_limit` steps in a row.
-      UserError: data, a checkpoint or a mesh that cannot be used, a checkpoint that cannot be written, or processes that
-        were not given the same.
+      TrainingError: the folder contains another run or is in use; a tokenizer or prompts that do not match the recipe; a
+        trace of steps that the run does not have; or a loss that is not finite for `recipe.skip_limit` steps in a row.
+      UserError: invalid data, checkpoint or mesh; a checkpoint that could not be written; or processes with different
+        arguments.
     """
     processes = Processes() if processes is None else processes
     if processes.count != jax.process_count():
@@ -118,7 +118,7 @@ def train(
             f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.multihost.join_job, and"
             " pass its result as processes="
         )
-    # First of all, since JAX's own barriers assume that each process has equally many devices.
+    # First of all, because JAX's own barriers assume that all processes have the same number of devices.
     processes.agree("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=True) if log is None else log
     if isinstance(recipe, str):
@@ -133,9 +133,9 @@ def train(
         raise TrainingError("lora trains adapters on a frozen model; pass the model with --weights (weights=)")
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
-    # Quick checks come first, so that no mistake is found after minutes of reading or learning a vocabulary.
+    # Quick checks come first, so that no mistake is found after minutes of reading data or training a tokenizer.
     preflight.check(recipe, where, trace, mesh, backend)
-    if not processes.first_of_host:  # which fetches what is in a store
+    if not processes.first_of_host:  # the first process fetches data from object stores
         processes.wait("data fetched")
     sources = find_data(data)
     is_given = isinstance(validation_data, str | os.PathLike) or len(validation_data) > 0
@@ -167,7 +167,7 @@ def train(
             of_run=run_folder.place if note else None,
         )
         prompts = preflight.encode_prompts(recipe, vocabulary)
-        if not processes.first_of_host:  # which leaves the tokenized text in the cache
+        if not processes.first_of_host:  # the first process writes the tokenized text to the cache
             processes.wait("text tokenized")
         with preflight.explain_changed_data(note):
             task = task_kind(recipe).open(recipe, TaskInputs(sources, validation_sources, vocabulary, mesh, log, weights))
@@ -186,10 +186,10 @@ def train(
             preflight.check_data(note, task, reweigh=reweigh)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
-        if backend == "jit":  # by pmap it is compiled in the first step
+        if backend == "jit":  # under pmap the first step compiles
             preflight.log_compiling(log, folder)
         program = make_program(recipe, task.objective, mesh, backend, frozen)
-        processes.wait("compiled")  # which takes one longer than the other
+        processes.wait("compiled")  # compilation times differ
         if note is None:
             state = program.start(start)
         else:
@@ -223,7 +223,7 @@ def train(
 
 @dataclass
 class _TrainingRun:
-    """A run between its first and its last step: what it was made of, and the state of the loop that is not the model's."""
+    """A run between its first and its last step: its parts, and the state of the loop besides the `TrainState`."""
 
     recipe: Recipe
     folder: RunFolder
@@ -238,10 +238,10 @@ class _TrainingRun:
     profile: Profile
     processes: Processes
     track: Sequence[Track] = ()
-    base: dict[str, str] | None = None  # under adapters that are trained
+    base: dict[str, str] | None = None  # the frozen base model of adapters, for the checkpoints
     tokens: int = 0
     validation: EvalResult | None = None
-    validated: int = -1  # the step of it
+    validated: int = -1  # the step of `validation`
 
     def __post_init__(self) -> None:
         self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
@@ -258,7 +258,7 @@ class _TrainingRun:
         self.log.line(f"{compiled}{where}")
 
     def run(self, state: TrainState, note: dict[str, Any] | None) -> Result:
-        """The loop."""
+        """Take all remaining steps."""
         recipe, batches = self.recipe, self.batches
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
@@ -278,7 +278,7 @@ class _TrainingRun:
                 self.profile.before(step + 1, state)
                 batch = self.program.place(batches.next(partial(self.program.model, state.params)))
                 state, metrics = self.program.step(state, batch)
-                # The step before is read while this one runs, so that the device never waits for the loop.
+                # The metrics of the step before are read while this one runs, so that the device never waits for the loop.
                 if running is not None:
                     self._check(step, running)
                 running, step = metrics, step + 1
@@ -320,16 +320,16 @@ class _TrainingRun:
         return Result(step, state, self.validation, stopped)
 
     def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Count what a finished step (number `step`, from 1) has read, and give up where it is hopeless."""
+        """Count the tokens of a finished step (counted from 1); raise after `skip_limit` skipped steps in a row."""
         tokens, in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
         self.tokens += int(tokens)
         if in_a_row >= self.recipe.skip_limit:
             try:
                 self.checkpoints.wait()
-            except StuckSaveError:  # an orderly exit must not wait for its threads
+            except StuckSaveError:  # its threads hang, and a normal exit would wait for them
                 raise
             except CheckpointError:
-                pass  # one that is being written counts, and what became of it matters less here
+                pass  # waits, because a checkpoint that is being written counts; its error matters less than the one below
             last = self.checkpoints.latest()
             kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
             raise TrainingError(
@@ -339,13 +339,13 @@ class _TrainingRun:
             )
 
     def _log_first_step(self, step: int, seconds: float) -> None:
-        """Log the first step, since the next line may come much later."""
+        """Log the first step, because the next line may come much later."""
         every = self.recipe.log_every
         ahead = min((step // every + 1) * every, self.recipe.steps) - step
         self.log.progress(f"first step in {seconds:.1f} s; the next line comes in about {duration(ahead * seconds)}")
 
     def _log_step(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
-        """Write a line of progress to the log and the metrics; raise the error of a failed save."""
+        """Write progress to the log and the metrics; raise the error of a failed save."""
         self.checkpoints.check()
         now = time.perf_counter()
         per_step = (now - self._mark) / (step - marked)
@@ -383,7 +383,7 @@ class _TrainingRun:
         self.log.progress(" · ".join(parts))
 
     def _pause(self, work: Any) -> None:
-        """Do work that is not training: its time does not count in tokens per second."""
+        """Do work whose time does not count in tokens per second."""
         before = time.perf_counter()
         work()
         self._mark += time.perf_counter() - before
@@ -398,7 +398,7 @@ class _TrainingRun:
         for prompt, text in zip(self.recipe.prompts, texts, strict=True):
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
-        self.processes.wait("samples")  # and not inside a step, where patience has limits
+        self.processes.wait("samples")  # here, because a collective in the next step could time out
 
     def _save(self, step: int, state: TrainState, data_state: dict[str, Any]) -> None:
         note = {
@@ -437,13 +437,13 @@ class Profile:
         self._running = False
 
     def before(self, step: int, state: TrainState) -> None:
-        """Start or stop the profile at the ends of the range; call before `step`, with the state after the one before."""
+        """Start or stop the profile at the ends of the range. Call it before `step`, with the state at that point."""
         if self._steps and step in (self._steps.start, self._steps.stop):
             jax.block_until_ready(state)
             self.end()
             if step == self._steps.start:
-                # Without Python's own frames: the hook that records them ends a thread which starts at a bad moment, and
-                # a save whose thread has died waits for it.
+                # Without Python frames: recording them can kill a thread that is just starting, and a save would then wait
+                # forever for its thread.
                 options = jax.profiler.ProfileOptions()
                 options.python_tracer_level = 0
                 jax.profiler.start_trace(str(self._folder), profiler_options=options)
@@ -457,7 +457,7 @@ class Profile:
             self._log.line(f"profile in {self._folder}")
 
     def log_missed(self, done: int) -> None:
-        """Report it if the range began before the first step of this process."""
+        """Log if the range began before the first step of this process."""
         if self._steps and done >= self._steps.start:
             self._log.line(f"no profile: step {self._steps.start} has been taken before")
 
@@ -465,15 +465,15 @@ class Profile:
 def sample_prompts(
     recipe: Recipe, program: TrainingProgram, model: Llama, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
 ) -> list[str]:
-    """The prompts with their continuations, generated in the training layout: all processes take part.
+    """The prompts with their continuations, generated with the sharding of training, by all processes together.
 
     Args:
-      model: as `TrainingProgram.model` gives it.
-      prompts: those of the recipe as tokens.
+      model: the result of `TrainingProgram.model`.
+      prompts: the prompts of the recipe as token ids.
     """
     if not prompts:
         return []
-    # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
+    # Rows are sharded over the devices, so the last prompt is repeated up to a multiple of the shards.
     rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.sharding.batch_shards)]
     new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
@@ -487,7 +487,7 @@ def sample_prompts(
     )
     found = []
     for ids, result in zip(prompts, results, strict=False):
-        # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.
+        # A padded vocabulary has ids without a text, and a model may sample one early in training.
         known = [token for token in result.tokens if token < tokenizer.vocab_size]
         found.append(tokenizer.decode([*ids, *known]))
     return found

@@ -1,9 +1,9 @@
-"""The engine: many requests on one model; each gets the tokens that it would get alone.
+"""The engine: continuous batching of requests on one model; each gets the tokens that it would get alone.
 
-One thread runs it, turn by turn. A turn is one step of the device: it reads a chunk of a prompt, or several short prompts,
-and gives every other row a token; the results are collected one turn later, so that the device never waits for the host. A
-row that is alone gets several tokens in a turn of a fast model, because starting a program for each token would take a good
-part of the time.
+One thread runs it in turns. A turn launches one step of the device, which prefills a chunk of a prompt, or several short
+prompts, and decodes a token of every other row. Its results are collected one turn later, so that the device never waits for
+the host. With a fast model a single row gets several tokens per turn (a burst), because launching a program per token would
+take a good part of the time.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
 
 CONSTRAINT_THREADS = 2
-CONSTRAINT_SECONDS = 0.005  # that a turn waits for what the constraints of its rows allow; then it goes on without them
-BURST_SECONDS = 0.025  # that several tokens of a turn may take, because a request that arrives meanwhile waits
+CONSTRAINT_SECONDS = 0.005  # a turn waits at most this long for the constraints of its rows, then it leaves these rows out
+BURST_SECONDS = 0.025  # the longest burst, because a request that arrives meanwhile waits for its end
 
 
 class Engine:
     """Continuous batching. `submit` may be called from any thread; call `run` in one, or `turn` repeatedly.
 
     Args:
-      config, params: the model; on a mesh that does not divide rows.
-      model: the same as a `ServedModel`, where it is not `ServedModel.of` them: such as `multihost_engine.leading` returns.
+      config, params: the model; on a mesh that does not shard rows.
+      model: used instead of `ServedModel.of(config, params, ...)`, such as the result of `multihost_engine.leading`.
 
     Raises:
-      GenerationError: a context beyond the model's or draft model's; a draft model with another vocabulary.
-      MeshError: parameters on a mesh that divides rows; a draft model on other devices.
+      GenerationError: the context is longer than the model's or the draft model's; a draft model with another vocabulary.
+      MeshError: parameters on a mesh that shards rows; a draft model on other devices.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
-        self._accepting: list[ServedRow] = []  # rows whose constraint took a token in since the last turn
+        self._accepting: list[ServedRow] = []  # rows whose constraint has been given a token since the last turn
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
@@ -76,11 +76,11 @@ class Engine:
         self._compiled = CompileCount()
         self._turns = 0
         self._turn_seconds = 0.0
-        self._token_seconds = math.inf  # of the last turn in which a single row got tokens and nothing was read
+        self._token_seconds = math.inf  # in the last turn with a single row and without prefill
         self._last_turn = time.monotonic()
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program that any request can need, by running each once. Returns the seconds that it took.
+        """Compile all programs that requests can need, by running each once; return the seconds that it took.
 
         Args:
           progress: called with the number of programs done and the total.
@@ -103,7 +103,7 @@ class Engine:
         """
         arrays = checked(request, self.model, self.context)
         digests: list[bytes] = []
-        if not request.score_prompt:  # which another program does, so its chunks are neither kept nor taken from what was
+        if not request.score_prompt:  # the program that scores prompts does not use the prefix cache
             roots = *(each.rope_root(len(request.prompt)) for each in self.model.models), request.adapter
             digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
         with self._changed:
@@ -114,11 +114,11 @@ class Engine:
         return ticket
 
     def room(self, length: int) -> int:
-        """How many tokens a prompt of this length may get. From any thread."""
+        """The largest `max_new_tokens` for a prompt of this length. From any thread."""
         return room_of(self.model.config, self.context, length)
 
     def check_room(self, requests: int = 1) -> None:
-        """Raise as `submit` does where this many prompts, however short, would not be admitted. From any thread."""
+        """Raise as `submit` does if it would not admit this many prompts, however short. From any thread."""
         with self._changed:
             self._check_room(requests, requests)
 
@@ -141,7 +141,7 @@ class Engine:
                 self._closing = "now"
                 waiting = self._queue.clear()
             for ticket in [*waiting, *(row.ticket for row in self.scheduler.rows)]:
-                with suppress(Exception):  # an error in one callback must not keep the others from being told
+                with suppress(Exception):  # an error in one callback must not prevent the others
                     self._finish(ticket, reason, self.failure)
             self.after_turn()
 
@@ -158,19 +158,21 @@ class Engine:
         return bool(self._queue or self.scheduler.rows or self._pending or self._cancelled)
 
     def turn(self) -> bool:
-        """Read chunks of prompts, and give every other row a token or more; False when there was nothing to do."""
+        """Launch a step of prefill and decoding, and collect the step before; False if there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy:
             return False
         kinds = [] if self._pending is None else [self._pending.kind]
-        if self._pending is not None and self._pending.settle is not None:  # nothing can follow before that is known
+        if (
+            self._pending is not None and self._pending.settle is not None
+        ):  # the next step depends on the number of accepted drafts
             self._collect()
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
         readers = self._next_readers()
         alone = not readers and not any(row.reads for row in scheduler.rows)
         number = scheduler.drafted() if alone else 0
-        if number or any(row.allowed is not None for row in scheduler.rows):  # which must know the tokens so far
+        if number or any(row.allowed is not None for row in scheduler.rows):  # both need all tokens so far
             self._collect()
         self._take_constraints()
         one_row = alone and len(scheduler.rows) == 1
@@ -190,7 +192,7 @@ class Engine:
         return True
 
     def stats(self) -> EngineStats:
-        """The engine's current numbers. From any thread."""
+        """A snapshot of the engine. From any thread."""
         rows, queue, pages = list(self.scheduler.rows), self._queue, self.scheduler.pages
         drafting, counts = self.scheduler.drafting, self.scheduler.counts
         running = sum(row.chosen > 0 for row in rows)
@@ -220,7 +222,7 @@ class Engine:
         )
 
     def _next_readers(self) -> list[ServedRow]:
-        """The rows that read in this turn, with a seat each."""
+        """The rows that prefill in this turn; new requests among them get a seat."""
         with self._changed:  # callers that submit wait for this lock
             tickets = self.scheduler.readers(self._queue, self._turns % 2 == 0)
             begin = [ticket for ticket in tickets if ticket.row is None]
@@ -231,7 +233,7 @@ class Engine:
         return [ticket.row for ticket in tickets]
 
     def _collect(self) -> bool:
-        """Deliver the tokens that the device has generated; False where it is at no step."""
+        """Deliver the tokens of the pending step; False if there is none."""
         pending, self._pending = self._pending, None
         if pending is None:
             return False
@@ -275,12 +277,12 @@ class Engine:
             self._end(ticket, update)
 
     def _take_constraints(self) -> None:
-        """Take what constraints allow after the last token: each turn waits for those that it began, not for older ones."""
+        """Update the allowed tokens of constrained rows. Waits only for constraints that got a token in this turn."""
         new, self._accepting = [row.accepting for row in self._accepting if row.accepting is not None], []
         if new:
             wait(new, CONSTRAINT_SECONDS)
         accepting = {row.accepting: row for row in self.scheduler.rows if row.accepting is not None}
-        if accepting and len(accepting) == len(self.scheduler.rows):  # nothing else can go on
+        if accepting and len(accepting) == len(self.scheduler.rows):  # no row can go on without them
             wait(accepting, CONSTRAINT_SECONDS, FIRST_COMPLETED)
         for future, row in accepting.items():
             if future.done():
@@ -323,26 +325,26 @@ class Engine:
 
 
 class EngineStats(NamedTuple):
-    """A snapshot of an engine. Counts are since it was made.
+    """A snapshot of an engine. Counts are those since its start.
 
     Attributes:
       rows: requests that can be decoded at once.
-      running, reading, waiting: requests that are decoded, whose prompts are being read, and that wait.
-      waiting_tokens: of the prompts that wait.
-      cache_fill: share of the cache's pages that requests use, 0 to 1.
-      prompt_tokens: tokens of prompts that have been read, including those found in the prefix cache.
+      running, reading, waiting: requests that are being decoded, that are being prefilled, and that wait.
+      waiting_tokens: tokens of the prompts that wait.
+      cache_fill: fraction of the cache's pages that requests use, 0 to 1.
+      prompt_tokens: tokens of prompts that have been prefilled, including those found in the prefix cache.
       generated_tokens: tokens that were delivered.
       cached_tokens: tokens of prompts found in the prefix cache.
-      drafted, accepted: tokens that were proposed, and that the model chose too.
-      finished: requests by why they ended.
-      refused: requests that the queue had no room for.
+      drafted, accepted: draft tokens, and those of them that were accepted.
+      finished: number of requests by finish reason.
+      refused: requests rejected because the queue was full.
       compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine itself compiles none.
       turns: number of turns taken.
-      turn_seconds: seconds that they took.
-      last_turn: when the last one ended, by `time.monotonic`.
+      turn_seconds: total seconds of these turns.
+      last_turn: when the last turn ended, by `time.monotonic`.
       busy: whether there is something to do.
-      prefix_entries, prefix_bytes, evicted: of the prefix cache.
-      preempted: how often a request has given up its pages for an older one.
+      prefix_entries, prefix_bytes, evicted: entries, bytes and evicted entries of the prefix cache.
+      preempted: how often a request lost its pages to an older one.
     """
 
     rows: int
@@ -370,7 +372,7 @@ class EngineStats(NamedTuple):
 
 
 class CompileCount:
-    """Programs that were compiled, or loaded from a cache, between `begin` and `end`."""
+    """The number of programs compiled, or loaded from a cache, between `begin` and `end`."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,7 +1,7 @@
 """The device side of the engine: pure functions from one state to the next, and their compilation.
 
-One function reads chunks of prompts and decodes rows in the same pass. Its shapes are a number of rows and a number of
-tokens, a few of each, so that every program is known before the first request.
+One function prefills chunks of prompts and decodes rows in the same pass. It is compiled for a few numbers of rows and of
+tokens, all known before the first request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 
 from llama_jax import compiled
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, logits_of
+from llama_jax.inference.decode import DecodeState, compute_logits
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
@@ -37,11 +37,11 @@ from llama_jax.serving.row_sampling import (
 )
 from llama_jax.xla_flags import decode_options_on_tpu
 
-BURST = 8  # most tokens of a row in a turn without drafts
+BURST = 8  # maximum number of tokens of a row in a turn without drafts
 
 
 class StaticModel(NamedTuple):
-    """What a program knows of a model when it is compiled."""
+    """The static arguments of a program that describe a model."""
 
     config: LlamaConfig
     compute: Compute
@@ -49,13 +49,13 @@ class StaticModel(NamedTuple):
 
 
 class ServingState(struct.PyTreeNode):
-    """What the device holds between steps; a request has a seat in it for as long as it is served.
+    """The state on the device between steps. A request that is being served has one of S seats.
 
     Attributes:
       pages: keys and values, see `KVCache`.
-      draft_pages: the draft model's, of the same tokens in the same pages; None without one.
-      token: int32[S], the last token that was chosen in each seat.
-      seen: bool[S, rows of the output projection], tokens of prompt and continuation, for the repetition penalty.
+      draft_pages: those of the draft model, with the same tokens in the same pages; None without a draft model.
+      token: int32[S], the last sampled token of each seat.
+      seen: bool[S, V] (V with padding), tokens that occur in prompt and continuation, for the repetition penalty.
     """
 
     pages: Any
@@ -65,17 +65,17 @@ class ServingState(struct.PyTreeNode):
 
 
 class StepBatch(NamedTuple):
-    """The rows of a step: each reads some tokens and may then get one.
+    """The rows of a step: the model processes some tokens of each, and may then sample its next token.
 
     Attributes:
-      tokens: int32[T], those of each row after each other; -1 for the last that was chosen in the row's seat.
-      starts: int32[R + 1], row r's are [starts[r], starts[r + 1]).
-      seats: int32[R]; S for none.
+      tokens: int32[T], the tokens of all rows, concatenated; -1 stands for the last sampled token of the row's seat.
+      starts: int32[R + 1]: the tokens of row r are [starts[r], starts[r + 1]).
+      seats: int32[R], the seat of each row; S if the row is unused.
       table: int32[R, n], the pages of each row in order.
-      lengths: int32[R], tokens that each row has read before.
-      prompts: int32[R], tokens of its prompt.
-      counts: int32[R], tokens that it has generated: the position in its random stream.
-      live: bool[R], the row gets a token.
+      lengths: int32[R], tokens of each row that are in the cache already.
+      prompts: int32[R], tokens of each row's prompt.
+      counts: int32[R], tokens that each row has generated: the position in its random stream.
+      live: bool[R], whether a token of the row is sampled.
     """
 
     tokens: Any
@@ -97,18 +97,18 @@ def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: i
 
 
 def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Sharding) -> ServingState:
-    """The state in which the request of a seat, int32[], holds these tokens, bool[rows of the output projection]."""
+    """Set `seen`, bool[V], of a seat, int32[], for a new request."""
     return state.replace(seen=sharding.constrain(state.seen.at[seat].set(seen), "logits"))
 
 
 def step(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
-    """Read tokens of all rows, and choose one for each live row: packed `ChosenTokens` [R, 1, any]."""
+    """Run the model on the tokens of all rows, and sample a token of each live row: packed `ChosenTokens` [R, 1, n]."""
     sharding = model.sharding
     state, hidden = _read(model, params, state, batch, settings)
-    with sharding.context(), exact.exactly(model.compute.exact):
-        logits = logits_of(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
+    with sharding.context(), exact.exact_mode(model.compute.exact):
+        logits = compute_logits(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
         rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
@@ -116,7 +116,7 @@ def step(
 def burst(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, count: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """`step` for `count` tokens of each row, int32[], at most `BURST`: [R, BURST, any]; the others are not valid."""
+    """`count` steps, int32[], at most `BURST`: packed tokens [R, BURST, n], of which the first `count` are valid."""
 
     def once(i: jax.Array, carry: tuple[ServingState, StepBatch, jax.Array]) -> tuple[ServingState, StepBatch, jax.Array]:
         state, batch, chosen = carry
@@ -135,17 +135,17 @@ def burst(
 def verify_drafts(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """Up to K + 1 more tokens of every live row: those of int32[R, K] drafts that the model chooses too, and one; packed.
+    """Up to K + 1 more tokens of every live row: the accepted drafts, and one more token; packed.
 
     Args:
-      batch: of one token of each row, the live ones first; they have pages for K + 1.
-      drafts: -1 for none.
+      batch: one token of each row, live rows first; they have pages for K + 1 tokens.
+      drafts: int32[R, K]; -1 for no draft.
     """
     width, sharding = drafts.shape[1] + 1, model.sharding
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
-    with sharding.context(), exact.exactly(model.compute.exact):
+    with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
@@ -166,19 +166,19 @@ def verify_own_drafts(
     last_two: jax.Array,
     count: int,
 ) -> tuple[ServingState, jax.Array]:
-    """`verify_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
+    """`verify_drafts` with `count` tokens of a draft model, whose cache has all but at most two tokens of each row.
 
-    It chooses with the model's own random numbers, so that the two agree where their probabilities do. Where it has read the
-    first of the two tokens, it writes the same keys and values again.
+    It samples with the random numbers of the model, so that the two agree where their probabilities do. If the first of the
+    two tokens is in its cache, it writes the same keys and values again.
 
     Args:
-      last_two: int32[R, 2], the last token that the model has read and the one after it; -1 for a row without a draft.
+      last_two: int32[R, 2], the last token in the model's cache and the one after it; -1 for a row without drafts.
     """
     vocab = min(state.seen.shape[-1], lm_head_of(draft.config, draft_params).shape[0])
-    sampling, seen = settings.request.sampling, state.seen[batch.seats][:, :vocab]
+    sampling, seen = settings.decode.sampling, state.seen[batch.seats][:, :vocab]
 
     def draw(pages: Any, seen: jax.Array, i: jax.Array, tokens: jax.Array) -> Any:
-        """Read [R, any] tokens, the first at position `lengths + i`, and choose the next one of each row."""
+        """Run the draft model on tokens [R, n], the first at position `lengths + i`, and sample the next one of each row."""
         many = tokens.shape[1]
         read = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * many, lengths=batch.lengths + i)
         pages, hidden = read_by(draft, draft_params, pages, read)
@@ -200,24 +200,24 @@ def verify_own_drafts(
 
 
 def read_draft(model: StaticModel, params: Llama, pages: Any, batch: StepBatch) -> Any:
-    """The draft model's pages after it has read the tokens of a batch."""
+    """The draft model's pages with the tokens of a batch."""
     return read_by(model, params, pages, batch)[0]
 
 
 def score(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, targets: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """Read a chunk of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
+    """Prefill a chunk of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
 
     Args:
-      targets: int32[T], the tokens that follow.
+      targets: int32[T], the next token of each token.
     """
     state, hidden = _read(model, params, state, batch, settings)
-    with model.sharding.context(), exact.exactly(model.compute.exact):
+    with model.sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
-            exact.by_rows(exact.logprob_of, batch.starts[1], logits, targets),
+            exact.map_row_blocks(exact.logprob_of, batch.starts[1], logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
@@ -225,10 +225,10 @@ def score(
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
-    """The pages after the tokens of a batch, int32[T] and not negative, and their hidden states [T, D].
+    """The pages with the tokens of a batch, int32[T] and not negative, and their hidden states [T, D].
 
     Args:
-      adapter: int32[R], of each row.
+      adapter: int32[R], the index of each row's adapter.
     """
     cache = KVCache(pages, batch.table, batch.lengths)
     row, position = cache.view(1, batch.starts).tokens(len(batch.tokens))
@@ -253,14 +253,14 @@ def _read(
 
 
 def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
-    """The rows of a batch as a generation's; those that are not live are done."""
+    """The rows of a batch as a `DecodeState`; rows that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)
-    return DecodeState(None, settings.request, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
+    return DecodeState(None, settings.decode, token, seen, jnp.asarray(batch.counts), ~jnp.asarray(batch.live))  # type: ignore[arg-type]
 
 
 def _with_chosen(state: ServingState, batch: StepBatch, rows: DecodeState, sharding: Sharding) -> ServingState:
-    """The state after the last chosen token of each live row."""
+    """The state with the last sampled token of each live row."""
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     token = sharding.constrain(state.token.at[seats].set(rows.token, mode="drop"), "replicated")
     seen = sharding.constrain(state.seen.at[seats, rows.token].set(True, mode="drop"), "logits")
@@ -281,7 +281,7 @@ def _constrained(pages: Any, sharding: Sharding) -> Any:
 
 
 class Programs(NamedTuple):
-    """The functions of this file, compiled when they are first called with new shapes; states are donated."""
+    """The functions of this file under `jit`, with states donated."""
 
     empty: Callable[..., Any]
     enter: Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from llama_jax.errors import UserError
-from llama_jax.inference.decode import Request
+from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 
 MOST_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
@@ -121,7 +121,7 @@ class Ticket:
     """
 
     request: GenerationRequest
-    arrays: Request
+    arrays: DecodeSettings
     deliver: Callable[[Update], None]
     _cancel: Callable[[Ticket], None]
     digests: Sequence[bytes] = ()

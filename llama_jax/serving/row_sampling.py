@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.inference.decode import DecodeState, Request, sample_next
+from llama_jax.inference.decode import DecodeSettings, DecodeState, sample_next
 from llama_jax.inference.sampling import LogitMask
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops import exact
@@ -21,7 +21,7 @@ class RowSettings(NamedTuple):
     """The settings of each row of a batch; as they seldom change, they stay on the device.
 
     Attributes:
-      request: sampling, limits and stop tokens.
+      decode: sampling, limits and stop tokens.
       min_tokens: int32[R], number of tokens before a stop token may be chosen.
       alternatives: int32[R], how many alternatives are reported for each token.
       constrained: bool[R], whether `allowed` applies to the row.
@@ -29,7 +29,7 @@ class RowSettings(NamedTuple):
       adapter: int32[R], the number of the row's adapter, -1 for none.
     """
 
-    request: Request
+    decode: DecodeSettings
     min_tokens: Any
     alternatives: Any
     constrained: Any
@@ -84,7 +84,7 @@ def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, voc
     bits = (settings.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
     allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~settings.constrained[:, None]
-    stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
+    stop = jnp.where(state.settings.stop < 0, vocab, state.settings.stop)
     stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
     return allowed & ~(stops & barred[:, None])
 
@@ -104,7 +104,7 @@ def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tupl
     def skip() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
 
-    return lax.cond(wanted, lambda: exact.by_rows(find, rows, logits), skip)
+    return lax.cond(wanted, lambda: exact.map_row_blocks(find, rows, logits), skip)
 
 
 def packed_width(vocab: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax.inference.decode import Request
+from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import StepKind
@@ -143,11 +143,11 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
     """The settings of `count` rows, the first of which are these."""
     numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
-    request = Request(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
+    decode = DecodeSettings(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
     constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
-    settings = RowSettings(request, numbers[0], numbers[1], constrained, allowed, adapter)
+    settings = RowSettings(decode, numbers[0], numbers[1], constrained, allowed, adapter)
     for r, row in enumerate(rows):
-        jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), request, row.ticket.arrays)
+        jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), decode, row.ticket.arrays)
         settings.min_tokens[r] = row.request.min_new_tokens
         settings.alternatives[r] = row.request.alternatives
         settings.adapter[r] = row.request.adapter

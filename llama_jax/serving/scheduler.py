@@ -1,7 +1,8 @@
-"""What an engine does next: the checked requests that wait, the rows that are served, and the steps of the device.
+"""The scheduler of an engine: validates requests, queues them, and decides which rows each step prefills and decodes.
 
-Waiting requests and their tokens are bounded. A row takes pages of the cache as it grows. Where there are none left, the
-youngest rows give up theirs: what they have is read again when there is room, and they go on as if nothing had been.
+The number of waiting requests and of their tokens is limited. A row takes pages of the cache as it grows. If none are free,
+the youngest rows are preempted: their tokens are prefilled again when there are pages, and they continue with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
-from llama_jax.inference.decode import Request
+from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.checks import check_tokens
@@ -29,10 +30,10 @@ from llama_jax.serving.served_model import STOPS, ServedModel
 
 
 class Queue:
-    """The waiting requests in order of arrival; their number and the tokens of their prompts are bounded.
+    """The waiting requests in order of arrival; their number and the tokens of their prompts are limited.
 
     Attributes:
-      tokens: number of tokens of all prompts that wait.
+      tokens: number of tokens of all waiting prompts.
     """
 
     def __init__(self, most: int, most_tokens: int) -> None:
@@ -48,11 +49,11 @@ class Queue:
         return iter(self._waiting)
 
     def check_room(self, tokens: int, tokens_per_second: float, requests: int = 1) -> None:
-        """Raise BusyError where there is no room for prompts of so many tokens in all. An empty queue takes any one prompt.
+        """Raise BusyError if prompts with `tokens` tokens in all exceed the limits. An empty queue admits any single prompt.
 
         Args:
-          requests: number to be admitted together.
-          tokens_per_second: rate of reading and generating so far, for the estimate of when there will be room again.
+          tokens_per_second: rate of prefill and decoding so far, to estimate when there will be room again.
+          requests: number of prompts.
         """
         full = len(self) + requests > self._most or self.tokens + tokens > self._most_tokens
         if full and (self._waiting or requests > 1):
@@ -63,7 +64,7 @@ class Queue:
             )
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a request; there must be room for it."""
+        """Queue a request, after `check_room`."""
         self._waiting[ticket] = None
         self.tokens += len(ticket.request.prompt)
 
@@ -74,7 +75,7 @@ class Queue:
             self.tokens -= len(ticket.request.prompt)
 
     def clear(self) -> list[Ticket]:
-        """Remove and return all."""
+        """Remove and return all requests."""
         waiting = list(self._waiting)
         self._waiting.clear()
         self.tokens = 0
@@ -82,15 +83,15 @@ class Queue:
 
 
 def room_of(config: LlamaConfig, context: int, length: int) -> int:
-    """How many tokens a prompt of this length may get: within the context, and without being read again.
+    """The largest `max_new_tokens` for a prompt of this length: within the context, and before "longrope" factors change.
 
-    An engine reads no row again where the frequencies of a "longrope" scaling change, see `inference.checks`.
+    An engine does not prefill a row again there, see `inference.checks.longrope_switch_length`.
     """
     return min(context - length, int(tokens_before_longrope_switch(config, length)))
 
 
-def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
-    """The request for a state of one row, after all checks.
+def checked(request: GenerationRequest, model: ServedModel, context: int) -> DecodeSettings:
+    """Validate a request, and return its settings for a single row.
 
     Raises:
       GenerationError: the request is invalid.
@@ -126,23 +127,23 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
         raise GenerationError(f"{len(ends)} stop tokens are more than the {STOPS} that a request may have")
     stop = np.full((1, STOPS), -1, np.int32)
     stop[0, : len(ends)] = ends
-    return Request(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
+    return DecodeSettings(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
 
 
 class Scheduler:
-    """The rows and the device's state; knows nothing of what is delivered.
+    """The rows that are served, the state on the device, and the steps that advance it. The engine delivers the results.
 
     Attributes:
-      pages: of the cache, and whose they are.
-      rows: that are served.
-      state: of the device, after all steps that were started.
-      drafting: what proposes tokens; None for nothing.
-      width: pages that a row can have.
+      pages: the pages of the cache, and which rows use them.
+      rows: the requests that are being served.
+      state: the `ServingState` after all launched steps.
+      drafting: proposes draft tokens; None without drafts.
+      width: maximum number of pages per row.
       counts: prompt_tokens, cached_tokens and preempted, see `EngineStats`.
 
     Args:
-      context: tokens that a row can have.
-      collect: takes the results of the step that the device is at, which may end rows; False where there is none.
+      context: maximum number of tokens per row.
+      collect: collects the results of the pending step, which may end rows; returns False if there is none.
     """
 
     def __init__(self, model: ServedModel, options: EngineOptions, context: int, collect: Callable[[], bool]) -> None:
@@ -155,15 +156,15 @@ class Scheduler:
         self._model = model
         self._options = options
         self._collect = collect
-        self._seats = list(reversed(range(options.rows)))  # that are free
-        self._settings: tuple[list[object], RowSettings] | None = None  # on the device, and what they were made of
+        self._seats = list(reversed(range(options.rows)))  # free seats
+        self._settings: tuple[list[object], RowSettings] | None = None  # (what they were made of, settings on the device)
 
     def readers(self, queue: Iterable[Ticket], oldest_first: bool) -> list[Ticket]:
-        """Those that read in the next step: the first a chunk, and others all that they lack, where that fits in as well.
+        """The requests that prefill in the next step: a chunk of the first, and all tokens of others that fit in the chunk.
 
-        They are taken from the rows that have more to read and the requests that wait, by age or by what they have to read:
-        by turns, so that a short prompt does not wait for a long one, and a long one advances at half the speed whatever
-        arrives. No request begins for which there are no pages, nor one that came after it.
+        They are chosen among rows that are not fully prefilled and waiting requests, alternately by age and by the number of
+        tokens left: a short prompt does not wait for a long one, and a long one advances at half the speed or more. If there
+        are no pages for a waiting request, neither it nor a later one begins.
         """
         oldest = min((row.ticket for row in self.rows), key=_age, default=None)
         reading = [row.ticket for row in self.rows if row.reads and row.accepting is None]
@@ -180,28 +181,28 @@ class Scheduler:
                 continue
             found.append(one)
             left -= min(one.left, left)
-            if not left or one.request.score_prompt:  # which another program does
+            if not left or one.request.score_prompt:  # scoring uses another program
                 break
         return found
 
     def _fits(self, ticket: Ticket, others: Sequence[Ticket] = ()) -> bool:
-        """Whether there are pages for all that a request, older rows and others have to read, and one more token of each."""
+        """Whether there are pages for all tokens of a request, of older rows and of others, and one more token of each."""
         older = [row.ticket for row in self.rows if _age(row.ticket) < _age(ticket)]
         return sum(map(self._lacks, [ticket, *older, *others])) <= self.pages.available
 
     def _lacks(self, ticket: Ticket) -> int:
-        """Pages that it needs for all of its tokens and one more, without those that it will share with running rows."""
+        """Pages needed for all tokens of a request and one more, except pages that it will share with running rows."""
         row = ticket.row
         if row is not None and row.pages:
             return row.lacks(row.unread + 1)
         return pages_of(ticket.left + 1) - self.pages.in_use(ticket.digests)
 
     def seat(self, ticket: Ticket) -> None:
-        """Give a request a seat; it has read nothing yet."""
+        """Give a request a seat, before its prefill."""
         request, model = ticket.request, self._model
         allowed = None if request.constraint is None else request.constraint.allowed()
         followed = None
-        if self.drafting is not None and request.constraint is None:  # which would decide what follows
+        if self.drafting is not None and request.constraint is None:  # constrained rows have no drafts
             followed = self.drafting.begin(request.prompt)
         prompt = np.asarray(request.prompt, np.int32)
         row = ServedRow(ticket, self._seats.pop(), prompt.tolist(), allowed, followed, scoring=request.score_prompt)
@@ -221,7 +222,7 @@ class Scheduler:
         row.pages = []
 
     def _find_prefix(self, row: ServedRow) -> None:
-        """Take the chunks that come next from those that are kept."""
+        """Use the pages of the row's next chunks that are in the prefix cache."""
         size, digests = self._options.chunk, row.ticket.digests
         while not row.read % size and row.read // size < len(digests):
             pages = self.pages.find(digests[row.read // size])
@@ -236,19 +237,19 @@ class Scheduler:
             self.counts["cached_tokens"] += size
 
     def _reserve(self, row: ServedRow, count: int) -> None:
-        """Give a row pages for so many more tokens, if there are any that are not of older rows."""
+        """Give a row pages for `count` more tokens, if necessary by preempting younger rows."""
         while (lacks := row.lacks(count)) and not row.ended:
             pages = self.pages.take(lacks)
             if pages is not None:
                 row.pages += pages
-            elif not self._collect():  # otherwise what has ended gives up its pages; and no row lacks tokens
+            elif not self._collect():  # collecting may end rows, and so free pages
                 youngest = max((one for one in self.rows if one.pages), key=lambda one: _age(one.ticket), default=row)
                 if _age(youngest.ticket) <= _age(row.ticket):
                     return
                 self._preempt(youngest)
 
     def _preempt(self, row: ServedRow) -> None:
-        """Take a row's pages, so that it must read its tokens again."""
+        """Free the pages of a row, whose tokens must then be prefilled again."""
         self.pages.release(row.pages)
         row.pages, row.scores, row.read, row.read_by_draft = [], [], 0, 0
         row.scoring = row.request.score_prompt and not row.chosen
@@ -256,7 +257,7 @@ class Scheduler:
         self.counts["preempted"] += 1
 
     def launch(self, readers: Sequence[ServedRow], number: int, most: int) -> LaunchedStep | None:
-        """Start a step: what readers read, and `number` drafts of each other row, or `most` tokens of a single one."""
+        """Launch a step: prefill of `readers`, and `number` drafts of each other row, or `most` tokens of a single row."""
         able = [row for row in self.rows if row not in readers and not row.reads and row.left and row.accepting is None]
         many = number + 1
         if not number and len(able) == 1 and not readers and self.drafting is None and able[0].allowed is None:
@@ -265,7 +266,7 @@ class Scheduler:
             self._find_prefix(row)
         wanted = [(row, min(row.unread, self._options.chunk)) for row in readers] + [(row, many) for row in able]
         begins = {id(row): row.read for row, _ in wanted}
-        # A row that an older one takes the pages of meanwhile must read again, and has no part in this step.
+        # A row that is preempted while others reserve pages must be prefilled again, and is not part of this step.
         stays = lambda row: row.read == begins[id(row)] and (row in readers or not row.reads) and not row.ended
         for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
             if stays(row):
@@ -286,7 +287,7 @@ class Scheduler:
         rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk
         whole = any(row.reads and count == chunk for row, _, count in parts)
         shapes = self._options.steps
-        if rows == 1 and parts[0].row.unread == 1:  # in a burst each token is read after it is chosen
+        if rows == 1 and parts[0].row.unread == 1:  # a burst
             shape, count = shapes[0], tokens
             parts = [parts[0]._replace(size=1)]
         else:
@@ -308,7 +309,7 @@ class Scheduler:
         return LaunchedStep(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
     def _score(self, part: RowPart) -> None:
-        """Read a chunk of a prompt, and score its tokens."""
+        """Prefill a chunk of a prompt, and score its tokens."""
         row, begin, count = part
         size = self._options.chunk
         targets = np.zeros(size, np.int32)
@@ -318,7 +319,7 @@ class Scheduler:
         self.state, packed = self._model.score(self.state, batch, self._settings_of([part], 1), targets)
         row.scores.append(packed)
         row.read += count
-        if not row.unread:  # the last token is read once more, to choose what follows it
+        if not row.unread:  # the last token is processed again, to sample the next one
             row.read, row.scoring = row.read - 1, False
 
     def _settings_of(self, parts: Sequence[RowPart], rows: int) -> RowSettings:
@@ -332,7 +333,7 @@ class Scheduler:
         return settings
 
     def drafted(self) -> int:
-        """How many tokens each row should draft in the next step: 0 where some row has no room for them."""
+        """The number of draft tokens per row in the next step; 0 if some row has no room for them."""
         if self.drafting is None or not self.rows:
             return 0
         number = self.drafting.choose(self._shape(len(self.rows)), [row.followed for row in self.rows])
@@ -340,11 +341,11 @@ class Scheduler:
         return 0 if any(not row.chosen or row.read + number >= capacity for row in self.rows) else number
 
     def _shape(self, rows: int) -> tuple[int, int]:
-        """The step of one token of each row."""
+        """The shape (rows, tokens) of a step with one token per row."""
         return next(shape for shape in self._options.steps if shape[0] >= rows)
 
     def _read_draft(self, parts: Sequence[RowPart]) -> None:
-        """Let the draft model read the same tokens."""
+        """Prefill the draft model with the same tokens."""
         if self._model.draft is None or not parts:
             return
         batch = batch_of(parts, self._options.steps[-1], self.width, self._options.rows)
@@ -353,7 +354,7 @@ class Scheduler:
             row.read_by_draft = begin + count
 
     def _caught_up(self, rows: Sequence[ServedRow]) -> bool:
-        """Let a draft model read tokens that came without it; whether it now has all but the last two of each row."""
+        """Prefill the draft model with tokens sampled without it; whether it now has all but the last two of each row."""
         if self._model.draft is None:
             return True
         left, parts = self._options.steps[-1][1], []
@@ -370,13 +371,13 @@ class Scheduler:
         assert self.drafting is not None
         shape, rows = self._shape(len(parts)), [part.row for part in parts]
         batch = batch_of(parts, shape, self.width, self._options.rows)
-        told = self.drafting.propose([*(row.followed for row in rows), *[None] * (shape[0] - len(rows))], number)
+        drafts = self.drafting.propose([*(row.followed for row in rows), *[None] * (shape[0] - len(rows))], number)
         settings = self._settings_of(parts, shape[0])
-        self.state, packed = self._model.verify(self.state, batch, settings, told, number)
+        self.state, packed = self._model.verify(self.state, batch, settings, drafts, number)
         return LaunchedStep(packed, rows, (shape, number), settle=partial(self._settle, rows, number))
 
     def _settle(self, rows: Sequence[ServedRow], number: int, counts: list[int]) -> None:
-        """Record how many tokens a step with drafts has given each row."""
+        """Record the number of tokens of each row after a step with drafts."""
         assert self.drafting is not None
         counts = counts[: len(rows)]
         self.drafting.settle(number, counts)
@@ -387,5 +388,5 @@ class Scheduler:
 
 
 def _age(ticket: Ticket) -> int:
-    """By which requests are ordered: the older one has the smaller."""
+    """The key that sorts requests from the oldest to the youngest."""
     return ticket.number

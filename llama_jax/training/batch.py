@@ -12,15 +12,15 @@ from llama_jax.errors import GenerationError
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, NumPy or JAX arrays: the first T tokens are inputs, the last T targets.
+    """Rows of T + 1 tokens, NumPy or JAX arrays: the first T tokens are inputs, the last T targets.
 
     Attributes:
       tokens: int32[B, T + 1].
       segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
         padding. A token attends to, and is predicted from, tokens of its own segment only. None: every row is one document.
       position_ids: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
-      loss_mask: bool[B, T + 1], tokens that count as targets, such as a chat's replies. None: all.
-      noise: uint32[B, T + 1], random numbers from which the noise of each embedding is made, see `LossOptions.neftune`.
+      loss_mask: bool[B, T + 1], tokens that count in the loss as targets, such as the replies of a chat. None: all.
+      noise: uint32[B, T + 1], random numbers that determine the noise of each embedding, see `LossOptions.neftune`.
     """
 
     tokens: Any
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class NextTokenBatch(NamedTuple):
-    """Inputs and targets of a `Batch`: each token with the one after it.
+    """Inputs and targets of a `Batch`: each token and the one after it.
 
     Attributes:
       tokens: int32[B, T].
@@ -52,41 +52,41 @@ class NextTokenBatch(NamedTuple):
 
 
 def checked_batch(batch: Batch) -> Batch:
-    """The same as arrays.
+    """The batch with its fields as JAX arrays.
 
     Raises:
-      GenerationError: tokens that are not [B, T + 1], or a field with another shape, which would be broadcast.
+      GenerationError: tokens are not [B, T + 1], or a field has another shape, which would be broadcast.
     """
-    arrays = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
+    arrays = Batch(*(None if field is None else jnp.asarray(field) for field in batch))
     if arrays.tokens.ndim != 2:
         raise GenerationError(f"tokens of a batch are {list(arrays.tokens.shape)}; [B, T + 1] is needed, a row per sequence")
-    for name, part in zip(Batch._fields, arrays, strict=True):
-        if part is not None and part.shape != arrays.tokens.shape:
-            shape, wanted = list(part.shape), list(arrays.tokens.shape)
-            raise GenerationError(f"{name} of a batch are {shape}; {wanted}, as the tokens, is needed")
+    for name, field in zip(Batch._fields, arrays, strict=True):
+        if field is not None and field.shape != arrays.tokens.shape:
+            shape, expected = list(field.shape), list(arrays.tokens.shape)
+            raise GenerationError(f"{name} of a batch are {shape}; {expected}, as the tokens, is needed")
     return arrays
 
 
 def to_next_token_batch(batch: Batch) -> NextTokenBatch:
-    """The first T tokens of each row as inputs and the last T as targets; for the errors see `checked_batch`."""
+    """The first T tokens of each row as inputs, and the last T as targets; raises as `checked_batch`."""
     batch = checked_batch(batch)
-    inputs = (batch.segment_ids, batch.position_ids, batch.noise)
-    segment_ids, position_ids, noise = (None if part is None else part[:, :-1] for part in inputs)
+    fields = (batch.segment_ids, batch.position_ids, batch.noise)
+    segment_ids, position_ids, noise = (None if field is None else field[:, :-1] for field in fields)
     tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
     return NextTokenBatch(tokens, targets, predicted(batch), segment_ids, position_ids, noise=noise)
 
 
 def predicted(batch: Batch) -> Bool[Array, "B T"]:
-    """Which of the last T tokens count in the loss."""
-    counts = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)
+    """Whether each of the last T tokens is predicted, and so counts in the loss."""
+    mask = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)
     if batch.segment_ids is not None:
-        before, after = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]
-        counts &= (before == after) & (after > 0)
+        inputs, targets = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]
+        mask &= (inputs == targets) & (targets > 0)
     if batch.loss_mask is not None:
-        counts &= jnp.asarray(batch.loss_mask[:, 1:], bool)
-    return counts
+        mask &= jnp.asarray(batch.loss_mask[:, 1:], bool)
+    return mask
 
 
 def predicted_count(batch: Batch) -> Float32[Array, ""]:
-    """How many tokens of a batch count in the loss."""
+    """The number of predicted tokens."""
     return jnp.sum(predicted(batch), dtype=jnp.float32)

@@ -27,11 +27,11 @@ class LossOptions:
     """How the loss is computed.
 
     Attributes:
-      compute: of the forward pass: dtype, rematerialization, attention.
+      compute: options of the forward pass: dtype, rematerialization, attention.
       chunk: positions per row whose logits are in memory at a time.
       z_loss: see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
-      neftune: NEFTune's alpha: embeddings of a document of L tokens get uniform noise within alpha / sqrt(L D) (Jain et al.
-        2023, algorithm 1), made from `Batch.noise`; 5 to 15 are usual for fine-tuning on few conversations. 0 adds none.
+      neftune: NEFTune's alpha: uniform noise within alpha / sqrt(L D), from `Batch.noise`, is added to the embeddings of a
+        document of L tokens (Jain et al. 2023, algorithm 1); 5 to 15 are usual for fine-tuning on few conversations.
 
     Raises:
       ConfigError: an invalid value.
@@ -51,13 +51,13 @@ class LossOptions:
 
 
 class TaskSums(NamedTuple):
-    """The result that a loss other than `total_loss` may return: sums over the rows of a batch.
+    """The result of a custom loss: sums over the rows of a batch.
 
     Attributes:
       loss: float[], to be minimized.
-      nll: float[], reported as the loss; it gets no gradient.
-      metrics: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", if given, is the
-        number of tokens that is reported, instead of the loss's divisor.
+      nll: float[], reported as the loss; not differentiated.
+      metrics: float[] each, more metrics of the step by name; not differentiated. "tokens", if present, is reported as the
+        number of tokens instead of the divisor of the loss.
     """
 
     loss: jax.Array
@@ -74,7 +74,7 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats.
 
-    It is 0 where nothing is to be predicted. For the arguments and errors see `total_loss`.
+    It is 0 if no token is predicted. For the arguments and errors see `total_loss`.
     """
     total = total_loss(config, params, batch, options, sharding)
     return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1).astype(total.loss.dtype)
@@ -87,26 +87,26 @@ def total_loss(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> LossSums:
-    """Sums over predicted tokens, not yet divided by their global count.
+    """Sums over predicted tokens, not yet divided by their number on all devices.
 
-    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` computes them in chunks.
-    Gradients have the dtype of `params`, the logarithm and the sums are float32 at least.
+    The logits [B, T, V] would be the largest array of a training step, so `ops.cross_entropy` computes them in chunks.
+    Gradients have the dtype of `params`; logarithm and sums are float32 at least.
 
     Args:
       sharding: its `constrain` is called here with "hidden" [B, T, D], from `forward`, and by `ops.cross_entropy`.
 
     Raises:
-      GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
-      ConfigError: `neftune` without random numbers for its noise in the batch.
+      GenerationError: tokens are not int[B, T + 1] with T at least 1.
+      ConfigError: `neftune` with a batch without `noise`.
     """
-    rows = sharding.reorder_batch(to_next_token_batch(batch))
-    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    noisy_params = noisy(params, rows, options.neftune) if options.neftune else params
-    hidden, _ = forward(config, noisy_params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
+    inputs = sharding.reorder_batch(to_next_token_batch(batch))
+    positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
+    noisy_params = noisy(params, inputs, options.neftune) if options.neftune else params
+    hidden, _ = forward(config, noisy_params, inputs.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        weights = rows.target_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        weights = inputs.target_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32))
         logit_options = LogitOptions(
             options.chunk, options.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain
         )
-        return cross_entropy(hidden, lm_head_for_loss(config, params), rows.targets, weights, logit_options)
+        return cross_entropy(hidden, lm_head_for_loss(config, params), inputs.targets, weights, logit_options)

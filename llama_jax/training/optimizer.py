@@ -1,4 +1,4 @@
-"""AdamW and Muon, and learning-rate schedules."""
+"""AdamW and Muon, with learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class OptimizerSettings:
     Attributes:
       name: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
       learning_rate: the peak of the schedule.
-      schedule: the learning rate after the warm-up: "cosine" falls over all other steps; "wsd" (warm-up, stable, decay: Hu
-        et al. 2024, section 4) stays and falls linearly over the last ones; "constant" stays.
+      schedule: the learning rate after the warm-up: "cosine" decays over all remaining steps; "wsd" (warm-up, stable, decay:
+        Hu et al. 2024, section 4) is constant and then decays linearly; "constant".
       warmup_steps: steps over which the learning rate rises linearly from 0.
-      decay_share: share of all steps in which "wsd" decays, at the end; at most those after the warm-up.
-      final_share: share of the learning rate that is left at the last step.
+      decay_share: fraction of all steps, at the end, in which "wsd" decays; at most those after the warm-up.
+      final_share: the learning rate of the last step as a fraction of the peak.
       b1, b2, eps: betas and epsilon of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
-      lora_plus: factor of the learning rate for B and the magnitudes of adapters; 16 is usual, with a lower rate for A
-        (Hayou et al. 2024), and 1 is the same rate for all.
+      lora_plus: factor of the learning rate for B and the magnitudes of LoRA adapters (Hayou et al. 2024); 16 is usual, with
+        a lower `learning_rate`, which applies to A. 1: the same rate for all.
       momentum: momentum of Muon.
-      weight_decay: decoupled weight decay, times the learning rate, for matrices including the embedding, but not for norm
-        weights or biases.
-      clip_norm: larger gradients are scaled down to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3); 0
-        clips nothing.
+      weight_decay: decoupled weight decay, multiplied by the learning rate, of matrices including the embedding, but not of
+        norm weights or biases.
+      clip_norm: gradients with a larger Euclidean norm are scaled down to it (1.0 for Llama: Touvron et al. 2023, section
+        2.3); 0: no clipping.
 
     Raises:
       ConfigError: an invalid value.
@@ -83,39 +83,40 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     s = settings
     if s.warmup_steps >= max(steps, 1):
         raise ConfigError(f"optimizer.warmup_steps={s.warmup_steps} must be below steps={steps}; set it lower")
-    rest = steps - s.warmup_steps
-    last = s.final_share * s.learning_rate
+    remaining = steps - s.warmup_steps
+    final_rate = s.final_share * s.learning_rate
     match s.schedule:
         case "cosine":
-            after = optax.cosine_decay_schedule(s.learning_rate, max(rest - 1, 1), alpha=s.final_share)
-            pieces, ends = [after], []
+            cosine = optax.cosine_decay_schedule(s.learning_rate, max(remaining - 1, 1), alpha=s.final_share)
+            schedules, boundaries = [cosine], []
         case "wsd":
-            decay = min(rest - 1, round(s.decay_share * steps))
+            decay_steps = min(remaining - 1, round(s.decay_share * steps))
             stable = optax.constant_schedule(s.learning_rate)
-            pieces, ends = [stable, optax.linear_schedule(s.learning_rate, last, max(decay, 1))], [steps - 1 - decay]
+            decay = optax.linear_schedule(s.learning_rate, final_rate, max(decay_steps, 1))
+            schedules, boundaries = [stable, decay], [steps - 1 - decay_steps]
         case _:
-            pieces, ends = [optax.constant_schedule(s.learning_rate)], []
-    # Update 0 already trains: the first learning rate of the warm-up is one step's share, not 0.
+            schedules, boundaries = [optax.constant_schedule(s.learning_rate)], []
+    # The warm-up starts at 1 / warmup_steps of the peak, not at 0, so that update 0 trains too.
     warmup = optax.linear_schedule(s.learning_rate / max(s.warmup_steps, 1), s.learning_rate, max(s.warmup_steps - 1, 1))
     if s.warmup_steps:
-        pieces, ends = [warmup, *pieces], [s.warmup_steps, *ends]
-    return optax.join_schedules(pieces, ends)
+        schedules, boundaries = [warmup, *schedules], [s.warmup_steps, *boundaries]
+    return optax.join_schedules(schedules, boundaries)
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a run with this many steps: AdamW, or Muon, with clipped gradients."""
+    """AdamW or Muon with gradient clipping, for a run of `steps` steps."""
     s, schedule = settings, learning_rates(settings, steps)
     adam = adamw(schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
-    if s.lora_plus != 1:  # scales AdamW's update with its weight decay, like a separate learning rate
+    if s.lora_plus != 1:  # scales update and weight decay, like a separate learning rate
         adam = optax.chain(adam, optax.masked(optax.scale(s.lora_plus), _is_lora_b_or_magnitude))
     optimizer = adam if s.name == "adamw" else optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_of)
     return clipped(optimizer, s.clip_norm)
 
 
 def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """The optimizer on gradients that are scaled down to this Euclidean norm, with the same state; 0 clips nothing.
+    """The optimizer with gradients clipped to this Euclidean norm, and with the same state; 0: no clipping.
 
-    Its `update` takes the norm as `grad_norm` from `train_step`, which has computed it; without it, it computes the norm.
+    Its `update` has an argument `grad_norm`, the norm that `train_step` has computed already; by default it is computed.
     """
     inner = optax.with_extra_args_support(optimizer)
     if not clip_norm:
@@ -125,7 +126,7 @@ def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.
         norm = grad_norm
         if norm is None:
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
-        # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
+        # Scaled here and not in `train_step`, where the scaled gradients would be a copy as large as the parameters.
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
         return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **more)
 
@@ -142,14 +143,14 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
-    Decays matrices including the embedding, but not norm weights or biases: other weights would only compensate for a norm
-    weight that shrinks. Gradients are not clipped, see `clipped`.
+    Weight decay applies to matrices including the embedding, but not to norm weights or biases: other weights would only
+    compensate for a smaller norm weight. Gradients are not clipped, see `clipped`.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decay_mask)
 
 
 def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) with updates of the size of AdamW's (Liu et al. 2025, section 2.2)."""
+    """Muon (Jordan et al. 2024) with updates as large as AdamW's (Liu et al. 2025, section 2.2)."""
     return optax.contrib.muon(
         schedule,
         beta=settings.momentum,
@@ -160,7 +161,7 @@ def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.Gradie
 
 
 def _matrix_axes(params: Llama) -> Llama:
-    """Which axes of each array are a matrix's input and output; the others, such as the layers, are batch axes."""
+    """The input and output axes of each matrix; the other axes, such as that of the layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=spec_at(path).output_axes)
@@ -176,19 +177,19 @@ def _optimizer_of(params: Llama) -> Llama:
 
 
 def _is_lora_b_or_magnitude(params: Llama) -> Llama:
-    """Mark B and the magnitude of adapters.
+    """True at B and the magnitudes of LoRA adapters.
 
     Raises:
       ConfigError: the parameters are not adapters.
     """
 
-    def after(path: tuple[Any, ...], _: Any) -> bool:
+    def is_b_or_magnitude(path: tuple[Any, ...], _: Any) -> bool:
         return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("b", "magnitude")
 
-    marked = jax.tree_util.tree_map_with_path(after, params)
-    if not any(jax.tree.leaves(marked)):
+    mask = jax.tree_util.tree_map_with_path(is_b_or_magnitude, params)
+    if not any(jax.tree.leaves(mask)):
         raise ConfigError("lora_plus is a learning rate for B of adapters, and these parameters are none; leave it at 1")
-    return marked
+    return mask
 
 
 def _decay_mask(params: Llama) -> Llama:

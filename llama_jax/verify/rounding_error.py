@@ -219,7 +219,7 @@ def _relative(weight: Any, dense: Any) -> float:
         exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArrayParts) else dense[start:stop]
         exact = np.asarray(exact, np.float64)
         kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
-        wrong += float(np.square(np.asarray(kept.decoded(), np.float64) - exact).sum())
+        wrong += float(np.square(np.asarray(kept.to_dense(), np.float64) - exact).sum())
         whole += float(np.square(exact).sum())
     return math.sqrt(wrong / whole) if whole else 0.0
 

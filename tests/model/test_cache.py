@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import LlamaConfig, cache_bytes, preset
 from llama_jax.errors import GenerationError
-from llama_jax.inference.decode import DecodeState, Request, decode
+from llama_jax.inference.decode import DecodeSettings, DecodeState, decode
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE, bucket, init_cache
 from llama_jax.ops.platform import decoding_context
@@ -66,7 +66,7 @@ def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
     floats = jnp.float32 if dtype == jnp.int8 else dtype
     params = jax.eval_shape(lambda key: llama_jax.init(config, key, floats), jax.random.key(0))
     state = DecodeState(
-        request=Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros((batch, 4), np.int32)),
+        settings=DecodeSettings(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros((batch, 4), np.int32)),
         cache=jax.eval_shape(lambda: init_cache(config, batch, slots, dtype, **ring)),
         token=jax.ShapeDtypeStruct((batch,), jnp.int32),
         seen=jax.ShapeDtypeStruct((batch, 64), bool),

@@ -8,7 +8,7 @@ from conftest import jit_init
 
 import llama_jax
 from llama_jax import preset
-from llama_jax.model.trees import count, layers_apart, layers_together, quantize
+from llama_jax.model.trees import count, quantize, restack_layers, unstack_layers
 from llama_jax.ops.platform import planned_for
 
 
@@ -57,9 +57,9 @@ def test_layers_apart_are_the_same_model(kind):
     config = replace(preset("stories-260k"), hidden_dim=192)
     params = jit_init(config, jax.random.key(0))
     params = params if kind is None else quantize(params, kind)
-    apart = layers_apart(params)
+    apart = unstack_layers(params)
     assert len(apart.blocks.attention.qkv.stacks) == config.n_layers
-    jax.tree.map(np.testing.assert_array_equal, layers_together(apart), params)
+    jax.tree.map(np.testing.assert_array_equal, restack_layers(apart), params)
     tokens, found = jnp.asarray([[1, 5, 9, 2]]), []
     for one, platform in ((params, None), (params, "gpu"), (apart, "gpu"), (apart, None)):
         with planned_for(platform):

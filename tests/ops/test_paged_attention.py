@@ -412,9 +412,9 @@ def test_what_cannot_be_divided_is_refused():
         for asked, head_sharding, tokens, reason in (
             (view, rows, keys, "different numbers of new tokens"),
             (view.replace(tokens_per_row=2), rows, jnp.zeros((12, 2, 8)), "or padding"),
-            (view.replace(tokens_per_row=2), rows, keys, "14 pages cannot be cut over data=4"),
-            (view.replace(tokens_per_row=2, lengths=view.lengths[:2]), rows, keys[:4], "2 rows cannot be cut over data=4"),
-            (three, heads, jnp.zeros((8, 3, 8)), "3 key/value heads cannot be cut over tensor=2"),
+            (view.replace(tokens_per_row=2), rows, keys, "14 pages cannot be sharded over data=4"),
+            (view.replace(tokens_per_row=2, lengths=view.lengths[:2]), rows, keys[:4], "2 rows cannot be sharded over"),
+            (three, heads, jnp.zeros((8, 3, 8)), "3 key/value heads cannot be sharded over tensor=2"),
         ):
             with pytest.raises(MeshError, match=reason):
                 write_paged(asked.pages, tokens, tokens, asked, head_sharding)

@@ -22,7 +22,7 @@ from llama_jax.model.mixtures import MIXTURES
 from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
-from llama_jax.ops.exact import exactly
+from llama_jax.ops.exact import exact_mode
 from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
@@ -133,14 +133,14 @@ def test_nf4_is_bit_for_bit_that_of_bitsandbytes():
 def test_numbers_are_the_same_by_jax(kind):
     weight = weight_of(kind)
     # Absolute too: of scale times number plus offset, near zero, XLA may round once where NumPy rounds twice.
-    np.testing.assert_allclose(jax.jit(QuantizedWeight.decoded)(weight), numbers(weight), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(QuantizedWeight.to_dense)(weight), numbers(weight), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("columns", "kind"), [(512, "int4"), (192, "int4_64"), (96, "int4_32")])
 def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
     weight = quantize_matrix(jnp.ones((4, columns)), "int4")
     assert (weight.kind, weight.shape) == (kind, (4, columns))
-    np.testing.assert_allclose(weight.decoded(), 1, rtol=1e-6)
+    np.testing.assert_allclose(weight.to_dense(), 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", QUANT_FORMATS)
@@ -351,7 +351,7 @@ def test_parts_of_different_kinds_side_by_side():
     parts = [jax.device_put(np.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), np.float32)) for wide in (3, 1, 1)]
     joined = JoinedWeight((quantize_matrix(parts[0], "q4_0"), quantize_matrix(parts[1], "q8_0"), parts[2]))
     x = jax.device_put(np.asarray(rng.normal(0, 1, (5, 256)), np.float32))
-    wanted = np.tensordot(x, jax.jit(JoinedWeight.decoded)(joined), axes=((-1,), (-1,)))
+    wanted = np.tensordot(x, jax.jit(JoinedWeight.to_dense)(joined), axes=((-1,), (-1,)))
     assert joined.shape == (2, 5, 4, 256)
     np.testing.assert_allclose(jax.jit(ops.project)(x, joined), wanted, atol=0.02 * np.abs(wanted).max())
 
@@ -451,7 +451,7 @@ def check_exact(kind: str, columns: int) -> None:
         x, run = jnp.asarray(rng.normal(size=(most, columns)), kind), native.multiply_floats
     each = {tokens: x[:tokens] for tokens in (*range(1, 41), most)}
     multiply = jax.jit(lambda each, planes: jax.tree.map(lambda x: run(x, planes), each))
-    with exactly(True):
+    with exact_mode(True):
         found, reverse = multiply((each, x[::-1]), planes)
     for tokens, some in found.items():
         np.testing.assert_array_equal(some, found[most][:tokens], err_msg=f"{tokens} tokens")

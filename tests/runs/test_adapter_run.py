@@ -153,7 +153,7 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     config = recipe().model
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     first, *rest = layers_of(params)
-    wide = first.feed_forward.replace(up=quantize_matrix(first.feed_forward.up.decoded(), "q4_0"))
+    wide = first.feed_forward.replace(up=quantize_matrix(first.feed_forward.up.to_dense(), "q4_0"))
     params = params.replace(blocks=stack([first.replace(feed_forward=wide), *rest]))
     llama_jax.save(tmp_path / "a.gguf", config, params)
     found, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", "none")

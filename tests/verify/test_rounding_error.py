@@ -100,7 +100,7 @@ def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
     assert [error.name for error in errors if error.layer is None] == ["embedding"]
     assert [error.layer for error in errors if error.name == "feed_forward.down"] == list(range(config.n_layers))
     assert {error.kind for error in errors} == {kind}
-    exact, kept = (np.asarray(one, np.float64) for one in (params.embedding, found.embedding.decoded()))
+    exact, kept = (np.asarray(one, np.float64) for one in (params.embedding, found.embedding.to_dense()))
     (of_embedding,) = (error for error in errors if error.name == "embedding")
     np.testing.assert_allclose(of_embedding.relative, np.linalg.norm(kept - exact) / np.linalg.norm(exact), rtol=1e-5)
     assert of_embedding.bits == pytest.approx({"int8": 8 + 32 / config.dim, "q4_0": 4.5}[kind])

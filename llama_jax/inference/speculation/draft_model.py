@@ -14,8 +14,8 @@ from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
-from llama_jax.inference.compiled_decode import Run
-from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, Request, shard_cache
+from llama_jax.inference.compiled_decode import CompiledDecode
+from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, shard_cache
 from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Drafter
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -51,11 +51,11 @@ class DraftModel(Drafter, struct.PyTreeNode):
             raise GenerationError(f"config of a draft is a {type(self.config).__name__}; pass LlamaConfig and parameters")
 
     def check(
-        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, request: Request, options: CacheOptions
+        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
     ) -> None:
         """See `Drafter.check`; ConfigError for parameters that do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
-        longest = int((lengths + request.limit).max()) if options.window is None else options.window + options.sinks
+        longest = int((lengths + settings.limit).max()) if options.window is None else options.window + options.sinks
         if longest > self.config.max_seq_len:
             raise GenerationError(
                 f"the draft's context is {self.config.max_seq_len} tokens, and {longest} are needed; generate less, or let"
@@ -112,7 +112,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
         last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
         """
-        request, vocab = state.request, min(state.seen.shape[-1], self._rows())
+        settings, vocab = state.settings, min(state.seen.shape[-1], self._rows())
         last = state.cache.length
 
         def draw(cache: KVCache, tokens: jax.Array, seen: jax.Array, step: jax.Array) -> Any:
@@ -121,7 +121,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             hidden, cache = forward(self.config, self.params, tokens, cache, positions=positions, sharding=self.sharding)
             with self.sharding.context():
                 logits = unembed(self.config, self.params, hidden[:, -1]).astype(jnp.float32)[:, :vocab]
-                token = sample(logits, request.sampling, seen, step)
+                token = sample(logits, settings.sampling, seen, step)
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return shard_cache(cache, self.sharding), seen, token
 
@@ -140,8 +140,8 @@ class DraftModel(Drafter, struct.PyTreeNode):
         """See `Drafter.roll_back`."""
         return memory.replace(length=jnp.minimum(memory.length, lengths))
 
-    def _run(self) -> Run:
-        return Run(self.config, self.params, Compute(), self.sharding)
+    def _run(self) -> CompiledDecode:
+        return CompiledDecode(self.config, self.params, Compute(), self.sharding)
 
     def _rows(self) -> int:
         head = self.params.embedding if self.params.lm_head is None else self.params.lm_head

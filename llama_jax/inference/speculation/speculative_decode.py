@@ -16,7 +16,7 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import tokens_before_longrope_switch
 from llama_jax.inference.compiled_decode import (
     MAX_CHUNKS_PER_CALL,
-    Run,
+    CompiledDecode,
     allow_transfers,
     capacity_for,
     checked_chunk,
@@ -37,7 +37,7 @@ COMPILING = 0.1  # least seconds of a program's first chunk if the program is co
 
 
 def stream_drafted(
-    run: Run, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
+    run: CompiledDecode, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
 ) -> Iterator[TokenChunk]:
     """The chunks of `stream` with a draft.
 
@@ -52,30 +52,35 @@ def stream_drafted(
             f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
             " leave it out"
         )
-    _, lengths, request = prompts
+    _, lengths, settings = prompts
     allowed = tokens_before_longrope_switch(run.config, lengths)
-    if (request.limit > allowed).any():
-        row = int(np.argmax(request.limit > allowed))
+    if (settings.limit > allowed).any():
+        row = int(np.argmax(settings.limit > allowed))
         raise GenerationError(
             f"draft: row {row} is read again after {lengths[row] + allowed[row] - 1} tokens, where the frequencies of the"
             " model's longrope change, and no draft goes beyond that; leave it out, or generate at most"
             f" {allowed[row]} tokens"
         )
-    drafter.check(run.config, run.params, lengths, request, options)
+    drafter.check(run.config, run.params, lengths, settings, options)
     return drafted_chunks(run, drafter, prompts, options, max_chunks)
 
 
 def drafted_chunks(
-    run: Run, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int, pace: Pace | None = None
+    run: CompiledDecode,
+    drafter: Drafter,
+    prompts: PreparedPrompts,
+    options: CacheOptions,
+    max_chunks: int,
+    pace: Pace | None = None,
 ) -> Iterator[TokenChunk]:
     """The chunks of `stream` with a draft that has been checked.
 
     Args:
       pace: decides how many tokens are drafted; by default `Pace.of` the drafter's tokens.
     """
-    tokens, lengths, request = prompts
-    capacity = capacity_for(lengths, request)
-    state, packed = run.start(run.prefill_prompts(tokens, lengths, capacity, options), *prompts)
+    tokens, lengths, settings = prompts
+    capacity = capacity_for(lengths, settings)
+    state, packed = run.begin_decode(run.prefill_prompts(tokens, lengths, capacity, options), *prompts)
     drafter, memory = drafter.begin(tokens, lengths, capacity, options)
     model = Model(run.params, run.config, run.compute, run.sharding)
     count_hits = drafter.count_hits(tokens, lengths)
@@ -129,7 +134,7 @@ def drafted_chunks(
         yield DraftedChunk.of(chunk, counts)
 
 
-def _start(run: Run, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
+def _start(run: CompiledDecode, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
     """Start this many steps of plain decoding."""
     return run.decode(state, min(steps // STEPS_PER_CHUNK, max_chunks, MOST_CHUNKS), min(max_chunks, MAX_CHUNKS_PER_CALL))
 

@@ -78,7 +78,7 @@ def verify(
     positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
-    with sharding.context(), exact.exactly(model.compute.exact):
+    with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
         state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)

@@ -1,6 +1,6 @@
-"""Attention with all scores in memory; its two matmuls are shared.
+"""Attention with all scores in memory, and the two matmuls of attention, which blockwise attention uses too.
 
-It is the fastest for short rows and single queries, and quadratic in memory.
+The fastest for short rows and single queries; its memory is quadratic in the length.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float
 from llama_jax.ops.attention.mask import AttentionMask, visible
 from llama_jax.ops.platform import for_cpu
 
-# With n blocks of queries, (n + 1) / 2n of all scores are computed; each block is more code to compile.
-SHORTEST_BLOCK, MOST_BLOCKS = 64, 8
-LOWEST = -1e30  # finite, so that no difference of two is NaN
-ATTENTION_OUTPUT = "attention_output"  # checkpoint name of the attention output
-SOFTMAX_DENOMINATOR = "softmax_denominator"  # checkpoint name of the softmax denominators
+# With n blocks of queries only (n + 1) / 2n of all scores are computed, but each block is more code to compile.
+MIN_BLOCK, MAX_BLOCKS = 64, 8
+LOWEST = -1e30  # finite, so that the difference of two is not NaN
+ATTENTION_OUTPUT = "attention_output"  # checkpoint names
+SOFTMAX_DENOMINATOR = "softmax_denominator"
 
 
 def dense_attention(
@@ -31,18 +31,18 @@ def dense_attention(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend`. Differentiable in every mode of JAX.
+    """The backend "dense" of `attend`. Differentiable in every mode of JAX.
 
-    Saves the output and the denominators, and recomputes the scores (Dao et al. 2022, algorithm 4). JAX differentiates it:
-    for 8 rows of 256 tokens, 6 heads of 48, float32 on a CPU, forward and backward take 33 ms, and 42 with a custom VJP
-    (with 3 queries per key/value head 29 and 26).
+    The backward pass uses the saved output and denominators, and recomputes the scores (Dao et al. 2022, algorithm 4). It is
+    derived by JAX: for 8 rows of 256 tokens, 6 heads of 48, float32 on a CPU, forward and backward take 33 ms, and 42 with a
+    custom VJP (29 and 26 with 3 queries per key/value head).
     """
 
     def run(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
         out = []
         for block, slots in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
             allowed = visible(mask.sliced(block, slots), window)
-            out.append(_of_block(queries[:, :, block], keys[:, :, slots], values[:, :, slots], allowed, scale))
+            out.append(_attend_block(queries[:, :, block], keys[:, :, slots], values[:, :, slots], allowed, scale))
         return jnp.concatenate(out, axis=2)
 
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT, SOFTMAX_DENOMINATOR)
@@ -50,22 +50,22 @@ def dense_attention(
 
 
 def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
-    """The queries of each block, and a range of slots that covers all keys visible to them."""
+    """For each block its queries, and a range of slots that contains all keys that they attend to."""
     if not ordered:
         return [(slice(new), slice(slots))]
-    blocks = min(max(new // SHORTEST_BLOCK, 1), MOST_BLOCKS)
+    blocks = min(max(new // MIN_BLOCK, 1), MAX_BLOCKS)
     ends = itertools.pairwise(new * i // blocks for i in range(blocks + 1))
     return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in ends]
 
 
-def _of_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
+def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
     scores = scores_of(queries, keys, allowed, scale)  # [B, K, T, G, S]
-    # A query that sees nothing has only scores of -inf: its weights are zero, not NaN.
+    # All scores of a query that attends to no key are -inf: its weights are zero, not NaN.
     row_max = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     weights = jnp.exp(scores - row_max)
     total = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), SOFTMAX_DENOMINATOR)
     total = jnp.where(total == 0, 1, total)
-    if queries.shape[2] == 1:  # one kernel fewer on a GPU
+    if queries.shape[2] == 1:  # saves one kernel on a GPU
         return weighted_values(weights / total, values).astype(queries.dtype)
     # Divided after the matmul: H values per query instead of S.
     attended = checkpoint_name(weighted_values(weights, values), ATTENTION_OUTPUT)  # [B, K, T, G, H]
@@ -75,7 +75,7 @@ def _of_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: j
 def scores_of(
     queries: Float[Array, "B K T G H"], keys: Float[Array, "B K S H"], allowed: Bool[Array, "#B T S"], scale: float
 ) -> Float[Array, "B K T G S"]:
-    """The scaled scores in float32 at least, -inf where the query does not see the key."""
+    """The scaled scores, in float32 at least; -inf where the query does not attend to the key."""
     scores = query_key_scores(queries.astype(keys.dtype), keys)
     return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
 

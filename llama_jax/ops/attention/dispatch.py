@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: one function, several backends, and the choice among them."""
+"""Causal grouped-query attention: `attend`, which calls one of several backends, and `choose_backend`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_p
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
-# "blockwise" from MANY_QUERIES queries and MANY_SCORES scores per head on: it is faster there, and needs less memory
-# (experiments/bench_long_context.py). cuDNN copies the cache, so it is not used for at most FEW_QUERIES_OF_GPU queries.
-MANY_SCORES, MANY_QUERIES, FEW_QUERIES_OF_GPU = 2**20, 64, 16
-SHORT_ROWS_OF_16_BITS = 128  # with so many tokens or more, gradients are faster "blockwise" on a CPU: 24 ms, "dense" 39
+# With at least so many queries and scores per head "blockwise" is faster than "dense", and needs less memory
+# (experiments/bench_long_context.py).
+BLOCKWISE_MIN_QUERIES, BLOCKWISE_MIN_SCORES = 64, 2**20
+BLOCKWISE_MIN_QUERIES_16_BIT = 128  # on a CPU, where gradients take 24 ms, and 39 with "dense"
+CUDNN_MIN_CACHE_QUERIES = 17  # cuDNN copies the cache, which takes too long for fewer queries
 
 
 def attend(
@@ -39,23 +40,23 @@ def attend(
     multi-query attention. Keys and values are never repeated in memory; the group is an axis of the matmul.
 
     Args:
-      view: of keys and values [B, K, S, H].
-      mask: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
-        causal mask, and also hides the empty or padded end of a cache.
+      view: keys and values [B, K, S, H].
+      mask: the positions of queries and keys. A query attends only to keys at its own and earlier positions: this one
+        comparison is the causal mask, and also excludes the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
-      window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
-      backend: "reference" is the textbook formula, for tests; "dense" holds all scores in memory, is the fastest for short
+      window: a query attends only to keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
+      backend: "reference" is the textbook formula, for tests; "dense" has all scores in memory, is the fastest for short
         rows and supports every mode of differentiation; "blockwise" uses memory that grows with T + S instead of T * S;
         "cudnn" and "splash" are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
       head_sharding: the axes of the current mesh over which rows and heads are sharded; without it no kernel is used on a
         mesh.
 
     Returns:
-      In the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
+      In the dtype of `queries`; softmax in float32 at least. Zeros for a query that attends to no key.
 
     Raises:
-      ConfigError: an unknown backend, or one that cannot compute this; an empty window; shapes that do not fit
-        together.
+      ConfigError: an unknown backend, or one that does not support these arguments; an empty window; shapes that do not
+        match.
     """
     keys, values = view
     check_shapes(queries, keys, mask, window)
@@ -92,12 +93,12 @@ def choose_backend(
     """The backend to use, never "auto", and the reason.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", of the devices that the program is traced for.
-      device_kind: their name in JAX.
+      platform: "cpu", "gpu" or "tpu", the platform that the program is traced for.
+      device_kind: JAX's name of its devices.
       backend: "auto", or a requested backend.
 
     Raises:
-      ConfigError: an unknown backend, or one that cannot compute this.
+      ConfigError: an unknown backend, or one that does not support these arguments.
     """
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
@@ -105,14 +106,14 @@ def choose_backend(
         if backend in KERNELS.values() and (refusal := _why_not(backend, platform, device_kind, shapes)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
         return backend, "as requested"
-    plain, why = _without_kernel(platform, shapes)
+    fallback, why = _without_kernel(platform, shapes)
     kernel = KERNELS.get(platform)
     if kernel is None:
-        return plain, why
-    if shapes.queries[2] <= (FEW_QUERIES_OF_GPU if kernel == "cudnn" and not shapes.ordered else 1):
-        return plain, f"{'a single query' if shapes.queries[2] == 1 else 'few queries'} on {platform}: {why}"
+        return fallback, why
+    if shapes.queries[2] < (CUDNN_MIN_CACHE_QUERIES if kernel == "cudnn" and not shapes.ordered else 2):
+        return fallback, f"{'a single query' if shapes.queries[2] == 1 else 'few queries'} on {platform}: {why}"
     refusal = _why_not(kernel, platform, device_kind, shapes)
-    return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
+    return (fallback, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
 def _why_not(kernel: AttentionBackend, platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
@@ -124,8 +125,8 @@ def _why_not(kernel: AttentionBackend, platform: str, device_kind: str, shapes: 
 
 def _without_kernel(platform: str, shapes: AttentionShape) -> tuple[AttentionBackend, str]:
     new, slots = shapes.queries[2], shapes.keys[2]
-    if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
+    if new >= BLOCKWISE_MIN_QUERIES and new * slots >= BLOCKWISE_MIN_SCORES:
         return "blockwise", f"{new} x {slots} scores"
-    if platform == "cpu" and np.dtype(shapes.dtype).itemsize == 2 and shapes.ordered and new >= SHORT_ROWS_OF_16_BITS:
+    if platform == "cpu" and np.dtype(shapes.dtype).itemsize == 2 and shapes.ordered and new >= BLOCKWISE_MIN_QUERIES_16_BIT:
         return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
     return "dense", f"{new} x {slots} scores"

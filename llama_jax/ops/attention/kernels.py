@@ -71,7 +71,7 @@ def _why_not_sharded(kernel: str, shapes: AttentionShape) -> str | None:
     ):
         parts = math.prod(mesh[axis] for axis in axes)
         if size % parts:
-            return f"{kernel} is a kernel of one device, and {size} {what} cannot be cut over {'*'.join(axes)}={parts}"
+            return f"{kernel} is a kernel of one device, and {size} {what} cannot be sharded over {'*'.join(axes)}={parts}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Arguments of attention: keys and values, which of them each query sees, and the shapes that a backend depends on."""
+"""Arguments of attention: keys and values, the mask, and the shapes on which the choice of a backend depends."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from jaxtyping import Array, Bool, Int
 
 from llama_jax.ops.platform import AnyArray
 
-# Position of a key that no query sees, and of a query that sees nothing.
+# Position of a key that no query attends to, and of a query that attends to no key.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
 class KVView(NamedTuple):
-    """Keys and values [B, K, S, H], of the tokens themselves, or gathered from a cache for a custom attention."""
+    """Keys and values [B, K, S, H]: those of the new tokens, or gathered from a cache for a custom attention."""
 
     keys: jax.Array
     values: jax.Array
 
 
 class AttentionMask(struct.PyTreeNode):
-    """Positions and segments, from which visibility follows. Same for all heads; a first axis of size 1 serves all rows.
+    """Positions and segments, which determine the keys that a query attends to. The same for all heads.
 
     Attributes:
-      query_positions: int32[B|1, T]; -1 for a query that sees nothing.
-      key_positions: int32[B|1, S]; 2**31 - 1 for a slot that holds no key.
-      query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query sees only the keys of its own
+      query_positions: int32[B|1, T]; -1 for a query that attends to no key. An axis of size 1 is broadcast over the rows.
+      key_positions: int32[B|1, S]; 2**31 - 1 for a slot without a key.
+      query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query attends only to keys of its own
         segment, such as a document packed into a row.
-      ordered: plain causal rows (query t and key t at slot t, T = S), so that later keys are skipped and kernels need no
-        mask. A static field.
+      ordered: query t and key t have position t, and T = S: the plain causal mask, with which later keys are skipped and
+        kernels need no mask array. A static field.
     """
 
     query_positions: Any
@@ -68,15 +68,15 @@ class HeadSharding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The properties of an attention call on which the choice of a backend depends.
+    """The properties of an `attend` call on which the choice of a backend depends.
 
     Attributes:
-      queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
-      dtype: of the queries.
-      ordered, segments: of `AttentionMask`.
-      mesh: names and sizes of the axes of the current mesh if XLA partitions the program over it; empty for one device, and
+      queries, keys: shapes of the global arrays, [B, K, T, G, H] and [B, K, S, H].
+      dtype: dtype of the queries.
+      ordered, segments: `AttentionMask.ordered`, and whether the mask has segments.
+      mesh: names and sizes of the axes of the current mesh if XLA partitions the program over it; empty on one device, and
         inside `jax.shard_map`.
-      head_sharding: of rows and heads over the mesh, or None if unknown.
+      head_sharding: how rows and heads are sharded over the mesh, or None if unknown.
     """
 
     queries: tuple[int, ...]
@@ -90,11 +90,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class PagedAttentionShape:
-    """The properties of an attention call over pages on which the choice of a kernel depends.
+    """The properties of an `attend_paged` call on which the choice of a backend depends.
 
     Attributes:
-      queries, pages, table: their shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
-      dtype, page_dtype: of the queries and of the pages, int8 where they are quantized.
+      queries, pages, table: shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
+      dtype, page_dtype: dtypes of the queries and of the pages (int8 if quantized).
       sinks, chunk: as for `attend_paged`.
       devices: number of devices over which XLA partitions the program, which it cannot do with a kernel; 1 inside
         `jax.shard_map`.
@@ -111,7 +111,7 @@ class PagedAttentionShape:
 
 
 def visible(mask: AttentionMask, window: int | None = None) -> Bool[Array, "#B T S"]:
-    """True where the key is not after the query, within the window, and in the same segment."""
+    """True where the key is not after the query, is within the window, and is in the same segment."""
     queries, keys = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
     allowed = keys <= queries
     if window is not None:

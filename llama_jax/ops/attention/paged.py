@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages; a table lists the pages of each row (Kwon et al. 2023, section 4)."""
+"""Paged attention: keys and values are in pages, and a table lists the pages of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PagedView(struct.PyTreeNode):
     Attributes:
       pages: [L, P, page, 2K, H], an array or `Quantized`. Each token has the key of head k at 2k and its value at 2k + 1.
       layer: int32[], the layer whose pages are read.
-      table: int32[R, n], the pages of each row in order. Entries beyond its length, and entries whose keys no new token sees
-        any more, are not used and may be any valid page number.
+      table: int32[R, n], the pages of each row in order. Entries beyond the row's length, or whose keys no new token attends
+        to, are not used and may be any valid page number.
       lengths: int32[R], tokens of each row, including the new ones. Tokens beyond the n pages are neither written nor
         attended to.
-      starts: int32[R + 1]. The new tokens of row r, which are its last ones, are [starts[r], starts[r + 1]) of all T; the
-        range of a row without new tokens is empty. Tokens from starts[R] on are padding.
-      tokens_per_row: the number of new tokens of every row, if all have the same; `starts` are then its multiples. A static
+      starts: int32[R + 1]. Of all T new tokens those at [starts[r], starts[r + 1]) are the last tokens of row r; the range
+        may be empty. Tokens from starts[R] on are padding.
+      tokens_per_row: the number of new tokens per row, if it is the same for all; `starts` are then its multiples. A static
         field.
     """
 
@@ -45,7 +45,7 @@ class PagedView(struct.PyTreeNode):
     tokens_per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tokens(self, count: int) -> tuple[Int32[Array, " {count}"], Int32[Array, " {count}"]]:
-        """The row of each new token and its position there; padding has the last row, and position -1."""
+        """The row of each of `count` new tokens, and its position in the row; padding has the last row and position -1."""
         rows = len(self.lengths)
         if self.tokens_per_row is not None:
             row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), self.tokens_per_row)
@@ -68,7 +68,7 @@ def paged_reference(
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
-    """The textbook version of `attend_paged`, for tests."""
+    """`attend_paged` by the textbook formula, for tests."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     row, position = view.tokens(len(queries))
     gathered: Any = map_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
@@ -79,12 +79,12 @@ def paged_reference(
     allowed = is_visible(query, key, window, chunk) | sink  # [T, S]
     keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
 
-    def scores_of(queries: jax.Array) -> jax.Array:
+    def scores_with(queries: jax.Array) -> jax.Array:
         return jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
 
-    scores = scores_of(queries)
+    scores = scores_with(queries)
     if sink_queries is not None:
-        scores = jnp.where(sink[:, None, None], scores_of(sink_queries), scores)
+        scores = jnp.where(sink[:, None, None], scores_with(sink_queries), scores)
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
     weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
     return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)
@@ -106,14 +106,14 @@ def attend_paged(
     Args:
       view: already contains the new tokens' keys and values.
       scale: multiplies the scores.
-      window: a query sees only keys less than this many positions before it. The table may therefore be a ring that reuses
+      window: a query attends only to keys less than this many positions before it. The table may then be a ring that reuses
         pages outside every window.
-      chunk: a query sees only the keys of its own chunk of so many positions.
-      sinks: the keys of so many first positions are visible to all later queries (Xiao et al. 2023, section 3.2).
-      sink_queries: the queries for the scores with the sinks, `queries` by default.
+      chunk: a query attends only to keys in its own chunk of this many positions.
+      sinks: all later queries attend to the keys of this many first positions (Xiao et al. 2023, section 3.2).
+      sink_queries: the queries for the scores with the sinks; `queries` by default.
       head_sharding: the axes of the current mesh over which rows and heads are sharded. Sharding rows also shards the table,
-        lengths, tokens (equally many per row, `view.tokens_per_row`) and the axis P of the pages: a row's pages are on its
-        device. Without it XLA partitions the program, and no kernel is used on a mesh.
+        lengths, tokens (the same number per row, `view.tokens_per_row`) and the axis P of the pages: a row's pages are on
+        its device. Without `head_sharding` XLA partitions the program, and no kernel is used on a mesh.
 
     Returns:
       In the dtype of `queries`; softmax in float32 at least. Values at padding are finite.
@@ -123,13 +123,13 @@ def attend_paged(
         is padding.
     """
     attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
-    cut = _ShardAxes.of(head_sharding, view.pages, view, len(queries))
-    if cut is None:
+    shard_axes = _ShardAxes.of(head_sharding, view.pages, view, len(queries))
+    if shard_axes is None:
         return attend(queries, view, sink_queries=sink_queries)
-    pages_spec, tokens_spec, view_spec = cut.specs(view.pages, view)
+    pages_spec, tokens_spec, view_spec = shard_axes.specs(view.pages, view)
     run = jax.shard_map(
         lambda queries, sink_queries, view: attend(
-            queries, _local_view(view, view.pages.shape[1], cut.rows), sink_queries=sink_queries
+            queries, _local_view(view, view.pages.shape[1], shard_axes.rows), sink_queries=sink_queries
         ),
         in_specs=(tokens_spec, None if sink_queries is None else tokens_spec, view_spec.replace(pages=pages_spec)),
         out_specs=tokens_spec,
@@ -159,12 +159,12 @@ def write_paged(
     Raises:
       MeshError: as `attend_paged`.
     """
-    cut = _ShardAxes.of(head_sharding, pages, view, len(keys))
-    if cut is None:
+    shard_axes = _ShardAxes.of(head_sharding, pages, view, len(keys))
+    if shard_axes is None:
         return _write(pages, keys, values, view)
-    pages_spec, tokens_spec, view_spec = cut.specs(pages, view)
+    pages_spec, tokens_spec, view_spec = shard_axes.specs(pages, view)
     run = jax.shard_map(
-        lambda pages, keys, values, view: _write(pages, keys, values, _local_view(view, pages.shape[1], cut.rows)),
+        lambda pages, keys, values, view: _write(pages, keys, values, _local_view(view, pages.shape[1], shard_axes.rows)),
         in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
         out_specs=pages_spec,
         check_vma=False,
@@ -175,18 +175,18 @@ def write_paged(
 def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
     layers, count, page, *_ = pages.shape
     row, position = view.tokens(len(keys))
-    place = (view.layer * count + view.table[row, position // page]) * page + position % page
-    there = (position != NO_QUERY) & (position < view.table.shape[1] * page)
-    place = jnp.where(there, place, layers * count * page)  # beyond the end
-    both = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
-    new = quantize(both) if isinstance(pages, Quantized) else both.astype(pages.dtype)
-    return jax.tree.map(lambda pages, new: _put_rows(pages, new, place), pages, new)
+    slot = (view.layer * count + view.table[row, position // page]) * page + position % page
+    valid = (position != NO_QUERY) & (position < view.table.shape[1] * page)
+    slot = jnp.where(valid, slot, layers * count * page)  # out of range: dropped
+    keys_values = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
+    rows = quantize(keys_values) if isinstance(pages, Quantized) else keys_values.astype(pages.dtype)
+    return jax.tree.map(lambda pages, rows: _put_rows(pages, rows, slot), pages, rows)
 
 
 @for_cpu("put_rows")
-def _put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """Pages [L, P, page, ...] with rows [T, ...] written at int32[T] flat indices; indices beyond the end are dropped."""
-    return pages.reshape(-1, *pages.shape[3:]).at[places].set(rows, mode="drop").reshape(pages.shape)
+def _put_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Write rows [T, ...] at flat indices int32[T] of pages [L, P, page, ...]; indices out of range are dropped."""
+    return pages.reshape(-1, *pages.shape[3:]).at[indices].set(rows, mode="drop").reshape(pages.shape)
 
 
 class _ShardAxes(NamedTuple):
@@ -197,7 +197,7 @@ class _ShardAxes(NamedTuple):
 
     @classmethod
     def of(cls, head_sharding: HeadSharding | None, pages: Any, view: PagedView, count: int) -> _ShardAxes | None:
-        """None if there is one device, or if XLA partitions the program."""
+        """The axes, or None on one device or if XLA partitions the program."""
         mesh = mesh_in_force()
         if head_sharding is None or math.prod(mesh.values()) == 1:
             return None
@@ -206,30 +206,30 @@ class _ShardAxes(NamedTuple):
             for axes in (head_sharding.mesh_axes_of_rows, head_sharding.mesh_axes_of_heads)
         )
         if rows and (view.tokens_per_row is None or count != len(view.lengths) * view.tokens_per_row):
-            raise MeshError(f"rows with different numbers of new tokens, or padding, cannot be cut over {'*'.join(rows)}")
-        for what, size, axes in (
+            raise MeshError(f"different numbers of new tokens per row, or padding, cannot be sharded over {'*'.join(rows)}")
+        for name, size, axes in (
             ("rows", len(view.lengths), rows),
             ("pages", pages.shape[1], rows),
             ("key/value heads", pages.shape[3] // 2, heads),
         ):
-            ways = math.prod(mesh[axis] for axis in axes)
-            if size % ways:
-                raise MeshError(f"{size} {what} cannot be cut over {'*'.join(axes)}={ways}")
+            shards = math.prod(mesh[axis] for axis in axes)
+            if size % shards:
+                raise MeshError(f"{size} {name} cannot be sharded over {'*'.join(axes)}={shards}")
         return cls(rows, heads)
 
     def specs(self, pages: Any, view: PagedView) -> tuple[Any, P, PagedView]:
-        """Partition specs of pages, of anything [T, K, ...], and of a view without pages."""
+        """Partition specs of the pages, of arrays [T, K, ...], and of a view without its pages."""
         rows, heads = self.rows or None, self.heads or None
         view_spec = view.replace(pages=None, layer=P(), table=P(rows), lengths=P(rows), starts=P())
         return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), view_spec
 
 
 def _local_view(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
-    """The view on one device, inside `jax.shard_map`: tokens and the device's `count` pages are numbered from 0."""
+    """The view of one device inside `jax.shard_map`: its tokens and its `count` pages are numbered from 0."""
     if view.tokens_per_row is None:
         return view
     first = lax.axis_index(rows) * count if rows else 0
-    table = jnp.clip(view.table - first, 0, count - 1)  # entries beyond a row's length may be any
+    table = jnp.clip(view.table - first, 0, count - 1)  # unused entries may be any page number
     return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.tokens_per_row)
 
 
@@ -269,20 +269,20 @@ def _attend(
 
 
 def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
-    """Each query as a row of its own, a block of them at a time."""
+    """`_attend` with each query as a row of its own, one block of queries at a time."""
     row, position = view.tokens(len(queries))
     size = exact.block_size()
 
     def attend(queries: jax.Array, sink_queries: jax.Array | None, row: jax.Array, position: jax.Array) -> jax.Array:
         starts = jnp.arange(size + 1, dtype=jnp.int32)
-        own = view.replace(table=view.table[row], lengths=position + 1, starts=starts, tokens_per_row=1)
-        return attend_by_blocks(queries, own, sink_queries=sink_queries, **options)
+        query_rows = view.replace(table=view.table[row], lengths=position + 1, starts=starts, tokens_per_row=1)
+        return attend_by_blocks(queries, query_rows, sink_queries=sink_queries, **options)
 
-    return exact.by_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
+    return exact.map_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
 
 
 def choose_paged(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:
-    """The backend for attention over pages, "ragged", "triton" or "paged blocks", and the reason."""
+    """The backend of paged attention, "ragged", "triton" or "paged blocks", and the reason for it."""
     if platform not in ("gpu", "tpu"):
         return "paged blocks", f"no kernel for {platform}"
     from llama_jax.ops.attention.paged_kernels import why_not_ragged, why_not_triton

@@ -1,4 +1,4 @@
-"""Attention over pages by blocks, in plain JAX: only pages visible to some query of a block are read."""
+"""Paged attention in blocks of queries and keys, in plain JAX: reads only pages that queries of the block attend to."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from llama_jax.ops import exact
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
-EXACT_KEYS_PER_BLOCK = 128  # of a single query, however few keys there are
-FEW_QUERIES = 16  # with at most so many queries per row all rows are computed in one vmap
+EXACT_KEYS_PER_BLOCK = 128  # in exact programs, whatever the number of keys
+MAX_VMAP_QUERIES = 16  # with at most this many queries per row all rows are computed in one vmap
 
 
 class QueryBlocks(NamedTuple):
-    """The new tokens in blocks, each of one row, in the order of the tokens.
+    """The new tokens in blocks of consecutive tokens of one row.
 
     Attributes:
       rows: int32[blocks], the row of each block.
-      starts: int32[blocks], the index among all T of the first token of each block; T for unused blocks.
+      starts: int32[blocks], the index of each block's first token among all T; T for unused blocks.
       positions: int32[blocks], the position of that token in its row.
-      needed: int32[], the number of blocks in use.
-      size: tokens per block. Tokens beyond those of its row belong to a later block, or are padding.
+      in_use: int32[], the number of blocks that contain tokens.
+      size: tokens per block. The last block of a row is followed by tokens of a later block, or by padding.
     """
 
     rows: jax.Array
     starts: jax.Array
     positions: jax.Array
-    needed: jax.Array
+    in_use: jax.Array
     size: int
 
     @classmethod
@@ -56,45 +56,46 @@ def attend_by_blocks(
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
-    """Arguments and result as for `attend_paged`. Online softmax over blocks of keys, as in `blockwise`.
+    """`attend_paged`, with an online softmax over blocks of keys, as in `blockwise`.
 
-    The pages of the sinks are a block of their own, so that pages between the sinks and the window are not read.
+    The pages of the sinks are one block, so that pages between the sinks and the window are not read.
     """
     tokens, heads, groups, width = queries.shape
     rows, entries = view.table.shape
     page = view.pages.shape[2]
     # Exact sums do not depend on the capacity of the cache.
-    pages_at_once = (
+    pages_per_block = (
         max(1, EXACT_KEYS_PER_BLOCK // page) if exact.is_exact() else min(max(1, KEYS_PER_BLOCK // page), entries)
     )
     sink_pages = -(-sinks // page) if exact.is_exact() else min(-(-sinks // page), entries)
-    table = jnp.pad(view.table, ((0, 0), (0, max(-entries % pages_at_once, sink_pages - entries))))
+    table = jnp.pad(view.table, ((0, 0), (0, max(-entries % pages_per_block, sink_pages - entries))))
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries
 
     def attend_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
-        """Attention of queries [q, K, G, H] of a row, at consecutive positions from `begin` on."""
+        """Attention from queries [q, K, G, H] of a row at consecutive positions from `begin` on."""
         position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
         filled = jnp.minimum(view.lengths[row], entries * page)
 
         def add_keys(
-            carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, seen: Any
+            carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, is_allowed: Any
         ) -> tuple[jax.Array, ...]:
-            """Accumulate `count` pages from table entry `entry`; `seen(key positions)` is the mask."""
+            """Accumulate `count` pages from table entry `entry` on; `is_allowed(key positions)` is the mask."""
             row_max, total, acc = carry
-            chosen = lax.dynamic_slice(table, (row, entry), (1, count))[0]
-            read: Any = map_rows(lambda x: x[view.layer, chosen], view.pages)
-            both = dequantize(read, queries.dtype) if isinstance(read, Quantized) else read
-            both = both.reshape(-1, heads, 2, width)
-            key = entry * page + jnp.arange(len(both), dtype=jnp.int32)
-            both = jnp.where((key < filled)[:, None, None, None], both, 0)
-            scores = jnp.einsum("qkgh,skh->kqgs", queries.astype(both.dtype), both[:, :, 0], preferred_element_type=precise)
-            allowed = seen(key[None]) & (key < filled)[None]
+            pages = lax.dynamic_slice(table, (row, entry), (1, count))[0]
+            gathered: Any = map_rows(lambda x: x[view.layer, pages], view.pages)
+            keys_values = dequantize(gathered, queries.dtype) if isinstance(gathered, Quantized) else gathered
+            keys_values = keys_values.reshape(-1, heads, 2, width)
+            key = entry * page + jnp.arange(len(keys_values), dtype=jnp.int32)
+            keys_values = jnp.where((key < filled)[:, None, None, None], keys_values, 0)
+            keys, values = keys_values[:, :, 0], keys_values[:, :, 1]
+            scores = jnp.einsum("qkgh,skh->kqgs", queries.astype(keys.dtype), keys, preferred_element_type=precise)
+            allowed = is_allowed(key[None]) & (key < filled)[None]
             scores = jnp.where(allowed[None, :, None], scores * scale, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
             correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max[..., None])
-            new = jnp.einsum("kqgs,skh->kqgh", weights.astype(both.dtype), both[:, :, 1], preferred_element_type=precise)
-            return new_max, total * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + new
+            weighted = jnp.einsum("kqgs,skh->kqgh", weights.astype(values.dtype), values, preferred_element_type=precise)
+            return new_max, total * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + weighted
 
         shape = heads, len(queries), groups
         carry: tuple[jax.Array, ...] = (
@@ -104,16 +105,16 @@ def attend_by_blocks(
         )
         if sinks:
             carry = add_keys(carry, sink_queries, jnp.int32(0), sink_pages, lambda key: (key <= position) & (key < sinks))
-        others = lambda key: is_visible(position, key, window, chunk) & (key >= sinks)
-        keys = pages_at_once * page
-        last = jnp.minimum(begin + len(queries), filled)
-        first = first_visible(begin, window, chunk) // keys
-        step = lambda j, carry: add_keys(carry, queries, j * pages_at_once, pages_at_once, others)
-        _, total, acc = lax.fori_loop(first, -(-last // keys), step, carry)
+        is_allowed = lambda key: is_visible(position, key, window, chunk) & (key >= sinks)
+        block_size = pages_per_block * page
+        end = jnp.minimum(begin + len(queries), filled)
+        first_block = first_visible(begin, window, chunk) // block_size
+        add_block = lambda j, carry: add_keys(carry, queries, j * pages_per_block, pages_per_block, is_allowed)
+        _, total, acc = lax.fori_loop(first_block, -(-end // block_size), add_block, carry)
         return (acc / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
 
-    if view.tokens_per_row is not None and view.tokens_per_row <= FEW_QUERIES and tokens == rows * view.tokens_per_row:
-        # All rows at once, as in decoding: one batched matmul instead of one for each row.
+    if view.tokens_per_row is not None and view.tokens_per_row <= MAX_VMAP_QUERIES and tokens == rows * view.tokens_per_row:
+        # All rows at once, as in decoding: one batched matmul instead of one matmul per row.
         by_row = (x.reshape(rows, view.tokens_per_row, *x.shape[1:]) for x in (queries, sink_queries))
         out = jax.vmap(attend_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.tokens_per_row, *by_row)
         return out.reshape(queries.shape)
@@ -122,19 +123,19 @@ def attend_by_blocks(
     padded = [jnp.pad(x, ((0, blocks.size), (0, 0), (0, 0), (0, 0))) for x in (queries, sink_queries)]
 
     def attend_block(i: jax.Array, out: jax.Array) -> jax.Array:
-        # The last block of a row also computes tokens of the next row, which are overwritten later.
-        queries_of_block = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
-        acc = attend_row(blocks.rows[i], blocks.positions[i], *queries_of_block)
+        # The last block of a row may compute tokens of the next row too, which the next block overwrites.
+        block_queries = (lax.dynamic_slice_in_dim(x, blocks.starts[i], blocks.size) for x in padded)
+        acc = attend_row(blocks.rows[i], blocks.positions[i], *block_queries)
         return lax.dynamic_update_slice_in_dim(out, acc, blocks.starts[i], 0)
 
-    out = lax.fori_loop(0, blocks.needed, attend_block, jnp.zeros_like(padded[0]))[:tokens]
+    out = lax.fori_loop(0, blocks.in_use, attend_block, jnp.zeros_like(padded[0]))[:tokens]
     return jnp.where((jnp.arange(tokens) < view.starts[-1])[:, None, None, None], out, 0)
 
 
 def is_visible(
     query: Int[Array, " ..."], key: Int[Array, " ..."], window: int | None, chunk: int | None
 ) -> Bool[Array, " ..."]:
-    """Whether the query at one position sees the key at another, in the same row; the two are broadcast."""
+    """Whether the query at a position attends to the key at a position in the same row; the two are broadcast."""
     allowed = key <= query
     if window is not None:
         allowed &= query - key < window
@@ -144,6 +145,6 @@ def is_visible(
 
 
 def first_visible(query: Int[Array, "*shape"], window: int | None, chunk: int | None) -> Int[Array, "*shape"]:
-    """The first visible key position of the query at a position; monotone in the query."""
+    """The first key position that the query at a position attends to; monotone in the query."""
     begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
     return begin if window is None else jnp.maximum(begin, query - window + 1)

@@ -100,12 +100,12 @@ def _is_read_once(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.S
     return bool(wanted) and native.usable(f"floats_{weight.dtype}")
 
 
-def multiplies_exactly(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
-    """`layers.multiplies_exactly`: if all of it is native."""
+def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
+    """`layers.is_batch_invariant`: if all of it is native."""
     stack = getattr(weight, "stack", weight)
     if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
         of = lambda part: part if stack is weight else weight.replace(stack=part)
-        return all(multiplies_exactly(plain, x, of(part)) for part in parts)
+        return all(is_batch_invariant(plain, x, of(part)) for part in parts)
     if hasattr(stack, "planes"):
         return is_native(stack.kind)
     if hasattr(stack, "project"):
@@ -428,11 +428,11 @@ def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: 
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 
 
-def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
     """`paged._put_rows`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
-        return native.put_rows(pages, rows, places)
-    put = functools.partial(plain, places=places)
+        return native.put_rows(pages, rows, indices)
+    put = functools.partial(plain, indices=indices)
     return unpack_bits(jax.tree.map(put, pack_bits(pages), pack_bits(rows)))
 
 

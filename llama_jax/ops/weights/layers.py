@@ -1,4 +1,4 @@
-"""One layer's weights, read in place from the stacked weights of all layers."""
+"""The weights of one layer, read in place from the stacked weights of all layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 
 class MixedStack(struct.PyTreeNode):
-    """Layer matrices in several stacks, one per format or one per layer (`unstack`). It stands for [L, *out, D].
+    """The matrices [L, *out, D] of all layers in several stacks: one per quantization format, or one per layer (`unstack`).
 
     Attributes:
       stacks: arrays or quantized weights [l, *out, D].
-      places: for each layer, (stack, index in it).
+      places: for each layer (index of its stack, index in that stack).
     """
 
     stacks: tuple[Any, ...]
@@ -50,19 +50,19 @@ class MixedStack(struct.PyTreeNode):
         """The sharding of the first stack, and so of all."""
         return self.stacks[0].sharding
 
-    def decoded(self) -> Any:
+    def to_dense(self) -> Any:
         """Dequantized, as one array [L, *out, D]."""
-        dense = [stack.decoded() if hasattr(stack, "decoded") else stack for stack in self.stacks]
-        return (np if isinstance(dense[0], np.ndarray) else jnp).stack([dense[stack][at] for stack, at in self.places])
+        dense = [stack.to_dense() if hasattr(stack, "to_dense") else stack for stack in self.stacks]
+        return (np if isinstance(dense[0], np.ndarray) else jnp).stack([dense[stack][index] for stack, index in self.places])
 
 
 class LayerWeight(struct.PyTreeNode):
-    """A reference to one layer's (or expert's) matrix inside a stack, multiplied without copying it.
+    """A reference to the matrix of one layer (or expert) in a stack; `project` does not copy the matrix.
 
     Attributes:
       stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
       layer: int32[].
-      expert_index: int32[] for the matrix of an expert, of a stack [L, E, N, D]; else None.
+      expert_index: int32[], the expert, for a stack [L, E, N, D]; else None.
     """
 
     stack: Any
@@ -93,34 +93,34 @@ class LayerWeight(struct.PyTreeNode):
         if isinstance(self.stack, MixedStack):
             return self._project_mixed(x, out_dtype)
         *out, columns = self.stack.shape
-        axes, at = (1, self.layer) if self.expert_index is None else (2, self.layer * out[1] + self.expert_index)
+        axes, index = (1, self.layer) if self.expert_index is None else (2, self.layer * out[1] + self.expert_index)
         shape = math.prod(out[:axes]), math.prod(out[axes:])
         flat = self.stack.reshape(*shape, columns)
-        product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
-        return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
+        product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, index)
+        return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), MATMUL_OUTPUT)
 
-    def decoded(self) -> Float[Array, " ..."]:
-        """The dense matrix, for DoRA's row norms and for gradients; never for a forward matmul."""
+    def to_dense(self) -> Float[Array, " ..."]:
+        """The dense matrix, for DoRA's row norms and for gradients; no forward matmul uses it."""
 
-        def of_kind(stack: Any, at: jax.Array) -> jax.Array:
-            weight = index_stack(stack, at)
+        def dense_from(stack: Any, index: jax.Array) -> jax.Array:
+            weight = index_stack(stack, index)
             weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
-            return weight.decoded() if hasattr(weight, "decoded") else weight
+            return weight.to_dense() if hasattr(weight, "to_dense") else weight
 
-        return self._switch_stack(of_kind) if isinstance(self.stack, MixedStack) else of_kind(self.stack, self.layer)
+        return self._switch_stack(dense_from) if isinstance(self.stack, MixedStack) else dense_from(self.stack, self.layer)
 
     def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        def of_kind(stack: Any, at: jax.Array) -> jax.Array:
-            weight = layer_weight(stack, at)
+        def project_from(stack: Any, index: jax.Array) -> jax.Array:
+            weight = layer_weight(stack, index)
             weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
             return project(x, weight, out_dtype=out_dtype)
 
-        return self._switch_stack(of_kind)
+        return self._switch_stack(project_from)
 
-    def _switch_stack(self, of_kind: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
-        """Call `of_kind(stack, index)` for the stack that holds this layer."""
-        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
-        return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
+    def _switch_stack(self, function: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """`function(stack, index)` for the stack that contains this layer, and the layer's index in it."""
+        which, index = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
+        return lax.switch(which, [partial(function, stack) for stack in self.stack.stacks], index)
 
 
 def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
@@ -135,17 +135,17 @@ def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
 
 @for_cpu("multiply_group")
 def multiply_group(x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], out_dtype: Any) -> Float[Array, "R N"]:
-    """[rows, in] times one group's matrix [out, in]: [rows, out].
+    """[R, K] times the transpose of one group's matrix [N, K].
 
     Args:
-      weight: [E, N, K], an array or a quantized weight.
+      weight: [E, N, K], an array or a quantized weight, with E groups.
     """
     return project(x, index_stack(weight, group), out_dtype=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
-    """[R, D] times the matrix of one layer of [L, N, D]: [R, N]."""
+    """[R, D] times the transpose of one layer's matrix in a stack [L, N, D]: [R, N]."""
     return multiply_group(x, stack, layer, out_dtype)
 
 
@@ -154,8 +154,8 @@ def _backward(out_dtype: Any, residuals: Any, gradient: jax.Array) -> tuple[Any,
     if hasattr(stack, "project"):
         weight = index_stack(stack, layer)
         return (*jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), x)[1](gradient), None, None)
-    of_slice = lambda x, stack: project(x, index_stack(stack, layer), out_dtype=out_dtype)
-    return (*jax.vjp(of_slice, x, stack)[1](gradient), None)
+    project_layer = lambda x, stack: project(x, index_stack(stack, layer), out_dtype=out_dtype)
+    return (*jax.vjp(project_layer, x, stack)[1](gradient), None)
 
 
 _project_in_place.defvjp(
@@ -175,8 +175,8 @@ def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
         return index_stack(stack, layer)
     if not isinstance(layer, int):
         return LayerWeight(stack, layer)
-    which, at = stack.places[layer]
-    return layer_weight(stack.stacks[which], at)
+    which, index = stack.places[layer]
+    return layer_weight(stack.stacks[which], index)
 
 
 @for_cpu("stays_stacked")
@@ -184,46 +184,46 @@ def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
     """Whether the scan over layers indexes this leaf in place instead of slicing it.
 
     Args:
-      is_constant: the leaf is not differentiated. The gradient of an indexed stack would be a full-size accumulation at each
-        iteration.
+      is_constant: whether the leaf is not differentiated. The gradient of an indexed stack would be accumulated in an array
+        of its full size at each iteration.
     """
     return isinstance(leaf, MixedStack)
 
 
 def split_stacked(
-    stacked: Any, held: Callable[[tuple[Any, ...], Any], bool]
+    stacked: Any, reads_in_place: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
-    """Split a stacked tree into the leaves that a scan slices and a function `rebuild_layer(slices, index)` of one layer.
+    """The leaves that a scan over layers slices, and `layer_params(slices, layer)`, which makes the tree of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
-      held: given the path and the leaf, whether the leaf stays stacked, and is indexed by `layer_weight`.
+      reads_in_place: whether a leaf, given its path and itself, is not sliced, but indexed by `layer_weight`.
     """
     is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
-    stays = [held(path, leaf) for path, leaf in leaves]
+    in_place = [reads_in_place(path, leaf) for path, leaf in leaves]
 
-    def rebuild_layer(sliced: list[Any], layer: int | jax.Array) -> Any:
-        rest = iter(sliced)
-        leaves_of_layer = [
-            layer_weight(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)
+    def layer_params(slices: list[Any], layer: int | jax.Array) -> Any:
+        rest = iter(slices)
+        layer_leaves = [
+            layer_weight(leaf, layer) if indexed else next(rest) for (_, leaf), indexed in zip(leaves, in_place, strict=True)
         ]
-        return jax.tree.unflatten(structure, leaves_of_layer)
+        return jax.tree.unflatten(structure, layer_leaves)
 
-    return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], rebuild_layer
+    return [leaf for (_, leaf), indexed in zip(leaves, in_place, strict=True) if not indexed], layer_params
 
 
 def unstack(stack: Any) -> MixedStack:
-    """The same matrices [L, *out, D] with separate arrays for each layer, with which a GPU decodes fastest.
+    """The same matrices [L, *out, D] as one array per layer, with which a GPU decodes fastest.
 
-    XLA for GPUs copies a slice of an array in a loop's carry before it is multiplied (8B on an H100: 117 MB for each of a
-    layer's larger matrices, and four times its bytes for int8); a separate array is read in place.
+    XLA for GPUs copies a slice of an array in a loop's carry before it is multiplied (8B on an H100: 117 MB for each of the
+    larger matrices of a layer, and four times its bytes for int8); a separate array is read in place.
     """
     if isinstance(stack, MixedStack):
-        layers = [(stack.stacks[which], at) for which, at in stack.places]
+        layers = [(stack.stacks[which], index) for which, index in stack.places]
     else:
         layers = [(stack, layer) for layer in range(stack.shape[0])]
-    separate = tuple(jax.tree.map(partial(_one_layer, layer=at), one) for one, at in layers)
+    separate = tuple(jax.tree.map(partial(_one_layer, layer=index), stacked) for stacked, index in layers)
     return MixedStack(separate, tuple((layer, 0) for layer in range(len(separate))))
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, project
 
 
 class LowRank(struct.PyTreeNode):
@@ -123,9 +123,9 @@ class LoraWeight(LowRankWeight, kw_only=True):
         if factor is not None:
             product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
         # Named again, so that `remat="dots"` saves the sum instead of its terms.
-        return checkpoint_name(product, PRODUCT)
+        return checkpoint_name(product, MATMUL_OUTPUT)
 
-    def decoded(self) -> Float[Array, " ..."]:
+    def to_dense(self) -> Float[Array, " ..."]:
         """W + s B A of one layer, with DoRA's factors; for files and comparisons, never for a matmul.
 
         Computed in float32 at least and rounded once to the dtype of W.
@@ -139,7 +139,7 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     def _changed(self) -> jax.Array:
         """W + s B A in float32 at least."""
-        base = self.base.decoded() if hasattr(self.base, "decoded") else self.base
+        base = self.base.to_dense() if hasattr(self.base, "to_dense") else self.base
         wide = jnp.promote_types(base.dtype, jnp.float32)
         change = self.low_rank.replace(a=self.low_rank.a.astype(wide), b=self.low_rank.b.astype(wide)).product()
         return jnp.asarray(base, wide) + self.scale * change
@@ -159,5 +159,5 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
 def row_lengths(matrix: Any) -> Float[Array, " ..."]:
     """The Euclidean length of each row of a matrix [*out, D], an array or a quantized weight: [*out] in float32 at least."""
-    dense = matrix.decoded() if hasattr(matrix, "decoded") else jnp.asarray(matrix)
+    dense = matrix.to_dense() if hasattr(matrix, "to_dense") else jnp.asarray(matrix)
     return jnp.linalg.norm(dense.astype(jnp.promote_types(dense.dtype, jnp.float32)), axis=-1)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
 
 WHOLE = 2  # with at most so many adapters per row of a batch the whole table is multiplied
@@ -59,7 +59,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
             factor = jnp.where(self.rows.reshape(-1, *[1] * (factor.ndim - 1)) < 0, 1, factor)
             factor = factor.reshape(len(factor), *[1] * (x.ndim - 2), *factor.shape[1:])
             product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)
-        return checkpoint_name(product, PRODUCT)
+        return checkpoint_name(product, MATMUL_OUTPUT)
 
     def of_adapter(self, number: int) -> LoraWeight:
         """The matrix with one of the adapters only."""

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Integer
 
-from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.platform import AnyArray, for_cpu, is_divided, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
@@ -72,7 +72,7 @@ class QuantizedWeight(struct.PyTreeNode):
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
         settings = _Settings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name)
-        return checkpoint_name(_project(settings, x, self.planes), PRODUCT)
+        return checkpoint_name(_project(settings, x, self.planes), MATMUL_OUTPUT)
 
     def embed(self, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Look up rows of a table [V, D]."""
@@ -87,7 +87,7 @@ class QuantizedWeight(struct.PyTreeNode):
         """In the memory layout of its devices, see `device_layout`; every constructor ends with this."""
         return self.replace(planes=tuple(map(arranged, self.form.planes, self.planes)))
 
-    def decoded(self) -> Any:
+    def to_dense(self) -> Any:
         """Dequantized, as NumPy or JAX like the planes; for tests and files, never for a matmul."""
         return self.form.decode(*self.planes).astype(self.dtype)
 
@@ -126,9 +126,9 @@ class JoinedWeight(struct.PyTreeNode):
         """See `ops.layers.project`."""
         return jnp.concatenate([project(x, part, out_dtype=out_dtype) for part in self.parts], axis=-2)
 
-    def decoded(self) -> Any:
+    def to_dense(self) -> Any:
         """Dequantized, as one matrix."""
-        parts = [part.decoded() if hasattr(part, "decoded") else part for part in self.parts]
+        parts = [part.to_dense() if hasattr(part, "to_dense") else part for part in self.parts]
         return (np if isinstance(parts[0], np.ndarray) else jnp).concatenate(parts, axis=-3)
 
 
