@@ -5,7 +5,7 @@ The public API, imported lazily:
   load(path)                          -> Checkpoint(config, params, tokenizer), from any format; load() is the bundled model
   save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;
-                                      observe(...) also returns activations of every layer
+                                      observe(...) also returns what hooks keep
   logits(config, params, tokens)      forward and unembed of whole sequences, without a cache
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
@@ -88,6 +88,7 @@ _LAZY_ATTRIBUTES = {
     "forward": "model.forward",
     "logits": "model.logits",
     "observe": "model.logits",
+    "with_hooks": "model.hooks",
     "rotary_frequencies": "model.rope",
     "unembed": "model.forward",
     "Compute": "model.forward_options",
@@ -214,6 +215,7 @@ __all__ = [
     "train_step",
     "unembed",
     "with_base",
+    "with_hooks",
 ]
 
 if TYPE_CHECKING:
@@ -231,6 +233,7 @@ if TYPE_CHECKING:
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
     from llama_jax.model.forward import forward, unembed
     from llama_jax.model.forward_options import Compute, Positions, Sharding
+    from llama_jax.model.hooks import with_hooks
     from llama_jax.model.logits import logits, observe
     from llama_jax.model.lora import Lora, adapted, init_adapters, merge, with_base
     from llama_jax.model.multi_lora import adapter_table, choose_adapters

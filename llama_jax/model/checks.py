@@ -141,10 +141,12 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     """Check that a pass can be exact.
 
     Raises:
-      ConfigError: rows hold several texts; or matrices are multiplied with other tokens as well: those of experts, and of
-        adapters in a table.
+      ConfigError: hooks; rows hold several texts; or matrices are multiplied with other tokens as well: those of experts,
+        and of adapters in a table.
       MeshError: as `check_exact_devices`.
     """
+    if params.hooks is not None:
+        raise ConfigError("exact=True has no hooks; leave one of the two out")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
     if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):

@@ -17,11 +17,13 @@ from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
 from llama_jax.model.checks import check_arguments, check_attend, check_exact, check_head, checked_attention
 from llama_jax.model.forward_options import Compute, Positions, Sharding, identity
+from llama_jax.model.hooks import HookCaller
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops import exact
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
+from llama_jax.ops.attention.mask import visible
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import split_stacked, stays_stacked
@@ -121,6 +123,7 @@ class _SharedInputs(NamedTuple):
       sink_rope: as `rope`, rotations used for scores between queries and sink keys; None without sinks.
       query_scale: the factor of queries, float32[B, 1, T, 1, 1], or None.
       paged: the page view; `pages` and `layer` are filled in per layer; None without a cache.
+      position_ids: int32[B, T], for hooks; None without hooks.
     """
 
     rope: tuple[CosSin, ...]
@@ -128,6 +131,7 @@ class _SharedInputs(NamedTuple):
     sink_rope: tuple[CosSin, ...] | None = None
     query_scale: jax.Array | None = None
     paged: PagedView | None = None
+    position_ids: jax.Array | None = None
 
 
 def run_layers(
@@ -136,9 +140,8 @@ def run_layers(
     tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None,
     options: PassOptions,
-    tap: Callable[..., Any] | None = None,
-) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """Hidden states, the cache, and the results of `tap` for every layer, see `model.logits.observe`."""
+) -> tuple[Float[Array, "B T D"], Any, dict[str, Any]]:
+    """Hidden states, the cache, and what hooks kept, see `model.logits.observe`."""
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
@@ -152,12 +155,13 @@ def run_layers(
     by_token = ops.call  # what is computed for each token by itself; exact passes do so by blocks
     if compute.exact:
         by_token = partial(_by_blocks, jnp.asarray(positions.starts)[-1])
-    shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token)
+    shared = _shared_inputs(config, tokens, cache, positions, chunks, by_token, params.hooks is not None)
+    call_hooks = HookCaller(params.hooks, shared.position_ids)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
         embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
-    hidden = sharding.constrain(sharding.constrain(embedded, "embedded"), "residual")
+    hidden = sharding.constrain(call_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
 
     def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
         return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
@@ -172,30 +176,35 @@ def run_layers(
         # In a scan over differing layers the kind is a traced index.
         static_index = layer if len(kinds) > 1 else 0
         kind = jnp.asarray(kind_of)[index] if static_index is None else kind_of[static_index]
+        call_hooks = HookCaller(params.hooks, shared.position_ids, index)
 
         def attention_input(hidden: jax.Array) -> jax.Array:
             return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
 
-        def heads_of(qkv: jax.Array, shared: _SharedInputs) -> tuple[_Heads, Any]:
-            """The heads of each token as they are cached, and the keys and values that are tapped."""
-            heads = _heads_of(config, block, qkv, shared, kind)
-            tapped = None if tap is None else (heads.keys, heads.values)
-            return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads, tapped
+        def heads_of(qkv: jax.Array, shared: _SharedInputs) -> _Heads:
+            """The heads of each token as they are cached."""
+            heads = _call_hooks_of_heads(config, call_hooks, _heads_of(config, block, qkv, shared, kind))
+            return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads
 
         def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
-            residual = hidden + sublayer_output(attended, block.attention_post_norm)
+            residual = hidden + call_hooks("attention", sublayer_output(attended, block.attention_post_norm))
+            residual = call_hooks("residual_between", residual)
             return residual, sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
 
         def layer_output(residual: jax.Array, x: jax.Array) -> jax.Array:
-            return sharding.constrain(residual + sublayer_output(x, block.ffn_post_norm), "residual")
+            added = call_hooks("feed_forward", sublayer_output(x, block.ffn_post_norm))
+            return sharding.constrain(call_hooks("residual_after", residual + added), "residual")
 
+        hidden = call_hooks("residual_before", hidden)
         qkv = ops.project(by_token(attention_input, hidden), block.attention.qkv)
-        heads, tapped = by_token(heads_of, qkv, shared._replace(masks=(), paged=None))
+        heads = by_token(heads_of, qkv, shared._replace(masks=(), paged=None))
         pages, view = _write_cache(pages, heads, shared, index, head_sharding)
-        attended = attend_layer(kind, heads, view, shared.masks).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        attended = attend_layer(kind, heads, view, shared.masks, call_hooks)
+        attended = call_hooks("heads", attended, _flat_heads, partial(_grouped_heads, config))
+        attended = attended.swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         residual, normed = by_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
-        residual = by_token(layer_output, residual, _feed_forward(config, block, normed, sharding, by_token))
-        return residual, pages, None if tap is None else tap(hidden, residual, *tapped)
+        residual = by_token(layer_output, residual, _feed_forward(config, block, normed, sharding, by_token, call_hooks))
+        return residual, pages, call_hooks.kept
 
     def layer_fn(layer: int | None) -> Callable[..., Any]:
         run = partial(run_layer, layer=layer)
@@ -211,25 +220,26 @@ def run_layers(
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
         each = []
         for i in range(config.n_layers):
-            *carry, tapped = layer_fn(i)(layer_of([], i), *carry, shared, jnp.int32(i))
-            each.append(tapped)
-        taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
+            *carry, kept = layer_fn(i)(layer_of([], i), *carry, shared, jnp.int32(i))
+            each.append(kept)
+        kept = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
     else:
         scanned_layer = layer_fn(None)
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            *carry, taken = scanned_layer(layer_of(*layer), *carry, shared, layer[1])
-            return tuple(carry), taken
+            *carry, kept = scanned_layer(layer_of(*layer), *carry, shared, layer[1])
+            return tuple(carry), kept
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
-        carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
+        carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = by_token(partial(apply_final_norm, config, params), hidden)
+    hidden = call_hooks("final", by_token(partial(apply_final_norm, config, params), hidden))
+    kept |= call_hooks.kept
     if cache is None:
-        return hidden, None, taken
+        return hidden, None, kept
     assert shared.paged is not None
     lengths = shared.paged.lengths if positions.lengths is None else cache.length + positions.lengths
-    return hidden, cache.replace(pages=pages, length=lengths), taken
+    return hidden, cache.replace(pages=pages, length=lengths), kept
 
 
 def _by_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
@@ -256,7 +266,7 @@ def _layer_attention(
     cache: KVCache | None,
     chunks: list[int | None],
     head_sharding: HeadSharding | None,
-) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...]], jax.Array]:
+) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
     """The attention function of a layer, given its kind; its result is [B, K, T, G, H]."""
     own_attention = compute.attend is not None or compute.attention != "auto"
     if sharding.reorder_batch is not identity and own_attention:
@@ -302,8 +312,19 @@ def _layer_attention(
         return _by_row(attended, len(heads.queries))
 
     def attend_layer(
-        kind: int | jax.Array, heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
+        kind: int | jax.Array,
+        heads: _Heads,
+        view: KVView | PagedView,
+        masks: tuple[AttentionMask, ...],
+        call_hooks: HookCaller,
     ) -> jax.Array:
+        if call_hooks.has("scores", "pattern"):
+            if own_attention or sharding.attend is not None or (cache is not None and cache.sinks):
+                raise ConfigError("hooks at scores and pattern have plain attention; set no attention, no context, no sinks")
+            if isinstance(view, PagedView):
+                view = gather_pages(view, masks[0].query_positions.size, heads.queries.dtype)
+            allowed = jnp.stack(jnp.broadcast_arrays(*(visible(masks[mask], window) for window, mask in limits)))
+            return call_hooks.attend(heads.queries, view, allowed[kind], config.score_scale)
         if isinstance(kind, int):
             return attend_within(limits[kind], heads, view, masks)
         # Only attention is compiled once per distinct mask (`lax.switch` inside the scan): program size depends neither on
@@ -348,6 +369,7 @@ def _shared_inputs(
     positions: Positions,
     chunks: list[int | None],
     by_token: Callable[..., Any],
+    hooked: bool,
 ) -> _SharedInputs:
     length = tokens.shape[1]
     paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
@@ -385,15 +407,17 @@ def _shared_inputs(
     def by_chunk(mask: AttentionMask) -> tuple[AttentionMask, ...]:
         return tuple(_in_chunks(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
 
+    hook_positions = position_ids if hooked else None
     if cache is None:
-        return _SharedInputs(token_rope, by_chunk(AttentionMask.causal(length, positions.segment_ids)), query_scale=scale)
+        masks = by_chunk(AttentionMask.causal(length, positions.segment_ids))
+        return _SharedInputs(token_rope, masks, query_scale=scale, position_ids=hook_positions)
     sink_rope = None
     if cache.sinks and cache.window is not None:
         # StreamingLLM: sinks are placed directly before the window, by cache position, so no distance exceeds sinks + window
         # (Xiao et al. 2023, section 3.2).
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     masks = by_chunk(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
-    return _SharedInputs(token_rope, masks, sink_rope, scale, paged)
+    return _SharedInputs(token_rope, masks, sink_rope, scale, paged, hook_positions)
 
 
 class _Heads(NamedTuple):
@@ -432,6 +456,26 @@ def _heads_of(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Shared
         queries = (queries * scale).astype(queries.dtype)
         sink_queries = None if sink_queries is None else (sink_queries * scale).astype(queries.dtype)
     return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
+
+
+def _call_hooks_of_heads(config: LlamaConfig, call_hooks: HookCaller, heads: _Heads) -> _Heads:
+    """The heads after the hooks at "queries", "keys" and "values"."""
+    if heads.sink_queries is not None and call_hooks.has("queries"):
+        raise ConfigError("hooks at queries are not for a cache with sinks, for which queries are rotated twice")
+    by_token = partial(jnp.swapaxes, axis1=1, axis2=2)
+    queries = call_hooks("queries", heads.queries, _flat_heads, partial(_grouped_heads, config))
+    keys, values = (call_hooks(name, getattr(heads, name), by_token, by_token) for name in ("keys", "values"))
+    return heads._replace(queries=queries, keys=keys, values=values)
+
+
+def _flat_heads(x: jax.Array) -> jax.Array:
+    """[B, K, T, G, H] as [B, T, N, H]."""
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1, x.shape[-1])
+
+
+def _grouped_heads(config: LlamaConfig, x: jax.Array) -> jax.Array:
+    """[B, T, N, H] as [B, K, T, G, H]."""
+    return x.reshape(*x.shape[:2], config.n_kv_heads, config.queries_per_kv_head, -1).swapaxes(1, 2)
 
 
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -509,11 +553,22 @@ def _by_row(x: jax.Array, batch: int) -> jax.Array:
 
 
 def _feed_forward(
-    config: LlamaConfig, block: Block, normed: jax.Array, sharding: Sharding, between: Callable[..., Any]
+    config: LlamaConfig,
+    block: Block,
+    normed: jax.Array,
+    sharding: Sharding,
+    between: Callable[..., Any],
+    call_hooks: HookCaller,
 ) -> jax.Array:
     """Dense or mixture-of-experts feed-forward."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
+    if call_hooks.has("neurons"):
+        if weights.router is not None:
+            raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
+        gates, values = ops.project(normed, weights.gate), ops.project(normed, weights.up)
+        neurons = call_hooks("neurons", ops.gated_activation(gates, values, config.activation))
+        return ops.project(neurons, weights.down)
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation, between)
     from llama_jax.ops.moe import Routing, mixture_of_experts
@@ -533,12 +588,19 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
     Rows beyond the vocabulary are padding, to divide the output projection over devices (`parallel.padding`); their logits
     are -inf.
     """
+    return unembed_with(HookCaller(params.hooks), config, params, hidden)
+
+
+def unembed_with(
+    call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
+) -> Float[Array, "*batch V"]:
+    """`unembed`, where what hooks keep is wanted."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
     logits = ops.project(hidden, head, out_dtype=wide)
-    if head.shape[0] == config.vocab_size:
-        return logits
-    return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+    if head.shape[0] != config.vocab_size:
+        logits = jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
+    return call_hooks("logits", logits)
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
@@ -549,3 +611,14 @@ def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head
+
+
+def lm_head_for_loss(config: LlamaConfig, params: Llama) -> jax.Array:
+    """`lm_head_of`, for losses that compute logits a part at a time.
+
+    Raises:
+      ConfigError: there are hooks at "logits", which would not be called.
+    """
+    if "logits" in (params.hooks or ()):
+        raise ConfigError("this loss never holds whole logits, for hooks at logits; compute it from llama_jax.logits")
+    return lm_head_of(config, params)

@@ -1,9 +1,9 @@
-"""Logits and per-layer activations of whole sequences, without a cache."""
+"""Logits of whole sequences, and passes with hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,55 +11,44 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
+from llama_jax.model.cache import KVCache
 from llama_jax.model.checks import check_tokens
-from llama_jax.model.forward import PassOptions, forward, run_layers, unembed
+from llama_jax.model.forward import PassOptions, forward, run_layers, unembed, unembed_with
 from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.hooks import Hook, HookCaller, with_hooks
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
-from llama_jax.ops.platform import AnyArray
-
-
-class LayerActivations(NamedTuple):
-    """The activations of one layer.
-
-    Attributes:
-      before, after: [B, T, D], the residual stream before and after the layer.
-      keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
-    """
-
-    before: jax.Array
-    after: jax.Array
-    keys: jax.Array
-    values: jax.Array
-
-
-Tap = Callable[[LayerActivations], Any]
+from llama_jax.ops.platform import AnyArray, tracing_context
 
 
 def observe(
     config: LlamaConfig,
     params: Llama,
     tokens: Integer[AnyArray, "B T"],
-    tap: Tap,
+    hooks: Mapping[str, Hook],
+    cache: KVCache | None = None,
     *,
     positions: Positions = Positions(),
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
-) -> tuple[Float[Array, "B T D"], Any]:
-    """`forward` without a cache, with the results of `tap` for every layer.
+) -> tuple[Float[Array, "B T V"], Any, dict[str, Any]]:
+    """A pass with hooks, and what they keep; see `with_hooks`. Under `jit` what is not used is not computed.
 
     Args:
-      tap: maps a `LayerActivations` to a pytree of arrays; under `jit` unused activations are not computed.
+      hooks: called after those of the parameters, which may keep something, too.
+      cache, positions, compute, sharding: as for `forward`.
 
     Returns:
-      The hidden states, and the results of `tap`, stacked over the layers: each array has a leading axis L.
+      The logits, in float32 at least; the cache with the new tokens, or None; and by point what its hook kept: of points in
+      the layers each array with a leading axis L.
     """
+    hooked = with_hooks(params, hooks)
     if compute.exact:
-        raise ConfigError("exact=True has no activations to observe; leave it out")
-    with sharding.context():
-        options = PassOptions(positions, compute, sharding)
-        hidden, _, taken = run_layers(config, params, tokens, None, options, lambda *seen: tap(LayerActivations(*seen)))
-    return hidden, taken
+        raise ConfigError("exact=True has no hooks; leave one of the two out")
+    with sharding.context(), tracing_context(params):
+        hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
+        call_hooks = HookCaller(hooked.hooks)
+        return unembed_with(call_hooks, config, hooked, hidden), cache, kept | call_hooks.kept
 
 
 def logits(

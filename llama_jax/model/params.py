@@ -79,12 +79,14 @@ class Llama(struct.PyTreeNode):
         on a GPU a matrix may be a `MixedStack` of one array a layer (`trees.layers_apart`).
       final_norm: [D].
       lm_head: [V, D], or None if the output projection is the embedding.
+      hooks: see `hooks.with_hooks`; None where a model is saved, sharded or trained.
     """
 
     embedding: Leaf
     blocks: Block
     final_norm: Leaf
     lm_head: Leaf | None
+    hooks: Any = None
 
 
 BLOCKS = "blocks."  # path prefix of per-layer parameters

@@ -11,7 +11,7 @@ Exported here: what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.layers import call, embed, feed_forward, project, rms_norm
+from llama_jax.ops.layers import call, embed, feed_forward, gated_activation, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "call",
     "embed",
     "feed_forward",
+    "gated_activation",
     "inverse_frequencies",
     "project",
     "rms_norm",

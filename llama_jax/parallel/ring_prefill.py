@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.config import LlamaConfig
 from llama_jax.model.cache import KVCache, cache_from
 from llama_jax.model.forward_options import Positions, Sharding
-from llama_jax.model.logits import LayerActivations, observe
+from llama_jax.model.hooks import At
+from llama_jax.model.logits import observe
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import (
@@ -60,11 +61,12 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
         rows = reorder(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
         positions = Positions(position_ids=rows.position_ids, rope_lengths=rows.rope_lengths)
 
-        def keep(layer: LayerActivations) -> tuple[jax.Array, jax.Array]:
-            return gather(layer.keys), gather(layer.values)
+        def keep(value: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+            return value, gather(value.swapaxes(1, 2))
 
-        hidden, (keys, values) = observe(config, params, rows.tokens, keep, positions=positions, sharding=sharding)
-        cache = cache_from(keys, values, lengths, capacity)
+        hooks = {"keys": keep, "values": keep, "final": lambda hidden, at: (hidden, hidden)}
+        _, _, kept = observe(config, params, rows.tokens, hooks, positions=positions, sharding=sharding)
+        cache, hidden = cache_from(kept["keys"], kept["values"], lengths, capacity), kept["final"]
         cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
         return cache, _last_of_rows(mesh, hidden, lengths)
 

@@ -13,7 +13,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import forward, lm_head_of
+from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions
@@ -85,7 +85,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
             logit_options = LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.batch_shards, sharding.constrain)
-            return Logits(sharding.constrain(hidden, "hidden"), lm_head_of(*model)), logit_options
+            return Logits(sharding.constrain(hidden, "hidden"), lm_head_for_loss(*model)), logit_options
 
         with sharding.context():
             student, logit_options = read((config, params), sharding)

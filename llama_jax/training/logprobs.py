@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.forward import forward, lm_head_of
+from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
@@ -62,7 +62,7 @@ def token_logprobs(
         hidden = sharding.constrain(hidden, "hidden")
         logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.batch_shards, sharding.constrain)
         targets = jnp.where(rows.target_mask, rows.targets, -1)
-        return chunked_logprobs(hidden, lm_head_of(config, params), targets, logit_options, temperature)
+        return chunked_logprobs(hidden, lm_head_for_loss(config, params), targets, logit_options, temperature)
 
 
 def _exact_logprobs(

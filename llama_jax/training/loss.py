@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import forward, lm_head_of
+from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
@@ -109,4 +109,4 @@ def total_loss(
         logit_options = LogitOptions(
             options.chunk, options.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain
         )
-        return cross_entropy(hidden, lm_head_of(config, params), rows.targets, weights, logit_options)
+        return cross_entropy(hidden, lm_head_for_loss(config, params), rows.targets, weights, logit_options)

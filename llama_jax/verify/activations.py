@@ -25,6 +25,7 @@ from llama_jax.errors import CheckpointError, UserError, shown
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.model.forward import apply_final_norm, unembed
+from llama_jax.model.hooks import At
 from llama_jax.model.logits import observe
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import stack
@@ -77,8 +78,12 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
-    hidden, (before, after) = observe(config, params, tokens, lambda layer: (layer.before[0], layer.after[0]))
-    return unembed(config, params, hidden)[0], jnp.concatenate([before[:1], after])
+    logits, _, kept = observe(config, params, tokens, {"embedded": _keep_row, "residual_after": _keep_row})
+    return logits[0], jnp.concatenate([kept["embedded"][None], kept["residual_after"]])
+
+
+def _keep_row(value: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+    return value, value[0]
 
 
 def of_layer(config: LlamaConfig, index: int) -> LlamaConfig:
@@ -97,7 +102,7 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
     params = Llama(
         embedding=stream, blocks=stack((block,)), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None
     )
-    return observe(alone, params, jnp.arange(len(stream))[None], lambda layer: layer.after[0])[1][0]
+    return observe(alone, params, jnp.arange(len(stream))[None], {"residual_after": _keep_row})[2]["residual_after"][0]
 
 
 @partial(jax.jit, static_argnums=0)

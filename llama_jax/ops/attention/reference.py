@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from llama_jax.ops.attention.mask import AttentionMask, visible
 
@@ -22,10 +24,25 @@ def reference(
 
     Arguments and result as for `attend`. The output for a query that sees nothing is zero.
     """
+    return attend_where(queries, keys, values, visible(mask, window), scale=scale)
+
+
+def attend_where(
+    queries: Float[Array, "B K T G H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S W"],
+    allowed: Bool[Array, "#B T S"],
+    *,
+    scale: float,
+    scores_hook: Callable[[jax.Array], jax.Array] = lambda x: x,
+    pattern_hook: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> Float[Array, "B K T G W"]:
+    """Attention to the keys that are `allowed`, with what the hooks make of scores and weights [B, K, T, G, S]."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
-    allowed = visible(mask, window)[:, None, :, None, :]  # [B|1, 1, T, 1, S]
+    allowed = allowed[:, None, :, None, :]  # [B|1, 1, T, 1, S]
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=precise) * scale
-    scores = jnp.where(allowed, scores, jnp.finfo(precise).min)
-    weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
+    scores = scores_hook(jnp.where(allowed, scores, -jnp.inf))
+    scores = jnp.where(allowed, scores, jnp.finfo(precise).min)  # finite: a row that sees nothing has no NaN
+    weights = pattern_hook(jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0))
     attended = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)
     return attended.astype(queries.dtype)
