@@ -318,7 +318,7 @@ class _Blocks:
         blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None]
 
         def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
-            known = (x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
+            known = jnp.asarray(x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
             return reduce(known[:, blocks], axis=(0, 2))
 
         return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)

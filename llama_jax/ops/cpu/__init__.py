@@ -35,6 +35,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
@@ -385,21 +387,25 @@ class Bits(struct.PyTreeNode):
 def pack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
     """`platform.pack_bits`: 16-bit floating-point arrays as `Bits`."""
 
-    return jax.tree.map(lambda x: Bits(_as_bits(x), x.dtype) if is_short(x) else x, tree)
+    return jax.tree.map(lambda x: Bits(_as_bits_p.bind(x), x.dtype) if is_short(x) else x, tree)
 
 
-@jax.custom_jvp
-def _as_bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
+_as_bits_p = Primitive("as_bits")
+_as_bits_p.def_impl(lambda x: lax.bitcast_convert_type(x, jnp.uint16))
+_as_bits_p.def_abstract_eval(lambda x: x.update(dtype=jnp.dtype(jnp.uint16), weak_type=False))
+mlir.register_lowering(_as_bits_p, mlir.lower_fun(_as_bits_p.impl, multiple_results=False))
+batching.defvectorized(_as_bits_p)
 
 
-@_as_bits.defjvp
-def _no_derivative(primals: Any, tangents: Any) -> Any:
+def _no_derivative(*_: Any, **__: Any) -> Any:
     """JAX would take it for zero, and second derivatives with it."""
     raise TypeError(
         "second derivatives of 16-bit numbers are not supported on CPUs; compute in float32, with"
         " Compute(dtype=jnp.float32), or with float32 parameters"
     )
+
+
+ad.primitive_jvps[_as_bits_p] = _no_derivative
 
 
 def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:

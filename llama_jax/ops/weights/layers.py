@@ -154,17 +154,20 @@ def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array
 @partial(_project_in_place.defjvp, symbolic_zeros=True)
 def _project_in_place_jvp(out_dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, stack, layer), (d_x, d_stack, _) = primals, tangents
+
+    def gradient_of_x(residuals: Any, gradient: jax.Array) -> jax.Array:
+        weight, zeros = index_stack(*residuals), jnp.zeros(x.shape, x.dtype)
+        return jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), zeros)[1](gradient)[0]
+
+    def project_rows(x: jax.Array) -> jax.Array:
+        forward = lambda residuals, x: _project_in_place(out_dtype, x, *residuals)
+        return linear_map(forward, gradient_of_x, (stack, layer), x)
+
     take = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
     changes = directional(lambda stack: project(x, jax.tree.map(take, stack), out_dtype=out_dtype), stack, d_stack)
     if not isinstance(d_x, SymbolicZero):
-
-        def gradient_of_x(residuals: Any, gradient: jax.Array) -> jax.Array:
-            weight, zeros = index_stack(*residuals), jnp.zeros(x.shape, x.dtype)
-            return jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), zeros)[1](gradient)[0]
-
-        forward = lambda residuals, d_x: _project_in_place(out_dtype, d_x, *residuals)
-        changes.append(linear_map(forward, gradient_of_x, (stack, layer), d_x))
-    return _project_in_place(out_dtype, x, stack, layer), sum(changes[1:], changes[0])
+        changes.append(project_rows(d_x))
+    return project_rows(x), sum(changes[1:], changes[0])
 
 
 @for_cpu("layer_weight")

@@ -193,11 +193,14 @@ def _project_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.
         product = jnp.tensordot(x.astype(jnp.float32), form.decode(*planes), axes=((-1,), (-1,)))
         return product.astype(settings.out_dtype)
 
+    def project_rows(x: jax.Array) -> jax.Array:
+        forward = lambda planes, x: _project(settings, x, planes)
+        return linear_map(forward, partial(_gradient_of_x, settings), planes, x)
+
     changes = directional(project_decoded, planes, d_planes)
     if not isinstance(d_x, SymbolicZero):
-        forward = lambda planes, d_x: _project(settings, d_x, planes)
-        changes.append(linear_map(forward, partial(_gradient_of_x, settings), planes, d_x))
-    return _project(settings, x, planes), sum(changes[1:], changes[0])
+        changes.append(project_rows(d_x))
+    return project_rows(x), sum(changes[1:], changes[0])
 
 
 def _gradient_of_x(settings: _Settings, planes: Any, gradient: jax.Array) -> jax.Array:
