@@ -398,10 +398,10 @@ batching.defvectorized(_as_bits_p)
 
 
 def _no_derivative(*_: Any, **__: Any) -> Any:
-    """JAX would take it for zero, and second derivatives with it."""
+    """Without this, JAX would take the derivative of the bits for zero."""
     raise TypeError(
-        "second derivatives of 16-bit numbers are not supported on CPUs; compute in float32, with"
-        " Compute(dtype=jnp.float32), or with float32 parameters"
+        "second derivatives, and derivatives of a pass with a cache, are not supported in 16 bits on CPUs; compute in"
+        " float32, with Compute(dtype=jnp.float32) and float32 parameters"
     )
 
 
