@@ -29,6 +29,10 @@ PICTURES = {
     "near": ("08_data", "Edited stories and their originals"),
     "mixture": ("08_data", "Smallest and largest share"),
     "sources": ("08_data", "Validation loss of each source"),
+    "sensitivity": ("09_derivatives", "Sensitivity of the word at the end"),
+    "influence": ("09_derivatives", "Left out of training"),
+    "relaxed": ("09_derivatives", "Where it is written"),
+    "sharpness": ("09_derivatives", "Largest Hessian eigenvalues"),
 }
 
 
