@@ -1,12 +1,13 @@
 """Derivatives of a model in float64 beside finite differences: by example, by embedding, through generation and scales."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import as_float64
+from conftest import as_float64, jit_init
 from jax.tree_util import Partial
 
 import llama_jax
@@ -192,10 +193,13 @@ def test_the_gradient_of_scales(kind):
     np.testing.assert_allclose(forward(scales, along), wanted, rtol=2e-3)
 
 
-@pytest.fixture(scope="module")
-def quantized(models):
+@pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.slow)])
+def quantized(models, request):
     """(config, a model in int8, the same dense, a batch)."""
     config, params = models["tied"]
+    if request.param == "experts":
+        config = replace(config, experts=4, experts_per_token=2)
+        params = jit_init(config, jax.random.key(0))
     coded = quantize(params, "int8")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 10), np.int32)
     return config, coded, dequantize(coded), Batch(tokens)
@@ -241,7 +245,7 @@ def test_scales_in_the_layers_of_a_model_have_gradients(quantized):
 
 def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
     config, coded, dense, batch = quantized
-    lora = Lora(rank=2)
+    lora = Lora(rank=2, targets=("q_proj", "v_proj"))
     adapters = jax.tree.map(
         lambda a: jnp.asarray(direction_like(a), jnp.float32) * 0.1,
         llama_jax.init_adapters(config, lora, jax.random.key(0)),
