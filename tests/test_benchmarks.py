@@ -3,6 +3,7 @@
 import json
 
 import bench_data
+import bench_derivatives
 import bench_generate
 import bench_lora
 import bench_train
@@ -71,6 +72,17 @@ def test_adapters(tmp_path):
         for figures in found.values():
             assert len(figures["tokens_per_second"]) == 2
             assert min(figures["tokens_per_second"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_derivatives(tmp_path):
+    output = tmp_path / "bench.json"
+    small = bench_derivatives.Arguments(batch=1, length=8, calls=1, lengths=(16,), output=output)
+    bench_derivatives.main(small)
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["derivative"] for row in rows if row["length"] == 16} == set(bench_derivatives.LONG)
+    assert all(row["temporary_mb"] > 0 and row.get("milliseconds", 1) > 0 for row in rows)
 
 
 @pytest.mark.slow

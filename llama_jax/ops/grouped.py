@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int32
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, project, weight_gradient
+from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
 from llama_jax.ops.weights.layers import index_stack, multiply_group
 
@@ -94,39 +96,36 @@ def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) ->
 _cast_and_gathered.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` for non-array weights; differentiable in `x`, and in the weight if it is a stack of floats."""
+    """`grouped_matmul` for non-array weights; differentiable in `x`, and in their arrays of floats."""
     multiply_block = partial(multiply_group, out_dtype=x.dtype)
     return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
 
 
-def _of_floats(weight: Any) -> bool:
-    """Whether a weight is a reference into a stack of floats."""
-    is_quantized = lambda leaf: hasattr(leaf, "planes")
-    return hasattr(weight, "stack") and not any(map(is_quantized, jax.tree.leaves(weight, is_leaf=is_quantized)))
+@partial(_grouped_project.defjvp, symbolic_zeros=True)
+def _grouped_project_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, weight, sizes), (d_x, d_weight, _) = primals, tangents
+
+    def project_rows(x: jax.Array) -> jax.Array:
+        forward = lambda residuals, x: _grouped_project(x, *residuals)
+        return linear_map(forward, _gradient_of_rows, (weight, sizes), x)
+
+    changes = directional(lambda weight: grouped_matmul(x, weight.to_dense(), sizes), weight, d_weight)
+    if not isinstance(d_x, SymbolicZero):
+        changes.append(project_rows(d_x))
+    return project_rows(x), sum(changes[1:], changes[0])
 
 
-def _project_forward(x: jax.Array, weight: Any, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return _grouped_project(x, weight, sizes), (x if _of_floats(weight) else None, weight, sizes)
-
-
-def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    x, weight, sizes = residuals
-    if x is not None:
-        plain = lambda x, weight: grouped_matmul(x, weight.to_dense(), sizes)
-        return (*jax.vjp(plain, x, weight)[1](gradient), None)
+def _gradient_of_rows(residuals: Any, gradient: jax.Array) -> jax.Array:
+    weight, sizes = residuals
     dtype, (_, _, columns) = gradient.dtype, weight.shape
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
         zeros = jnp.zeros((len(rows), columns), dtype)
         return jax.vjp(lambda x: project(x, index_stack(weight, group)), zeros)[1](rows)[0]
 
-    like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
-    return _by_blocks(transposed, gradient, weight, sizes, like), None, None
-
-
-_grouped_project.defvjp(_project_forward, _project_backward)
+    return _by_blocks(transposed, gradient, weight, sizes, jax.ShapeDtypeStruct((len(gradient), columns), dtype))
 
 
 # --- the primitive: linear in both arrays, so its derivatives are the same primitive in another mode -----------------------

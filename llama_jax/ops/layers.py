@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
+from llama_jax.ops.linear_map import linear_map
 from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -155,28 +156,37 @@ def _matmul(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def matmul_cast_weight(
     settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
 ) -> Float[Array, " ..."]:
     """`matmul` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
 
-    Custom VJP, so that the weight's gradient, a sum over all tokens and devices, is computed in the weight's dtype. Autodiff
-    would round it to the dtype of `x` before the sum over devices.
+    With a derivative of its own, so that the weight's gradient, a sum over all tokens and devices, is computed in the
+    weight's dtype. Autodiff would round it to the dtype of `x` before the sum over devices.
 
     Args:
       settings: (whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype).
     """
-    return _matmul_cast_weight_forward(settings, x, weight)[0]
+    return _matmul(x, weight.astype(x.dtype), x.dtype)
 
 
-def _matmul_cast_weight_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+@partial(matmul_cast_weight.defjvp, symbolic_zeros=True)
+def _matmul_cast_weight_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, weight = primals
     matrix = weight.astype(x.dtype)
-    product = jnp.tensordot(x, matrix, axes=((-1,), (-1,)), preferred_element_type=x.dtype)
-    return product, (x, matrix if settings[0] else weight)
+    residuals = x, matrix if settings[0] else weight
+    backward = partial(_matmul_cast_weight_gradients, settings)
+    return _matmul(x, matrix, x.dtype), linear_map(_matmul_cast_weight_tangent, backward, residuals, tuple(tangents))
 
 
-def _matmul_cast_weight_backward(
+def _matmul_cast_weight_tangent(residuals: Any, tangents: Any) -> jax.Array:
+    x, matrix = residuals
+    cast = lambda weight: weight.astype(x.dtype)
+    return _matmul(tangents[0], cast(matrix), x.dtype) + _matmul(x, cast(tangents[1]), x.dtype)
+
+
+def _matmul_cast_weight_gradients(
     settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
@@ -185,9 +195,6 @@ def _matmul_cast_weight_backward(
     rows = tuple(range(x.ndim - 1))
     d_weight = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
     return dx, d_weight
-
-
-matmul_cast_weight.defvjp(_matmul_cast_weight_forward, _matmul_cast_weight_backward)
 
 
 @for_cpu("weight_gradient")
@@ -208,7 +215,7 @@ def remat(function: F) -> F:
     """`jax.checkpoint` that saves only the arguments.
 
     For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
-    3). Differentiable in every mode, except 16-bit inputs on CPUs (reverse mode only).
+    3). Differentiable in every mode; with 16-bit inputs on CPUs only once.
     """
     # Inside a scan over layers no barrier against CSE is needed.
     return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))

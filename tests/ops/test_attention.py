@@ -184,21 +184,28 @@ class TestEveryBackendIsTheReference:
 class TestDerivatives:
     """Whole rows of float32 and float64 are plain mathematics: every kind of derivative."""
 
-    @staticmethod
-    def loss(backend, arrays):
-        seen = AttentionMask.causal(LENGTH, some_segments(2, LENGTH))
-        return jnp.sum(jnp.sin(ops.attend(arrays[0], KVView(*arrays[1:]), seen, scale=0.5, backend=backend)))
+    @pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("backend", ["dense", "blockwise"])
+    def test_forward_and_second_order_are_those_of_the_reference(self, backend, window):
+        def derivatives(backend, arrays, direction):
+            def loss(arrays):
+                seen = AttentionMask.causal(LENGTH, some_segments(2, LENGTH))
+                view = KVView(*arrays[1:])
+                mixed = ops.attend(arrays[0], view, seen, scale=0.5, window=window, backend=backend)
+                return jnp.sum(jnp.sin(mixed))
 
-    def test_forward_and_second_order_are_those_of_the_reference(self):
+            along = lambda scale: jax.tree.map(lambda x: scale * x, direction)
+            hessian_by_vector = lambda scale: jax.jvp(jax.grad(loss), (arrays,), (along(scale),))[1]
+            linear = jax.linearize(loss, arrays)[1]
+            forward = jax.jvp(loss, (arrays,), (direction,)), linear(direction)
+            reverse_of_forward = jax.grad(lambda direction: jnp.sin(linear(direction)))(direction)
+            rematerialized = jax.jvp(jax.grad(jax.checkpoint(loss)), (arrays,), (direction,))
+            return forward, reverse_of_forward, rematerialized, jax.vmap(hessian_by_vector)(jnp.arange(3.0))
+
         with jax.enable_x64(True):
             arrays, direction = (jax.tree.map(lambda x: x.astype(jnp.float64), operands(seed)) for seed in (0, 1))
-
-            def derivatives(backend):
-                loss = partial(self.loss, backend)
-                hessian_by_vector = jax.jvp(jax.grad(loss), (arrays,), (direction,))[1]
-                return jax.jvp(loss, (arrays,), (direction,)), jax.linearize(loss, arrays)[1](direction), hessian_by_vector
-
-            found, expected = (jax.jit(derivatives, static_argnums=0)(name) for name in ("dense", "reference"))
+            run = jax.jit(derivatives, static_argnums=0)
+            found, expected = (run(name, arrays, direction) for name in (backend, "reference"))
             assert_near(found, expected, rtol=1e-9, atol=1e-11)
 
     def test_saves_no_scores_for_the_backward_pass(self):
@@ -264,15 +271,28 @@ class TestMemory:
         assert SIDE(48) == 1024
 
     @staticmethod
-    def temporaries(length, dtype=jnp.float32):
+    def temporaries(length, dtype=jnp.float32, direction=None):
+        """Bytes of the gradients, or of their derivative or that of the result along a direction."""
         shapes = (1, 8, length, 1, 64), (1, 8, length, 64), (1, 8, length, 64)
         arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        compiled = value_and_gradients.lower(arrays, AttentionMask.causal(length), "auto").compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        mask = AttentionMask.causal(length)
+        if direction is None:
+            lowered = value_and_gradients.lower(arrays, mask, "auto")
+        else:
+            attend = lambda arrays: ops.attend(arrays[0], KVView(*arrays[1:]), mask, scale=0.5)
+            function = attend if direction == "jvp" else jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(arrays))))
+            lowered = jax.jit(lambda arrays, along: jax.jvp(function, (arrays,), (along,))[1]).lower(arrays, arrays)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
     def test_grows_with_the_length_and_not_with_its_square(self):
         """Of 32,768 tokens, 8 heads of 64: the reference's scores alone are 34 GB."""
         shorter, longer = self.temporaries(16_384), self.temporaries(32_768)
+        assert longer < 2 * shorter
+        assert longer < 0.5e9
+
+    @pytest.mark.parametrize("direction", ["jvp", "hvp"])
+    def test_of_derivatives_along_a_direction_as_well(self, direction):
+        shorter, longer = (self.temporaries(length, direction=direction) for length in (8192, 16_384))
         assert longer < 2 * shorter
         assert longer < 0.5e9
 

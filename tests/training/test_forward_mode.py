@@ -26,7 +26,7 @@ def problem(models):
         batch = Batch(rng.integers(0, config.vocab_size, (2, 8), np.int32), segments, places)
         loss_of = partial(next_token_loss, config, batch=batch, options=loss_options(chunk=4, z_loss=1e-2))
         direction = jnp.asarray(rng.standard_normal(flat.shape))
-        yield jax.jit(lambda flat: loss_of(unravel(flat))), flat, direction / jnp.linalg.norm(direction)
+        return jax.jit(lambda flat: loss_of(unravel(flat))), flat, direction / jnp.linalg.norm(direction)
 
 
 @pytest.mark.slow
@@ -71,3 +71,26 @@ def test_a_hessian_is_that_of_finite_differences(problem):
                 corners = [float(part(a * unit[i] + b * unit[j])) for a in (1, -1) for b in (1, -1)]
                 wanted = (corners[0] - corners[1] - corners[2] + corners[3]) / (4 * step**2)
                 np.testing.assert_allclose(found[i, j], wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stored", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_forward_mode_in_16_bits_is_the_gradient_along_the_direction(models, stored, remat):
+    """With matmuls whose weights are cast, or not, and by blocks of attention."""
+    config, params = models["gqa"]
+    params = jax.tree.map(lambda a: a.astype(stored), params)
+    direction = jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape).astype(stored), params)
+    batch = Batch(np.random.default_rng(0).integers(0, config.vocab_size, (2, 130), np.int32))
+    loss = partial(next_token_loss, config, batch=batch, options=loss_options(dtype="bfloat16", remat=remat))
+    found = jax.jit(lambda params, along: jax.jvp(loss, (params,), (along,))[1])(params, direction)
+    gradient = jax.jit(jax.grad(loss))(params)
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    np.testing.assert_allclose(found, sum(np.vdot(*(np.float64(x) for x in pair)) for pair in pairs), rtol=0.02)
+
+
+def test_a_second_derivative_in_16_bits_on_a_cpu_is_an_error(models):
+    config, params = models["gqa"]
+    batch = Batch(np.ones((1, 9), np.int32))
+    loss = partial(next_token_loss, config, batch=batch, options=loss_options(dtype="bfloat16"))
+    with pytest.raises(TypeError, match="not supported in 16 bits"):
+        jax.eval_shape(lambda params: jax.jvp(jax.grad(loss), (params,), (params,)), params)

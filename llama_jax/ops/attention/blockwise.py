@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,9 +20,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, scores_of, weighted_values
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, query_key_scores, scores_of, weighted_values
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
 from llama_jax.ops.layers import weight_gradient
+from llama_jax.ops.linear_map import linear_map
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 BLOCK_SIDE = 1024  # scores along one side of a block: large enough to be worth starting its kernels
@@ -33,7 +34,7 @@ Part = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs 
 Gradients = tuple[Float[Array, "B K T G H"], Float[Array, "B K S H"], Float[Array, "B K S W"]]  # queries, keys, values
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
 def blockwise(
     queries: Float[Array, "B K T G H"],
     keys: Float[Array, "B K S H"],
@@ -42,26 +43,36 @@ def blockwise(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend`. Custom VJP, reverse mode only: autodiff would save every iteration."""
+    """Arguments and result as for `attend`. Differentiable in forward and reverse mode, and in forward mode of the gradient.
+
+    The derivatives are loops of their own: JAX would save every iteration's inputs.
+    """
     return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
 
-def _blockwise_fwd(queries, keys, values, mask, scale, window):
-    out_lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
+@partial(blockwise.defjvp, symbolic_zeros=True)
+def _blockwise_jvp(scale: float, window: int | None, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    *arrays, mask = primals
+    out, lse = forward_part(*arrays, mask, scale=scale, window=window)
     # Named, so that remat policies can save it instead of re-running the loop.
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out_lse[0].astype(queries.dtype), out_lse[1]))
-    return out, (pack_bits((queries, keys, values, out)), lse, mask)
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out.astype(arrays[0].dtype), lse))
+    residuals = pack_bits((*arrays, out)), lse, mask
+    forward, backward = (partial(function, scale, window) for function in (_blockwise_tangent, _blockwise_gradients))
+    return out, linear_map(forward, backward, residuals, tuple(tangents[:3]))
 
 
-def _blockwise_bwd(scale: float, window: int | None, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _blockwise_tangent(scale: float, window: int | None, residuals: Any, tangents: Three) -> jax.Array:
+    arrays, lse, mask = residuals
+    *arrays, out = unpack_bits(arrays)
+    return tangent_part(arrays, tangents, lse, out, mask, scale=scale, window=window).astype(out.dtype)
+
+
+def _blockwise_gradients(scale: float, window: int | None, residuals: Any, d_out: jax.Array) -> Three:
     arrays, lse, mask = residuals
     queries, keys, values, out = unpack_bits(arrays)
     inputs = QueryGradientInputs.of(queries, lse, out, d_out)
-    gradients = backward_part(inputs, keys, values, mask, scale=scale, window=window)
-    return *(x.astype(like.dtype) for x, like in zip(gradients, (queries, keys, values), strict=True)), None
-
-
-blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+    dq, dk, dv = backward_part(inputs, keys, values, mask, scale=scale, window=window)
+    return dq.astype(queries.dtype), dk.astype(keys.dtype), dv.astype(values.dtype)
 
 
 def forward_part(
@@ -109,6 +120,51 @@ def forward_part(
 
     out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
     return _loop(query_blocks.count, block_of_queries, (out, lse))
+
+
+def tangent_part(
+    arrays: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+    lse: Float[Array, "B K T G 1"],
+    out: Float[Array, "B K T G W"],
+    mask: AttentionMask,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Array, "B K T G W"]:
+    """The derivative of the output along a direction, in float32 at least.
+
+    With weights w and the derivatives ds of the scores: sum_j w_j (ds_j v_j + dv_j) - out sum_j w_j ds_j.
+
+    Args:
+      arrays, tangents: queries [B, K, T, G, H], keys [B, K, S, H] and values [B, K, S, W].
+      lse, out: the results of `forward_part`.
+    """
+    precise = lse.dtype
+    query_blocks, key_blocks = _blocks_of(*arrays[:2])
+    first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
+    of_queries = pack_bits((arrays[0], tangents[0], lse, out))
+    of_keys = pack_bits((*arrays[1:], *tangents[1:]))
+
+    def block_of_queries(i: jax.Array, result: jax.Array) -> jax.Array:
+        query, d_query, lse, out = unpack_bits(query_blocks.cut(of_queries, i, -3))
+        normalizer = jnp.where(lse == -jnp.inf, 0, lse)  # of a query that sees no key, whose scores are all -inf
+
+        def block_of_keys(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, d_out = carry
+            key, value, d_key, d_value = unpack_bits(key_blocks.cut(of_keys, j, -2))
+            allowed = visible(_cut(mask, query_blocks, i, key_blocks, j), window)
+            weights = jnp.exp(scores_of(query, key, allowed, scale) - normalizer)
+            change = query_key_scores(d_query.astype(key.dtype), key) + query_key_scores(query.astype(key.dtype), d_key)
+            weighted = weights * change * scale
+            d_out += weighted_values(weighted, value) + weighted_values(weights, d_value)
+            return total + jnp.sum(weighted, axis=-1, keepdims=True), d_out
+
+        start = tuple(jnp.zeros_like(query, precise, (*query.shape[:-1], size)) for size in (1, out.shape[-1]))
+        total, d_out = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        return query_blocks.put(result, d_out - out * total, i, -3)
+
+    return _loop(query_blocks.count, block_of_queries, jnp.zeros_like(arrays[0], precise, out.shape))
 
 
 class QueryGradientInputs(NamedTuple):
@@ -262,7 +318,7 @@ class _Blocks:
         blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None]
 
         def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
-            known = (x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
+            known = jnp.asarray(x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
             return reduce(known[:, blocks], axis=(0, 2))
 
         return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)

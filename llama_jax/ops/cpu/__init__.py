@@ -35,9 +35,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
+from llama_jax.ops.linear_map import linear_map
 from llama_jax.ops.platform import (
     is_divided,
     log_backend,
@@ -137,25 +140,31 @@ def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
     return _multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
     """`layers.matmul_cast_weight` of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
     return _by_rows(x, weight.astype(x.dtype))
 
 
-def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+@functools.partial(_multiply_cast.defjvp, symbolic_zeros=True)
+def _multiply_cast_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, weight = primals
     matrix = weight.astype(x.dtype)
-    return _by_rows(x, matrix), pack_bits((x, matrix if settings[0] else weight))
+    residuals = pack_bits((x, matrix if settings[0] else weight))
+    backward = functools.partial(_multiply_cast_gradients, settings)
+    return _by_rows(x, matrix), linear_map(_multiply_cast_tangent, backward, residuals, tuple(tangents))
 
 
-def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _multiply_cast_tangent(residuals: Any, tangents: Any) -> jax.Array:
+    x, matrix = unpack_bits(residuals)
+    return _by_rows(tangents[0], matrix.astype(x.dtype)) + _by_rows(x, tangents[1].astype(x.dtype))
+
+
+def _multiply_cast_gradients(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
     dx = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
-
-
-_multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
@@ -378,10 +387,25 @@ class Bits(struct.PyTreeNode):
 def pack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
     """`platform.pack_bits`: 16-bit floating-point arrays as `Bits`."""
 
-    def packed(x: jax.Array) -> Any:
-        return Bits(lax.bitcast_convert_type(x, jnp.uint16), x.dtype) if is_short(x) else x
+    return jax.tree.map(lambda x: Bits(_as_bits_p.bind(x), x.dtype) if is_short(x) else x, tree)
 
-    return jax.tree.map(packed, tree)
+
+_as_bits_p = Primitive("as_bits")
+_as_bits_p.def_impl(lambda x: lax.bitcast_convert_type(x, jnp.uint16))
+_as_bits_p.def_abstract_eval(lambda x: x.update(dtype=jnp.dtype(jnp.uint16), weak_type=False))
+mlir.register_lowering(_as_bits_p, mlir.lower_fun(_as_bits_p.impl, multiple_results=False))
+batching.defvectorized(_as_bits_p)
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    """Without this, JAX would take the derivative of the bits for zero."""
+    raise TypeError(
+        "second derivatives, and derivatives of a pass with a cache, are not supported in 16 bits on CPUs; compute in"
+        " float32, with Compute(dtype=jnp.float32) and float32 parameters"
+    )
+
+
+ad.primitive_jvps[_as_bits_p] = _no_derivative
 
 
 def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
@@ -400,14 +424,16 @@ def remat(
     if not is_short(*jax.tree.leaves(args)):
         return plain(function, rematerialized, *args)
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def run(*args: jax.Array) -> jax.Array:
         return function(*args)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-        return jax.vjp(function, *unpack_bits(residuals))[1](gradient)
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        forward = lambda residuals, changes: jax.jvp(function, unpack_bits(residuals), changes)[1]
+        backward = lambda residuals, gradient: jax.vjp(function, *unpack_bits(residuals))[1](gradient)
+        return function(*primals), linear_map(forward, backward, pack_bits(tuple(primals)), tuple(tangents))
 
-    run.defvjp(lambda *args: (function(*args), pack_bits(args)), backward)
     return run(*args)
 
 

@@ -13,9 +13,11 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
 
@@ -143,24 +145,29 @@ def multiply_group(x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], o
     return project(x, index_stack(weight, group), out_dtype=out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
-    """[R, D] times the transpose of one layer's matrix in a stack [L, N, D]: [R, N]."""
+    """[R, D] times the matrix of one layer of [L, N, D]: [R, N]. Differentiable in `x` and in arrays of floats."""
     return multiply_group(x, stack, layer, out_dtype)
 
 
-def _backward(out_dtype: Any, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    x, stack, layer = residuals
-    if hasattr(stack, "project"):
-        weight = index_stack(stack, layer)
-        return (*jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), x)[1](gradient), None, None)
-    project_layer = lambda x, stack: project(x, index_stack(stack, layer), out_dtype=out_dtype)
-    return (*jax.vjp(project_layer, x, stack)[1](gradient), None)
+@partial(_project_in_place.defjvp, symbolic_zeros=True)
+def _project_in_place_jvp(out_dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, stack, layer), (d_x, d_stack, _) = primals, tangents
 
+    def gradient_of_x(residuals: Any, gradient: jax.Array) -> jax.Array:
+        weight, zeros = index_stack(*residuals), jnp.zeros(x.shape, x.dtype)
+        return jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), zeros)[1](gradient)[0]
 
-_project_in_place.defvjp(
-    lambda out_dtype, x, stack, layer: (_project_in_place(out_dtype, x, stack, layer), (x, stack, layer)), _backward
-)
+    def project_rows(x: jax.Array) -> jax.Array:
+        forward = lambda residuals, x: _project_in_place(out_dtype, x, *residuals)
+        return linear_map(forward, gradient_of_x, (stack, layer), x)
+
+    take = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    changes = directional(lambda stack: project(x, jax.tree.map(take, stack), out_dtype=out_dtype), stack, d_stack)
+    if not isinstance(d_x, SymbolicZero):
+        changes.append(project_rows(d_x))
+    return project_rows(x), sum(changes[1:], changes[0])
 
 
 @for_cpu("layer_weight")

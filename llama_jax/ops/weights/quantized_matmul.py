@@ -12,11 +12,13 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Integer
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import AnyArray, for_cpu, is_divided, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
@@ -172,30 +174,41 @@ class _Settings(NamedTuple):
     out_dtype: str
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _project(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
     """Project [..., D] onto the rows of a weight: [..., *out].
 
-    Custom VJP: integer planes have no gradient; a frozen weight only needs that of `x`.
+    Differentiable in `x` and in planes of floats, such as scales, for which the whole weight is dequantized.
     """
     form = QUANT_FORMATS[settings.kind]
     product = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form)
     return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
 
 
-def _forward(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-    return _project(settings, x, planes), planes
+@partial(_project.defjvp, symbolic_zeros=True)
+def _project_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, planes), (d_x, d_planes), form = primals, tangents, QUANT_FORMATS[settings.kind]
+
+    def project_decoded(planes: tuple[jax.Array, ...]) -> jax.Array:
+        product = jnp.tensordot(x.astype(jnp.float32), form.decode(*planes), axes=((-1,), (-1,)))
+        return product.astype(settings.out_dtype)
+
+    def project_rows(x: jax.Array) -> jax.Array:
+        forward = lambda planes, x: _project(settings, x, planes)
+        return linear_map(forward, partial(_gradient_of_x, settings), planes, x)
+
+    changes = directional(project_decoded, planes, d_planes)
+    if not isinstance(d_x, SymbolicZero):
+        changes.append(project_rows(d_x))
+    return project_rows(x), sum(changes[1:], changes[0])
 
 
-def _backward(settings: _Settings, planes: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _gradient_of_x(settings: _Settings, planes: Any, gradient: jax.Array) -> jax.Array:
     form = QUANT_FORMATS[settings.kind]
     out = _out(form, planes)
     rows = gradient.reshape(-1, math.prod(out))
     product = multiply_transposed(rows, _flat(form, planes), form)
-    return product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1), None
-
-
-_project.defvjp(_forward, _backward)
+    return product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1)
 
 
 def _columns_of(plane: QuantField) -> int:

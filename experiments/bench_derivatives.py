@@ -1,0 +1,101 @@
+"""Time and memory of derivatives beside those of a gradient, of the bundled model in float32 on this machine.
+
+Times are the shortest of several calls of compiled programs; memory is what the compiler plans for temporaries. By length,
+only the latter is looked at: the programs are compiled and not run.
+
+    python experiments/bench_derivatives.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.tree_util import Partial
+from measuring import machine, settings, versions, write_rows
+
+import llama_jax
+from llama_jax.model.trees import quantize
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare the cost of derivatives with that of a gradient."""
+
+    batch: int = 4
+    length: int = 256
+    calls: int = 5
+    lengths: tuple[int, ...] = (2048, 8192)
+    """Of one row, for which programs are only compiled."""
+    output: Path = Path("experiments/results/bench_derivatives_cpu.json")
+
+
+LONG = ("gradient", "jvp", "Hessian product")  # that are compiled for long rows
+
+
+def _add(delta: jax.Array, x: jax.Array, at: Any) -> tuple[jax.Array, None]:
+    return x + delta, None
+
+
+def programs(config: Any) -> dict[str, Callable[..., Any]]:
+    """By name, functions of parameters, a direction and tokens [B, T + 1]."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens))
+
+    def of_embeddings(params: Any, tokens: jax.Array) -> jax.Array:
+        hooked = lambda delta: llama_jax.with_hooks(params, {"embedded": Partial(_add, delta)})
+        zeros = jnp.zeros((tokens.shape[0], tokens.shape[1] - 1, config.dim))
+        return jax.grad(lambda delta: loss(hooked(delta), tokens))(zeros)
+
+    gradient = jax.grad(loss)
+    each = jax.vmap(lambda params, row: gradient(params, row[None]), (None, 0))
+    return {
+        "loss": lambda params, along, tokens: loss(params, tokens),
+        "gradient": lambda params, along, tokens: gradient(params, tokens),
+        "jvp": lambda params, along, tokens: jax.jvp(partial(loss, tokens=tokens), (params,), (along,)),
+        "Hessian product": lambda params, along, tokens: jax.jvp(partial(gradient, tokens=tokens), (params,), (along,))[1],
+        "gradients by example": lambda params, along, tokens: each(params, tokens),
+        "gradient of embeddings": lambda params, along, tokens: of_embeddings(params, tokens),
+        "gradient of embeddings, int8": lambda params, along, tokens: of_embeddings(params, tokens),
+    }
+
+
+def main(arguments: Arguments) -> None:
+    config, params, _ = llama_jax.load(dtype=jnp.float32)
+    models = {"int8": quantize(params, "int8")}
+    rows: list[dict[str, Any]] = []
+    for length in (arguments.length, *arguments.lengths):
+        batch = arguments.batch if length == arguments.length else 1
+        tokens = jax.random.randint(jax.random.key(0), (batch, length + 1), 0, config.vocab_size)
+        for name, function in programs(config).items():
+            if length != arguments.length and name not in LONG:
+                continue
+            inputs = models.get(name.split(", ")[-1], params), params, tokens
+            compiled = jax.jit(function).lower(*inputs).compile()
+            memory = compiled.memory_analysis()
+            row = {"derivative": name, "batch": batch, "length": length, "temporary_mb": memory.temp_size_in_bytes / 1e6}
+            if length == arguments.length:
+                seconds = []
+                for _ in range(arguments.calls + 1):
+                    start = time.perf_counter()
+                    jax.block_until_ready(compiled(*inputs))
+                    seconds.append(time.perf_counter() - start)
+                row["milliseconds"] = 1000 * min(seconds[1:])
+            rows.append(row)
+            print(
+                "  ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()), flush=True
+            )
+    about = {"machine": machine(), "versions": versions("jax", "jaxlib"), "settings": settings(arguments)}
+    write_rows(arguments.output, about, "rows", rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -1,0 +1,147 @@
+"""Linear maps with a transpose of their own: custom gradients of functions that also have a forward mode.
+
+A `jax.custom_vjp` function has no forward mode. The tangent of a `jax.custom_jvp` function is transposed by JAX, which
+would save what each iteration of its loops reads. A custom JVP rule whose tangent is a `linear_map` has both: forward mode
+runs `function`, reverse mode `transposed`, and second derivatives are taken in forward mode of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+Flat = Callable[..., Any]  # of arrays: first the residuals, then those that the map is linear in
+
+
+def linear_map(
+    function: Callable[[Any, Any], Any], transposed: Callable[[Any, Any], Any], residuals: Any, changes: Any
+) -> Any:
+    """`function(residuals, changes)`, which reverse mode transposes by `transposed(residuals, cotangents)`.
+
+    Args:
+      function: linear in the second argument.
+      transposed: its transpose, with results of the shapes and dtypes of `changes`.
+      residuals: a tree of arrays. There is no reverse mode with respect to it where a loop reads it.
+      changes: a tree of tangents. A `SymbolicZero`, as rules with `symbolic_zeros` have, is computed with as zeros, and its
+        cotangent is dropped.
+    """
+    fixed, structure = jax.tree.flatten(residuals)
+    inputs, input_structure = jax.tree.flatten(changes)
+    is_zero = [isinstance(x, SymbolicZero) for x in inputs]
+    moving = [x for x, zero in zip(inputs, is_zero, strict=True) if not zero]
+    output_structure: Any = None
+
+    def forward(*arrays: jax.Array) -> list[jax.Array]:
+        nonlocal output_structure
+        given = iter(arrays[len(fixed) :])
+        rest = [_zeros(x) if zero else next(given) for x, zero in zip(inputs, is_zero, strict=True)]
+        out = function(jax.tree.unflatten(structure, arrays[: len(fixed)]), jax.tree.unflatten(input_structure, rest))
+        leaves, output_structure = jax.tree.flatten(out)
+        return leaves
+
+    def backward(*arrays: jax.Array) -> list[jax.Array]:
+        cotangents = jax.tree.unflatten(output_structure, arrays[len(fixed) :])
+        gradients = transposed(jax.tree.unflatten(structure, arrays[: len(fixed)]), cotangents)
+        return [x for x, zero in zip(input_structure.flatten_up_to(gradients), is_zero, strict=True) if not zero]
+
+    found = _bind(forward, backward, fixed, moving)
+    return jax.tree.unflatten(output_structure, found)
+
+
+def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) -> list[jax.Array]:
+    """The derivative of `function(tree)` along tangents by JAX, as a list of one; an empty list if all are zero.
+
+    It is transposed by JAX too, which computes `function` again instead of saving what it computes.
+
+    Args:
+      tangents: of each leaf of the tree, a `SymbolicZero` or a tangent.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    changes = structure.flatten_up_to(tangents)
+    moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
+    if not moved:
+        return []
+    of_moved = lambda *some: function(structure.unflatten(_replaced(leaves, moved, some)))
+    return [jax.jvp(jax.checkpoint(of_moved), [leaves[i] for i in moved], [changes[i] for i in moved])[1]]
+
+
+def _zeros(tangent: SymbolicZero) -> Any:
+    return ad.instantiate_zeros(ad.Zero(tangent.aval))
+
+
+def _replaced(arrays: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    found = list(arrays)
+    for i, array in zip(indices, by, strict=True):
+        found[i] = array
+    return found
+
+
+linear_map_p = Primitive("linear_map")
+linear_map_p.multiple_results = True
+
+
+def _bind(function: Flat, transposed: Flat, fixed: Sequence[Any], moving: Sequence[Any]) -> list[jax.Array]:
+    jaxpr = jax.make_jaxpr(function)(*fixed, *moving)  # now: lowering happens outside the contexts of tracing
+    return linear_map_p.bind(*fixed, *moving, jaxpr=jaxpr, functions=(function, transposed), residuals=len(fixed))
+
+
+@linear_map_p.def_impl
+def _compute(*arrays: jax.Array, jaxpr: Any, functions: Any, residuals: int) -> list[jax.Array]:
+    return jaxpr_as_fun(jaxpr)(*arrays)
+
+
+@linear_map_p.def_abstract_eval
+def _shapes(*arrays: Any, jaxpr: Any, functions: Any, residuals: int) -> list[Any]:
+    return jaxpr.out_avals
+
+
+def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **settings: Any) -> tuple[Any, Any]:
+    run, residuals = jaxpr_as_fun(settings["jaxpr"]), settings["residuals"]
+    out = linear_map_p.bind(*primals, **settings)
+    moved = [i for i, tangent in enumerate(tangents[:residuals]) if not isinstance(tangent, ad.Zero)]
+    changes: list[list[jax.Array]] = []
+    if not all(isinstance(tangent, ad.Zero) for tangent in tangents[residuals:]):
+        moving = map(ad.instantiate_zeros, tangents[residuals:])
+        changes.append(linear_map_p.bind(*primals[:residuals], *moving, **settings))
+    if moved:
+        of_residuals = lambda *some: run(*_replaced(primals, moved, some))
+        changes.append(jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])[1])
+    return out, [sum(terms[1:], terms[0]) for terms in zip(*changes, strict=True)]
+
+
+def _transpose(cotangents: Sequence[Any], *arrays: Any, jaxpr: Any, functions: Any, residuals: int) -> list[Any]:
+    fixed = arrays[:residuals]
+    gradients = _bind(functions[1], functions[0], fixed, list(map(ad.instantiate_zeros, cotangents)))
+    wanted = map(ad.is_undefined_primal, arrays[residuals:])
+    return [None] * residuals + [x if some else None for some, x in zip(wanted, gradients, strict=True)]
+
+
+def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, functions: Any, residuals: int) -> tuple[Any, Any]:
+    count = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    fixed = [None if axis is None else 0 for axis in axes[:residuals]]
+    moving = [
+        jnp.broadcast_to(x, (count, *jnp.shape(x))) if axis is None else x
+        for x, axis in zip(moved[residuals:], axes[residuals:], strict=True)
+    ]
+
+    def over_batch(function: Flat) -> Flat:
+        def run(*arrays: jax.Array) -> Any:
+            return jax.vmap(function, in_axes=(*fixed, *[0] * (len(arrays) - residuals)))(*arrays)
+
+        return run
+
+    found = _bind(*map(over_batch, functions), moved[:residuals], moving)
+    return found, [0] * len(found)
+
+
+ad.primitive_jvps[linear_map_p] = _derivative
+ad.primitive_transposes[linear_map_p] = _transpose
+batching.primitive_batchers[linear_map_p] = _batched
+mlir.register_lowering(linear_map_p, mlir.lower_fun(_compute, multiple_results=True))
