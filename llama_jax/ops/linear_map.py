@@ -32,7 +32,7 @@ def linear_map(
         cotangent is dropped.
     """
     fixed, structure = jax.tree.flatten(residuals)
-    inputs, input_structure = jax.tree.flatten(changes)
+    inputs, input_structure = _flattened(changes)
     is_zero = [isinstance(x, SymbolicZero) for x in inputs]
     moving = [x for x, zero in zip(inputs, is_zero, strict=True) if not zero]
     output_structure: Any = None
@@ -62,13 +62,17 @@ def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) 
     Args:
       tangents: of each leaf of the tree, a `SymbolicZero` or a tangent.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = _flattened(tree)
     changes = structure.flatten_up_to(tangents)
     moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
     if not moved:
         return []
     of_moved = lambda *some: function(structure.unflatten(_replaced(leaves, moved, some)))
     return [jax.jvp(jax.checkpoint(of_moved), [leaves[i] for i in moved], [changes[i] for i in moved])[1]]
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)
 
 
 def _zeros(tangent: SymbolicZero) -> Any:
@@ -137,7 +141,8 @@ def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, function
 
         return run
 
-    found = _bind(*map(over_batch, functions), moved[:residuals], moving)
+    function, transposed = map(over_batch, functions)
+    found = _bind(function, transposed, moved[:residuals], moving)
     return found, [0] * len(found)
 
 

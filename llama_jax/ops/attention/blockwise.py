@@ -52,11 +52,11 @@ def blockwise(
 
 @partial(blockwise.defjvp, symbolic_zeros=True)
 def _blockwise_jvp(scale: float, window: int | None, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    *arrays, mask = primals
-    out, lse = forward_part(*arrays, mask, scale=scale, window=window)
+    queries, keys, values, mask = primals
+    out, lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
     # Named, so that remat policies can save it instead of re-running the loop.
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out.astype(arrays[0].dtype), lse))
-    residuals = pack_bits((*arrays, out)), lse, mask
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out.astype(queries.dtype), lse))
+    residuals = pack_bits((queries, keys, values, out)), lse, mask
     forward, backward = (partial(function, scale, window) for function in (_blockwise_tangent, _blockwise_gradients))
     return out, linear_map(forward, backward, residuals, tuple(tangents[:3]))
 
