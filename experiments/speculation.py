@@ -36,7 +36,7 @@ from measuring import machine, settings, versions, write_report
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
-from llama_jax.inference.compiled_decode import Run
+from llama_jax.inference.compiled_decode import CompiledDecode
 from llama_jax.inference.drafter import DraftedChunk
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.speculation import Drafter
@@ -195,7 +195,7 @@ def seconds_of_pass(
     options, known = CacheOptions(), Pace.of(draft.tokens)
     pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
     prepared = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, options)
-    pieces = drafted_chunks(Run(config, params, Compute(), Sharding()), draft, prepared, options, 64, pace)
+    pieces = drafted_chunks(CompiledDecode(config, params, Compute(), Sharding()), draft, prepared, options, 64, pace)
     next(pieces)
     started = time.perf_counter()
     passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedChunk))
