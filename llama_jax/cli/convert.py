@@ -223,6 +223,8 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
         )
         sizes = {"context": context, "batch": self.batch, "chunk": self.chunk}
         exported = export_model(config, params, tokenizer, **sizes, cache=cache, platforms=platforms)
+        if tokenizer is None:
+            print(f"{self.model} has no vocabulary: run.py takes token ids; --tokenizer adds one", file=sys.stderr)
         weights, state = (size(count) for count in exported.about["bytes"].values())
         print(
             f"weights {weights}, state {state} for {self.batch} x {context} tokens, programs for {', '.join(platforms)}",

@@ -22,9 +22,8 @@ def load(folder):
     (shapes, state, *_), _ = jax.tree.unflatten(programs[0].in_tree, programs[0].in_avals)
     file = np.memmap(folder / "weights.safetensors", np.uint8, "r")
     begin = 8 + int(file[:8].view("<u8")[0])  # the length of a JSON text, the text, the tensors
-    offsets = {
-        name: tensor["data_offsets"] for name, tensor in json.loads(file[8:begin].tobytes()).items() if name in shapes
-    }
+    places = json.loads(file[8:begin].tobytes())
+    offsets = {name: places[name]["data_offsets"] for name in shapes}
     raw = {name: file[begin + first : begin + last] for name, (first, last) in offsets.items()}
     weights = {name: jax.device_put(raw[name].view(x.dtype).reshape(x.shape)) for name, x in shapes.items()}
     return *(jax.jit(program.call, donate_argnums=1) for program in programs), weights, state
@@ -38,9 +37,8 @@ def generate(about, model, prompts, max_new_tokens, **sampling):
     if len(rows) > about["batch"] or min(lengths) < 1 or max(lengths) + max_new_tokens > about["context"]:
         raise ValueError(f"at most {about['batch']} prompts, with their continuations {about['context']} tokens each")
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    values = {
-        name: np.full(len(rows), sampling.get(name, x["default"]), x["dtype"]) for name, x in about["sampling"].items()
-    }
+    values = {name: sampling.get(name, x["default"]) for name, x in about["sampling"].items()}
+    values = {name: np.full(len(rows), value, about["sampling"][name]["dtype"]) for name, value in values.items()}
     for begin in range(0, max(lengths), size):
         part = [row[begin : begin + size] for row in rows]
         tokens = np.array([row + [0] * (size - len(row)) for row in part], np.int32)
