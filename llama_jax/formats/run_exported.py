@@ -56,12 +56,12 @@ def tokenizer(folder, prefix):
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
-        found = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return lambda text: prefix + found.encode(text, add_special_tokens=False).ids, found.decode
+        whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return lambda text: prefix + whole.encode(text, add_special_tokens=False).ids, whole.decode
     from sentencepiece import SentencePieceProcessor
 
-    found = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return lambda text: prefix + found.encode(text), found.decode
+    pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return lambda text: prefix + pieces.encode(text), pieces.decode
 
 
 def main(folder):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
@@ -125,40 +124,42 @@ def stories(tmp_path_factory):
 
 def test_without_this_library(stories):
     config, params, tokenizer = llama_jax.load(bundled(), "float32")
-    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The dog")]
-    found = continued_by(stories, "--max-new-tokens", 20, *map(in_text, prompts))
-    wanted = llama_jax.generate(config, params, prompts, max_new_tokens=20)
-    assert found == [in_text(row.tokens) for row in wanted]
+    texts = "Once upon a time", "The dog"
+    prompts = [tokenizer.encode(text) for text in texts]
+    wanted = llama_jax.generate(config, params, prompts, max_new_tokens=20, stop_tokens=tokenizer.stop_ids)
+    assert continued_by(stories, "--max-new-tokens", 20, *texts) == [tokenizer.decode(row.tokens) for row in wanted]
+
+
+GREEDY: dict = {}
+NUCLEUS = {"temperature": 0.8, "seed": 3, "top_p": 0.9}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [None, "q4_0"])
 def test_200_tokens(tmp_path, monkeypatch, quantized):
-    check_200(tmp_path / "out", monkeypatch, bundled(), ["Once upon a time", "Tom and"], dtype="float32", quantize=quantized)
+    model = llama_jax.load(bundled(), "float32", quantize=quantized)
+    check_200(tmp_path / "out", monkeypatch, model, ["Once upon a time", "Tom and"], GREEDY, NUCLEUS)
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_200_tokens_of_a_real_model(tmp_path, monkeypatch, smollm2, dtype):
     """None keeps its blocks of 4 bits."""
-    check_200(tmp_path / "out", monkeypatch, smollm2, ["Once upon a time", "def f(x):"], dtype=dtype)
+    check_200(tmp_path / "out", monkeypatch, llama_jax.load(smollm2, dtype), ["Once upon a time", "def f(x):"], GREEDY)
 
 
-def check_200(folder, monkeypatch, path, texts, **options):
-    """That 200 tokens, greedy and sampled, are those of `generate` without native kernels."""
+def check_200(folder, monkeypatch, model, texts, *settings):
+    """That 200 tokens are those of `generate` without native kernels; ends of texts are tokens as any."""
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    config, params, tokenizer = llama_jax.load(path, **options)
-    export_model(config, params, tokenizer, context=256, batch=2).save(folder)
+    config, params, tokenizer = model
+    export_model(config, params, context=256, batch=2).save(folder)
     prompts = [tokenizer.encode(text) for text in texts]
-    for sampling, given in (
-        ({}, []),
-        ({"temperature": 0.8, "seed": 3, "top_p": 0.9}, ["--temperature", 0.8, "--seed", 3, "--top-p", 0.9]),
-    ):
-        generate = partial(llama_jax.generate, config, params, prompts, max_new_tokens=200, stop_tokens=tokenizer.stop_ids)
-        wanted = generate(sampling=llama_jax.Sampling(**sampling))
-        assert continued_by(folder, "--max-new-tokens", 200, *given, *map(in_text, prompts)) == [
-            in_text(row.tokens) for row in wanted
-        ]
+    for each in settings:
+        sampling = llama_jax.Sampling(**each)
+        wanted = llama_jax.generate(config, params, prompts, max_new_tokens=200, sampling=sampling)
+        options = [word for name, value in each.items() for word in ("--" + name.replace("_", "-"), value)]
+        found = continued_by(folder, "--max-new-tokens", 200, *options, *map(in_text, prompts))
+        assert found == [in_text(row.tokens) for row in wanted]
 
 
 def test_the_program_is_described_and_portable(stories):
