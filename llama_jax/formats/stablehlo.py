@@ -160,7 +160,8 @@ class _Programs:
         """The parameters, and the cache; every row has its own pages, so their table is a constant."""
         params = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
         empty = self._empty(params)
-        pages = jax.tree.structure(empty.cache.pages).unflatten(state[name] for name in _flat(empty.cache.pages, "pages"))
+        names = _flat(empty.cache.pages, "pages")
+        pages = jax.tree.unflatten(jax.tree.structure(empty.cache.pages), [state[name] for name in names])
         return params, empty._replace(cache=empty.cache.replace(pages=pages, length=state["length"]))
 
     def _choose(self, params: Llama, state: Arrays, after: PrefillState, sampling: Arrays, chosen: jax.Array) -> Any:
