@@ -32,6 +32,7 @@ COMMANDS = {
         "inspect": ("inspect.Inspect", "Show what is in a model's files."),
         "verify": ("verify.Verify", "Compare a model's logits and layers with a reference."),
         "convert": ("convert.Convert", "Write a model in another format: safetensors, GGUF, ..."),
+        "export": ("convert.Export", "Write programs and weights that run without llama-jax."),
         "merge": ("convert.Merge", "Add a LoRA adapter to a model's weights."),
     },
     "Train and evaluate": {

@@ -66,7 +66,7 @@ class Compile(ExactOption, LoadOptions):
     """Compile a model's programs ahead, so that the first start of generate, chat or serve neither traces nor compiles.
 
     They are kept where these commands look for them, and serve the same model, options, library, JAX and processor. Those
-    that are there already are not made again.
+    that are there already are not made again. For another machine, or without llama-jax, see export.
     """
 
     SHOWN_FIRST = ("model", "purpose", "max_tokens")

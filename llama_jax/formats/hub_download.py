@@ -5,7 +5,6 @@ A repository often holds the weights twice, for other frameworks or in many quan
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from llama_jax.formats.gguf import SPLIT_NAME
 from llama_jax.formats.huggingface import PICKLED, SAFETENSORS
 from llama_jax.formats.loading import FORMATS
 from llama_jax.formats.model_folder import SETTINGS_FILES
-from llama_jax.storage.atomic_write import cannot_write
+from llama_jax.storage.atomic_write import cannot_write, free_bytes
 from llama_jax.storage.consistent_reader import FOLDER, TransientError
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
 from llama_jax.tokenizers.load import VOCABULARY_NAMES
@@ -158,8 +157,7 @@ def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, tar
         return (target / key).is_file() and (target / key).stat().st_size == sizes[key]
 
     needed = sum(size for key, size in sizes.items() if not is_there(key))
-    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(target)
     if needed > free:
         raise CheckpointError(
             f"{root} needs {needed / 1e9:.1f} GB, and {target} has {free / 1e9:.1f} GB left; make room, or give a folder on"

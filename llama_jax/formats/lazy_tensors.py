@@ -30,6 +30,7 @@ DTYPES = FLOATS | {
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
     "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }

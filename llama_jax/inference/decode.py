@@ -147,13 +147,8 @@ def begin_decode(
 
     After an exact prefill call it in the context `ops.exact.exact_mode(True)`.
     """
-    batch, width = tokens.shape
-    is_prompt = jnp.arange(width)[None] < lengths[:, None]
-    vocab = lm_head_of(config, params).shape[0]
-    # No id is free to stand for padding: its index is out of range, and the scatter drops it.
-    token_or_out_of_range = jnp.where(is_prompt, tokens, vocab)
-    rows = jnp.arange(batch)[:, None]
-    seen = jnp.zeros((batch, vocab), bool).at[rows, token_or_out_of_range].set(True, mode="drop")
+    batch = len(tokens)
+    seen = mark_seen(jnp.zeros((batch, lm_head_of(config, params).shape[0]), bool), tokens, lengths)
     state = DecodeState(
         cache=shard_cache(prefilled.cache, sharding),
         settings=settings,
@@ -167,6 +162,16 @@ def begin_decode(
     token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
     first = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), first
+
+
+def mark_seen(
+    seen: Bool[Array, "B V"], tokens: Int32[AnyArray, "B T"], lengths: Int32[AnyArray, " B"]
+) -> Bool[Array, "B V"]:
+    """`DecodeState.seen` with the first `lengths` tokens of each row."""
+    batch, width = tokens.shape
+    # No id is free to stand for padding: its index is out of range, and the scatter drops it.
+    token_or_out_of_range = jnp.where(jnp.arange(width)[None] < lengths[:, None], tokens, seen.shape[1])
+    return seen.at[jnp.arange(batch)[:, None], token_or_out_of_range].set(True, mode="drop")
 
 
 def with_settings(state: DecodeState, settings: DecodeSettings, sharding: Sharding = Sharding()) -> DecodeState:

@@ -203,6 +203,12 @@ def remove_leftovers(folder: Path) -> None:
                 os.close(lock)
 
 
+def free_bytes(path: Location) -> int:
+    """The room on the disk that `path`, which need not exist, is written to: of a store, that of TMPDIR."""
+    where = Path(tempfile.gettempdir()) if isinstance(path, StoredPath) else path.absolute()
+    return shutil.disk_usage(next(folder for folder in (where, *where.parents) if folder.exists())).free
+
+
 def flush(target: Path) -> None:
     """Flush a file, or all of a folder: without it a power cut can leave a name without the content."""
     if not target.is_dir():

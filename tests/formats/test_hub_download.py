@@ -10,7 +10,6 @@ from commands import run_here
 from hub_server import COMMIT, serving
 
 from llama_jax.errors import CheckpointError
-from llama_jax.formats import hub_download
 from llama_jax.formats.hub_download import fetch
 from llama_jax.formats.loading import bundled
 from llama_jax.storage import locate
@@ -124,7 +123,7 @@ def test_no_room(hub, tmp_path, monkeypatch):
     hub.content = FOLDER | {"model.safetensors": b"m" * 1000}
     usage = namedtuple("Usage", "total used free")
     with monkeypatch.context() as patch:
-        patch.setattr(hub_download.shutil, "disk_usage", lambda path: usage(0, 0, 100))
+        patch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 100))
         with pytest.raises(CheckpointError, match=r"hf://org/name needs 0.0 GB, and .*/out has 0.0 GB left; make room"):
             fetch("org/name", folder=tmp_path / "out")
 
