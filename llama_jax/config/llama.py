@@ -205,7 +205,7 @@ class LlamaConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerConfig, ...]:
-        """The distinct `LayerConfig`s of the layers, in order of first appearance."""
+        """The distinct configurations of layers, in order of first appearance."""
         return tuple(dict.fromkeys(map(self.layer, range(min(self.n_layers, max(len(self.layers), 1))))))
 
     @property
