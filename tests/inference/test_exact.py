@@ -328,8 +328,9 @@ def test_with_the_usual_options_of_the_compiler(tmp_path):
 
 class TestRefused:
     def test_activations(self):
-        with pytest.raises(ConfigError, match="observe"):
-            llama_jax.observe(*model_of("float32"), np.asarray([[1, 2]]), lambda seen: seen.after, compute=EXACT)
+        hooks = {"final": lambda value, at: (value, value)}
+        with pytest.raises(ConfigError, match="hooks"):
+            llama_jax.observe(*model_of("float32"), np.asarray([[1, 2]]), hooks, compute=EXACT)
 
     def test_rows_of_several_texts(self):
         positions = llama_jax.Positions(segment_ids=np.asarray([[1, 2]]), position_ids=np.asarray([[0, 0]]))
