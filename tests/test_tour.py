@@ -88,11 +88,11 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
-    assert lines(files) < 3100  # "some 3,050"
+    assert lines(files) < 3150  # "some 3,100"
 
 
 @pytest.mark.parametrize(
-    ("module", "most_files", "most_lines"), [("inference.generate", 45, 6610), ("training.step", 39, 5570)]
+    ("module", "most_files", "most_lines"), [("inference.generate", 46, 6820), ("training.step", 40, 5760)]
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

@@ -38,6 +38,7 @@ from llama_jax.formats.orbax_format import name_of
 from llama_jax.formats.quantize_on_load import Quantization, check_quantize, quantized_kinds
 from llama_jax.formats.weight_format import Opened
 from llama_jax.model.awq import scale_channels
+from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
@@ -92,11 +93,13 @@ def save(
 
     Raises:
       CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
+      ConfigError: parameters with hooks.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
+    check_no_hooks(params)
     params = unpad_params(config, params)
     write_params = FORMATS[format].write_params
     if write_params is None:

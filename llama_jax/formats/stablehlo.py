@@ -39,7 +39,7 @@ from llama_jax.inference.compiled_decode import prefill_chunk
 from llama_jax.inference.decode import PrefillState, compute_logits, init_prefill, mark_seen, prefill
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.checks import check_params, check_parts_found
+from llama_jax.model.checks import check_no_hooks, check_params, check_parts_found
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
@@ -197,13 +197,14 @@ def export_model(
     Raises:
       GenerationError: an invalid size or platform; a capacity beyond a length at which the model's RoPE changes; adapters by
         name.
-      ConfigError: functions of a model that are known by name alone; parameters that do not match the configuration.
+      ConfigError: hooks; functions of a model that are known by name alone; parameters that do not match the configuration.
       UserError: the package flatbuffers is missing.
     """
     context = check_exportable(config, context, batch, chunk, cache, platforms)
     is_table = lambda leaf: isinstance(leaf, MultiLoraWeight)
     if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
         raise GenerationError("adapters by name are not exported; load the one that is used, alone, as adapter")
+    check_no_hooks(params)
     params = restack_layers(unpad_params(config, params))
     check_params(config, params)
     weights, chunk = _flat(params), prefill_chunk(cache, min(chunk, context))
