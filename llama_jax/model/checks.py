@@ -161,10 +161,10 @@ def check_exact_devices(sharding: Sharding) -> None:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 
 
-def check_no_hooks(params: Llama) -> None:
-    """Raise ConfigError for parameters with hooks, which no file holds."""
-    if params.hooks is not None:
-        raise ConfigError("hooks are in no file; write the parameters without them, params.replace(hooks=None)")
+def check_no_hooks(params: Any) -> None:
+    """Raise ConfigError for parameters with hooks, which no file and no training state holds."""
+    if getattr(params, "hooks", None) is not None:
+        raise ConfigError("hooks are neither saved nor trained; take params.replace(hooks=None), and add hooks afterwards")
 
 
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:

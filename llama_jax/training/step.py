@@ -17,6 +17,7 @@ from jaxtyping import Array, Shaped
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
+from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
@@ -61,7 +62,11 @@ def init_state(
     Args:
       dtype: dtype of the parameters in the state. None converts 16-bit parameters, which most updates would be too small to
         change, to float32 (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
+
+    Raises:
+      ConfigError: parameters with hooks; add these by `Sharding.prepare_params`.
     """
+    check_no_hooks(params)
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
         from llama_jax.model.trees import restack_layers
