@@ -36,6 +36,10 @@ def generate(about, model, prompts, max_new_tokens, **sampling):
     lengths, size = np.array([len(row) for row in rows], np.int32), about["prefill"]
     if len(rows) > about["batch"] or min(lengths) < 1 or max(lengths) + max_new_tokens > about["context"]:
         raise ValueError(f"at most {about['batch']} prompts, with their continuations {about['context']} tokens each")
+    if unknown := [name for name in sampling if name not in about["sampling"]]:
+        raise ValueError(f"{unknown[0]} is not one of {', '.join(about['sampling'])}")
+    if max_new_tokens < 1 or not all(0 <= token < about["vocabulary"] for row in rows for token in row):
+        raise ValueError(f"max_new_tokens must be at least 1, and token ids below {about['vocabulary']}")
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     values = {name: sampling.get(name, x["default"]) for name, x in about["sampling"].items()}
     values = {name: np.full(len(rows), value, about["sampling"][name]["dtype"]) for name, value in values.items()}

@@ -223,6 +223,7 @@ def export_model(
         "batch": batch,
         "context": context,
         "prefill": chunk,
+        "vocabulary": config.vocab_size,
         "stop": [] if tokenizer is None else sorted(tokenizer.stop_ids),
         "prefix": [tokenizer.bos_id] if tokenizer is not None and tokenizer.add_bos else [],
         "sampling": {name: {"default": getattr(Sampling(), name), "dtype": str(x.dtype)} for name, x in sampling.items()},

@@ -600,9 +600,13 @@ def unembed_with(
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
     logits = ops.project(hidden, head, out_dtype=wide)
-    if head.shape[0] != config.vocab_size:
+    padding = head.shape[0] - config.vocab_size
+    if call_hooks.has("logits"):
+        logits = call_hooks("logits", logits[..., : config.vocab_size])
+        return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, padding)], constant_values=-jnp.inf)
+    if padding:
         logits = jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
-    return call_hooks("logits", logits)
+    return logits
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:

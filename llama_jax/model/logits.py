@@ -47,6 +47,7 @@ def observe(
         raise ConfigError("exact=True has no hooks; leave one of the two out")
     with sharding.context(), tracing_context(params):
         hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
+    with sharding.context():
         call_hooks = HookCaller(hooked.hooks)
         return unembed_with(call_hooks, config, hooked, hidden), cache, kept | call_hooks.kept
 

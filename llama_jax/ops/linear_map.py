@@ -67,7 +67,7 @@ def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) 
     moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
     if not moved:
         return []
-    of_moved = lambda *some: function(structure.unflatten(_replaced(leaves, moved, some)))
+    of_moved = lambda *some: function(structure.unflatten(replaced(leaves, moved, some)))
     return [jax.jvp(jax.checkpoint(of_moved), [leaves[i] for i in moved], [changes[i] for i in moved])[1]]
 
 
@@ -79,7 +79,8 @@ def _zeros(tangent: SymbolicZero) -> Any:
     return ad.instantiate_zeros(ad.Zero(tangent.aval))
 
 
-def _replaced(arrays: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
+def replaced(arrays: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    """The arrays with others at some indices."""
     found = list(arrays)
     for i, array in zip(indices, by, strict=True):
         found[i] = array
@@ -114,7 +115,7 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **settings: Any
         moving = map(ad.instantiate_zeros, tangents[residuals:])
         changes.append(linear_map_p.bind(*primals[:residuals], *moving, **settings))
     if moved:
-        of_residuals = lambda *some: run(*_replaced(primals, moved, some))
+        of_residuals = lambda *some: run(*replaced(primals, moved, some))
         changes.append(jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])[1])
     return out, [sum(terms[1:], terms[0]) for terms in zip(*changes, strict=True)]
 

@@ -35,12 +35,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
-from llama_jax.ops.linear_map import linear_map
+from llama_jax.ops.linear_map import linear_map, replaced
 from llama_jax.ops.platform import (
     is_divided,
     log_backend,
@@ -430,9 +431,22 @@ def remat(
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        forward = lambda residuals, changes: jax.jvp(function, unpack_bits(residuals), changes)[1]
-        backward = lambda residuals, gradient: jax.vjp(function, *unpack_bits(residuals))[1](gradient)
-        return function(*primals), linear_map(forward, backward, pack_bits(tuple(primals)), tuple(tangents))
+        # Only of what has a tangent: as zeros, those of quantized weights would be differentiated, too.
+        leaves, structure = jax.tree.flatten(tuple(primals))
+        changes = structure.flatten_up_to(tuple(tangents))
+        moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
+
+        def of_moved(residuals: Any, *some: jax.Array) -> jax.Array:
+            return function(*jax.tree.unflatten(structure, replaced(unpack_bits(residuals), moved, some)))
+
+        def at(residuals: Any) -> list[jax.Array]:
+            return [unpack_bits(residuals)[i] for i in moved]
+
+        forward = lambda residuals, some: jax.jvp(functools.partial(of_moved, residuals), at(residuals), some)[1]
+        backward = lambda residuals, gradient: list(
+            jax.vjp(functools.partial(of_moved, residuals), *at(residuals))[1](gradient)
+        )
+        return function(*primals), linear_map(forward, backward, pack_bits(leaves), [changes[i] for i in moved])
 
     return run(*args)
 
