@@ -85,6 +85,12 @@ def check_max_chunks(max_chunks: Any) -> None:
         raise GenerationError(f"max_chunks={max_chunks!r} must be a positive integer")
 
 
+def check_not_traced(params: Any) -> None:
+    """Raise GenerationError under a transformation of JAX, of which the loop on the host would see nothing."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+        raise GenerationError("generate and stream loop on the host, under no jit, grad or vmap; transform llama_jax.logits")
+
+
 def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]) -> None:
     """Raise GenerationError if the model's logits were NaN."""
     bad = np.isnan(logprobs) & valid

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_max_chunks, token_ids
+from llama_jax.inference.checks import check_max_chunks, check_not_traced, token_ids
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import Counts, Drafter, with_counts
@@ -117,6 +117,7 @@ def stream(
     one of its row.
     """
     check_max_chunks(max_chunks)
+    check_not_traced(params)
     tokens, lengths, settings = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     sharding, embedding = Sharding(), params.embedding
     if isinstance(getattr(embedding, "sharding", None), NamedSharding) or nondefault_device(embedding) is not None:

@@ -164,7 +164,9 @@ def check_exact_devices(sharding: Sharding) -> None:
 def check_no_hooks(params: Any) -> None:
     """Raise ConfigError for parameters with hooks, which no file and no training state holds."""
     if getattr(params, "hooks", None) is not None:
-        raise ConfigError("hooks are neither saved nor trained; take params.replace(hooks=None), and add hooks afterwards")
+        raise ConfigError(
+            "hooks are not saved, trained or attached; take params.replace(hooks=None), and add hooks afterwards"
+        )
 
 
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import PRNGKeyArray
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
+from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.model.trees import build, is_weight
@@ -210,6 +211,7 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
             )
         return LoraWeight(leaf, pair, scale=lora.scale)
 
+    check_no_hooks(adapters)
     return attach_adapters(params, adapters, lora.rank, join)
 
 

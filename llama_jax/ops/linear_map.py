@@ -32,7 +32,7 @@ def linear_map(
         cotangent is dropped.
     """
     fixed, structure = jax.tree.flatten(residuals)
-    inputs, input_structure = _flattened(changes)
+    inputs, input_structure = flattened(changes)
     is_zero = [isinstance(x, SymbolicZero) for x in inputs]
     moving = [x for x, zero in zip(inputs, is_zero, strict=True) if not zero]
     output_structure: Any = None
@@ -62,7 +62,7 @@ def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) 
     Args:
       tangents: of each leaf of the tree, a `SymbolicZero` or a tangent.
     """
-    leaves, structure = _flattened(tree)
+    leaves, structure = flattened(tree)
     changes = structure.flatten_up_to(tangents)
     moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
     if not moved:
@@ -71,7 +71,8 @@ def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) 
     return [jax.jvp(jax.checkpoint(of_moved), [leaves[i] for i in moved], [changes[i] for i in moved])[1]]
 
 
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten`, whose structures have methods that its type does not tell of."""
     return jax.tree.flatten(tree)
 
 

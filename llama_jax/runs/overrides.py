@@ -74,7 +74,7 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
 def dataclass_of(kind: Any) -> Any:
     """The dataclass that a field of this type holds, or may hold beside None; None for any other type."""
     options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
-    return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
+    return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) and options[0] is not Parts else None
 
 
 def _suggest(key: str, within: str, known: list[str]) -> str:

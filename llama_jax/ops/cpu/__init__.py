@@ -41,7 +41,7 @@ from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
-from llama_jax.ops.linear_map import linear_map, replaced
+from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
     is_divided,
     log_backend,
@@ -432,7 +432,7 @@ def remat(
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         # Only of what has a tangent: as zeros, those of quantized weights would be differentiated, too.
-        leaves, structure = jax.tree.flatten(tuple(primals))
+        leaves, structure = flattened(tuple(primals))
         changes = structure.flatten_up_to(tuple(tangents))
         moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
 
