@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llama_jax.config import LlamaConfig, Parts
+from llama_jax.config.parts import Part
 from llama_jax.config.presets import preset
 from llama_jax.errors import TrainingError
 
@@ -74,7 +75,7 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
 def dataclass_of(kind: Any) -> Any:
     """The dataclass that a field of this type holds, or may hold beside None; None for any other type."""
     options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
-    return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) and options[0] is not Parts else None
+    return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
 def _suggest(key: str, within: str, known: list[str]) -> str:
@@ -91,6 +92,8 @@ def _suggest(key: str, within: str, known: list[str]) -> str:
 def _parse(text: str, kind: Any, key: str) -> Any:
     """The value of a text for a field of this type."""
     origin = get_origin(kind)
+    if kind in (Parts, Part) or origin is Callable:
+        raise TrainingError(f"{key} is set to functions, in a recipe of a file of your own (FILE.py:FUNCTION)")
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in get_args(kind):
             return None
@@ -100,8 +103,6 @@ def _parse(text: str, kind: Any, key: str) -> Any:
         if text not in get_args(kind):
             raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(kind))}")
         return text
-    if kind is Parts or origin is Callable:
-        raise TrainingError(f"{key} is set to functions, in a recipe of a file of your own (FILE.py:FUNCTION)")
     if kind is LlamaConfig:
         return preset(text)
     if kind is str:
