@@ -259,3 +259,18 @@ def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
     largest = max(np.abs(b).max() for b in wanted)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-2 * largest)
+
+
+def test_gradients_through_experts_whose_scales_are_in_16_bits(models):
+    """The scales have no tangent, and so their bits need none."""
+    config = replace(models["tied"][0], experts=4, experts_per_token=2, dim=64, hidden_dim=64)
+    coded = quantize(jit_init(config, jax.random.key(0)), "q8_0")
+    batch = Batch(np.random.default_rng(0).integers(0, config.vocab_size, (2, 10), np.int32))
+
+    def loss(params, delta):
+        hooked = llama_jax.with_hooks(params, {"embedded": Partial(_added, delta)})
+        return llama_jax.next_token_loss(config, hooked, batch)
+
+    zeros = jnp.zeros((2, 9, config.dim))
+    found, wanted = (jax.jit(jax.grad(partial(loss, params)))(zeros) for params in (coded, dequantize(coded)))
+    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)  # native kernels round activations to 8 bits

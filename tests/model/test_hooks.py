@@ -13,10 +13,11 @@ from jax.tree_util import Partial
 
 import llama_jax
 from llama_jax import CacheOptions, Compute, Sharding, StepOptions
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.hooks import POINTS, with_hooks
 from llama_jax.model.logits import observe
+from llama_jax.model.lora import Lora, adapted, init_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
@@ -244,6 +245,26 @@ def test_hooks_at_one_point_run_in_order_and_none_is_nothing(params):
     assert with_hooks(params, {}).hooks is None
 
 
+def test_logits_are_those_of_the_vocabulary(params):
+    """Rows of padding, which a mesh adds, are not seen and stay impossible."""
+    bias = jnp.arange(CONFIG.vocab_size, dtype=jnp.float32)
+    hooked = with_hooks(params, {"logits": lambda value, at: (value + bias, None)})
+    rows = lambda table: jnp.pad(table, ((0, 7), (0, 0)))
+    padded = hooked.replace(embedding=rows(params.embedding), lm_head=rows(params.lm_head))
+    expected, found = (llama_jax.logits(CONFIG, each, TOKENS) for each in (hooked, padded))
+    np.testing.assert_allclose(found[..., : CONFIG.vocab_size], expected, rtol=1e-5, atol=1e-5)
+    assert bool((found[..., CONFIG.vocab_size :] == -jnp.inf).all())
+
+
+def test_generate_is_not_transformed(params):
+    def summed(vector):
+        hooked = with_hooks(params, {"final": Partial(lambda vector, value, at: (value + vector, None), vector)})
+        return sum(llama_jax.generate(CONFIG, hooked, PROMPTS, max_new_tokens=NEW)[0].logprobs)
+
+    with pytest.raises(GenerationError, match="loop on the host"):
+        jax.grad(summed)(jnp.zeros(CONFIG.dim))
+
+
 def raises(message):
     return pytest.raises(ConfigError, match=message)
 
@@ -263,6 +284,11 @@ def test_errors(params):
         llama_jax.logits(CONFIG, hooked, TOKENS, Compute(exact=True))
     with raises("logits"):
         llama_jax.next_token_loss(CONFIG, hooked, llama_jax.Batch(TOKENS))
+    for hook in (None, [read, read]):
+        with raises("is no hook"):
+            with_hooks(params, {"final": hook})
+    with raises("attached"):
+        adapted(params, with_hooks(init_adapters(CONFIG, Lora(2), jax.random.key(0)), {"final": read}), Lora(2))
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)
     for keeps in (
         partial(llama_jax.init_state, optimizer),
