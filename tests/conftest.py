@@ -78,7 +78,7 @@ FIRST = (
 )
 
 
-TURNS = 3
+TURNS = 5
 """A run with LLAMA_JAX_TURN=N has every so manieth of the tests marked `rotating`, another part for every other N."""
 
 
