@@ -33,7 +33,7 @@ class Arguments:
     length: int = 256
     calls: int = 5
     lengths: tuple[int, ...] = (2048, 8192)
-    """Of one row, for which programs are only compiled."""
+    """Lengths of a single row at which programs are compiled but not run."""
     output: Path = Path("experiments/results/bench_derivatives_cpu.json")
 
 

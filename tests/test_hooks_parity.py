@@ -72,7 +72,7 @@ class Torch:
 
 
 def hidden_of(output):
-    """Of a layer, whose output is a tensor or a tuple, by the version of transformers."""
+    """The hidden states in a layer's output, which is a tensor or a tuple, depending on the version of transformers."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -75,7 +75,6 @@ def forward(
     options = PassOptions(positions, compute, sharding)
     with sharding.context(), exact.exact_mode(compute.exact), tracing_context(params):
         if compute.exact:
-            check_parts(config, compute)
             return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
         hidden, cache, _ = run_layers(config, params, tokens, cache, options)
     return hidden, cache
@@ -155,6 +154,8 @@ def run_layers(
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
+    check_parts_found(config)
+    check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
     kinds = config.layer_kinds
     layer_kind = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
@@ -290,8 +291,6 @@ def _layer_attention(
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
     """A function that computes the attention of a layer of a kind: [B, K, T, G, H]."""
-    check_parts_found(config)
-    check_parts(config, compute)
     custom_attention = config.parts.attend is not None or compute.attention != "auto"
     if sharding.attend is not None and custom_attention:
         raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")

@@ -165,7 +165,7 @@ SCALED = [name for name, form in QUANT_FORMATS.items() if form.encode and any(p.
 
 @pytest.mark.parametrize("kind", [x if x in ("int8", "int4") else pytest.param(x, marks=pytest.mark.slow) for x in SCALED])
 def test_the_gradient_of_scales(kind):
-    """Of the planes in float32: beside a difference in float64 of a matmul with what the planes stand for."""
+    """The derivative along float32 planes is that of a float64 matmul with the dequantized weight, by differences."""
     rng = np.random.default_rng(0)
     weight = quantize_matrix(rng.normal(0, 0.05, (24, 256)).astype(np.float32), kind)
     x, out = (jnp.asarray(rng.standard_normal((5, n)), jnp.float32) for n in (256, 24))

@@ -5,13 +5,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import make_goldens
 import numpy as np
 import pytest
 from conftest import jit_init, sharp
 
 import llama_jax
 from llama_jax import Compute, Parts, ops
-from llama_jax.config import LayerConfig, LlamaConfig
+from llama_jax.config import LayerConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.cache import init_cache
@@ -20,18 +21,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import training_sharding
 
-PLAIN = LlamaConfig(
-    vocab_size=128,
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    hidden_dim=64,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=True,
-)
+PLAIN = replace(make_goldens.KINDS["tied"], n_layers=3)
 KINDS = {
     "plain": PLAIN,
     "Gemma": replace(PLAIN, norm="both", norm_offset=1.0, activation="gelu", qk_norm="head"),

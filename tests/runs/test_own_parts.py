@@ -112,7 +112,7 @@ def written(folder, kind):
 
 
 def nats(config, params, ids):
-    """Of each token but the first, directly from the logits."""
+    """Log-probabilities of all tokens but the first, computed from the logits."""
     logprobs = jax.nn.log_softmax(llama_jax.logits(config, params, ids[None, :-1])[0])
     return -np.take_along_axis(np.asarray(logprobs), ids[1:, None], -1)[:, 0]
 
