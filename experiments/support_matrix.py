@@ -5,7 +5,8 @@
     python experiments/support_matrix.py --runs run.jsonl --check
 
 A test claims cells by a mark, `@pytest.mark.supports("GGUF")` (`tests/support_claims.py`). A cell enters the JSON
-when a test that claims it passes in one of the given runs, and leaves it when the test fails or no longer claims it.
+when a test that claims it passes in one of the given runs, and leaves it when no test claims it any longer. Cells that
+are claimed and that no run has confirmed, or that fail, are "pending".
 `--check` writes nothing and fails if a cell of the JSON did not pass in the runs. Cells compiled for GPUs are exempt,
 for that compiler needs an environment of its own. Without a run the page is written anew. The page also shows what
 `compile_report.py` compiled, and what `gpu_report.py` ran on devices (section families), as far as their reports are
@@ -91,7 +92,7 @@ PLATFORMS = {"cpu": "run on CPU", "tpu": "compiled for TPU", "gpu": "compiled fo
 BY_HAND = ("gpu",)
 ON_DEVICE = ("logits", "generate", "training step")
 """What the section families of `gpu_report` checks."""
-SIGN = {"supports": "✓", "refuses": "error", "both": "✓ / error"}
+SIGN = {"supports": "✓", "refuses": "error", "pending": "?"}
 
 
 class Cell(NamedTuple):
@@ -102,7 +103,11 @@ class Cell(NamedTuple):
     family: str
     test: str
     says: str
-    """"supports" or "refuses"."""
+    """"supports" or "refuses"; "pending" if that is claimed, and no run has confirmed it."""
+
+    @property
+    def pending(self) -> Cell:
+        return self._replace(says="pending")
 
 
 def check(cell: Cell) -> None:
@@ -130,8 +135,10 @@ def read_run(paths: Iterable[Path]) -> tuple[set[str], set[Cell], set[Cell], set
 def updated(known: set[Cell], paths: Iterable[Path]) -> set[Cell]:
     """The cells once the runs are added."""
     files, claimed, passed, failed = read_run(paths)
-    kept = {cell for cell in known - failed if cell in claimed or cell.test.split("::")[0] not in files}
-    return kept | passed
+    claimed |= {cell for cell in known if cell.says != "pending" and cell.test.split("::")[0] not in files}
+    pending = {cell for cell in known if cell.says == "pending" and cell.test.split("::")[0] not in files}
+    confirmed = (known - failed | passed) & (claimed | passed)
+    return confirmed | {cell.pending for cell in claimed - confirmed} | pending - {cell.pending for cell in confirmed}
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], set[Cell]]:
@@ -140,7 +147,7 @@ def read_report(path: Path) -> tuple[dict[str, Any], set[Cell]]:
     cells = {
         Cell(row["platform"], row["feature"], family, row["test"], says)
         for row in report["cells"]
-        for says in ("supports", "refuses")
+        for says in SIGN
         for family in row.get(says, ())
     }
     return report["runs"], cells
@@ -165,7 +172,7 @@ def _signs(cells: set[Cell]) -> dict[tuple[str, str, str], str]:
     said = defaultdict(set)
     for cell in cells:
         said[cell.platform, cell.feature, cell.family].add(cell.says)
-    return {key: SIGN["both" if len(says) > 1 else next(iter(says))] for key, says in said.items()}
+    return {key: " ".join(sign for name, sign in SIGN.items() if name in says) for key, says in said.items()}
 
 
 def _legend(group: str, cells: set[Cell]) -> str:
@@ -255,6 +262,7 @@ that do not depend on the family are tested with Llama alone and are not listed 
 
 - ✓: a test passed.
 - error: the combination is refused by an error that names it, and a test checks this.
+- ?: a test claims it, but not all such tests have passed in a recorded run.
 - an empty cell: no test covers it.
 
 Last runs: {when}. [Models](models.md#models) describes the families.
@@ -306,6 +314,7 @@ def main(arguments: Arguments) -> int:
     runs, known = read_report(arguments.report) if arguments.report.exists() else ({}, set())
     *_, passed, _ = read_run(arguments.runs)
     if arguments.check:
+        passed |= {cell.pending for cell in passed}
         missing = sorted(cell for cell in known - passed if cell.platform not in BY_HAND)
         for cell in missing:
             print(

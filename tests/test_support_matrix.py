@@ -32,9 +32,9 @@ def test_the_committed_matrix_is_what_the_tests_claim(request):
         pytest.skip("a part of a file was collected")
     files, claims = request.config.stash[COLLECTED]
     recorded = {cell for cell in committed if cell.test.split("::")[0] in files}
-    stale = "run experiments/support_matrix.py, see docs/extending.md"
-    assert not recorded - claims, f"no test claims these cells any more; {stale}"
-    assert not claims - recorded, f"these cells are claimed, and no run has confirmed them; {stale}"
+    # A claim that no run has confirmed stands there as well, as such.
+    wanted = {cell if cell in recorded else cell.pending for cell in claims}
+    assert recorded == wanted, "marks and matrix differ: run experiments/support_matrix.py, see docs/extending.md"
 
 
 def test_the_committed_page_is_of_the_committed_matrix():
@@ -51,7 +51,7 @@ def arguments(folder, *runs, check=False):
     return support_matrix.Arguments(runs, check, folder / "support.json", folder / "support.md")
 
 
-def test_runs_are_merged_and_a_cell_that_fails_or_is_claimed_no_longer_leaves(tmp_path, capsys):
+def test_runs_are_merged_and_what_fails_or_is_claimed_no_longer_leaves(tmp_path, capsys):
     first = record(
         tmp_path / "first",
         ["collected", "tests/test_a.py"],
@@ -65,8 +65,8 @@ def test_runs_are_merged_and_a_cell_that_fails_or_is_claimed_no_longer_leaves(tm
     assert cells == {GGUF, LORA, elsewhere}
     assert set(runs) == {"cpu"}
     page = (tmp_path / "support.md").read_text()
-    (row,) = (line for line in page.splitlines() if line.startswith("| CWM") and "✓ / error" in line)
-    assert row.split("|")[3].strip() == "✓ / error"
+    (row,) = (line for line in page.splitlines() if line.startswith("| CWM") and "✓ error" in line)
+    assert row.split("|")[3].strip() == "✓ error"
     assert support_matrix.main(arguments(tmp_path, first, second, check=True)) == 0
 
     # A test that has several cases of a cell passes where all of them do.
@@ -76,7 +76,11 @@ def test_runs_are_merged_and_a_cell_that_fails_or_is_claimed_no_longer_leaves(tm
     assert f"{HERE} did not pass for cwm, GGUF (run on CPU)" in printed
     assert printed.count("did not pass") == 3
     support_matrix.main(arguments(tmp_path, third))
-    assert support_matrix.read_report(tmp_path / "support.json")[1] == {LORA, elsewhere}
+    assert support_matrix.read_report(tmp_path / "support.json")[1] == {GGUF.pending, LORA, elsewhere}
+    assert " ? |" in (tmp_path / "support.md").read_text()
+    assert support_matrix.main(arguments(tmp_path, first, second, check=True)) == 0
+    support_matrix.main(arguments(tmp_path, second))
+    assert support_matrix.read_report(tmp_path / "support.json")[1] == {GGUF.pending, LORA, elsewhere}
     fourth = record(tmp_path / "fourth", ["collected", "tests/test_a.py"])
     support_matrix.main(arguments(tmp_path, fourth))
     assert support_matrix.read_report(tmp_path / "support.json")[1] == {elsewhere}
