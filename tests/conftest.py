@@ -145,7 +145,7 @@ def shared_data(name: str) -> Path:
     path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")) / name
     if not path.exists():
         assert "LLAMA_JAX_NO_SKIP" not in os.environ, f"{path} is missing, and here no test may skip"
-        pytest.skip(f"needs test data that is not beside this clone: {path}")
+        pytest.skip("needs real weights and texts, whose folder LLAMA_JAX_TEST_DATA names; see CONTRIBUTING.md")
     return path
 
 

@@ -46,11 +46,11 @@ class Fetch:
     """
 
     repository: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ORG/NAME")]]
-    """The repository. ORG/NAME/FILE.gguf or ORG/NAME/FOLDER is one model of a repository with several."""
+    """The repository. For one model of several in it: ORG/NAME/FILE.gguf or ORG/NAME/FOLDER."""
     revision: Annotated[str | None, tyro.conf.arg(metavar="REVISION")] = None
-    """A branch, tag or commit; by default the newest commit."""
+    """Branch, tag or commit. The default is the newest commit."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Where to put the files; by default the cache of huggingface_hub (HF_HOME moves it)."""
+    """Folder for the files. The default is the cache of huggingface_hub, which HF_HOME moves."""
 
     def run(self) -> None:
         if not sys.stderr.isatty():  # progress is for people, and the hub's library shows it in logs as well
@@ -66,33 +66,33 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model in another format. Only orbax, read or written, needs the model to fit into memory.
+    """Convert a model to another format. Only reading or writing orbax needs memory for the whole model.
 
     An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
     """
 
     source: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="SOURCE")]]
-    """A model's folder or file, of any format that is read, or an adapter's."""
+    """Folder or file of a model in any supported format, or of an adapter."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="DESTINATION")]]
-    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
-    """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
-    llama2c is the legacy .bin, float32."""
+    """Format to write. auto follows the name of the destination: gguf for .gguf, llama2c for .bin, otherwise safetensors.
+    llama2c is the legacy .bin in float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
     """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
     float32 in any other format. Those that begin with q are for gguf alone: q4_k and q5_k are llama.cpp's Q4_K_M and
     Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
     quantize: QUANTIZE = "auto"
-    """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
+    """For orbax only: quantize the matrices. Without it, quantized matrices of the source stay as they are."""
     calibrate: ModelPath | None = None
-    """A text like those that the model is for: channels are scaled by what it makes of their errors (AWQ), and only then the
-    matrices quantized to --dtype or --quantize. Takes minutes, and floats of the whole model in memory."""
+    """A sample of the kind of text that the model is used for. Channels are scaled by its activations (AWQ) before the
+    matrices are quantized to --dtype or --quantize. Takes minutes and memory for the whole model in float32."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the source's."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the source's."""
     base: ModelPath | None = None
-    """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
+    """For an adapter: the model that it was trained on. Only its settings are read. The default is the one that it names."""
     overwrite: bool = False
-    """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
+    """Replace the destination: a file, or a folder that contains only a model."""
 
     def run(self) -> None:
         from llama_jax.formats.saving import about_blocks, convert
@@ -125,7 +125,7 @@ class Merge(CompileOptions):
     adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
     """A folder of PEFT's, or of a run that trains one."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
-    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
@@ -181,20 +181,21 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
     SHOWN_FIRST = ("model", "destination", "context", "batch", "chunk", "platforms", "overwrite")
 
     model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="MODEL")]]
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """The folder to write."""
     context: Annotated[int | None, at_least(1)] = None
-    """Most tokens of a prompt and its continuation, for which the cache has room; by default the model's context, at most
-    2048."""
+    """Capacity of the cache: maximum number of tokens of a prompt and its continuation. The default is the model's context,
+    but at most 2048."""
     batch: Annotated[int, at_least(1)] = 1
-    """The number of prompts that are continued at once."""
+    """Number of prompts in a batch."""
     chunk: Annotated[int, at_least(1)] = 64
-    """Tokens of each prompt that are read at once; a prompt is padded to a multiple of it."""
+    """Prompt tokens per call of prefill; prompts are padded to a multiple of it."""
     platforms: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "cpu,cuda,tpu"
-    """What the programs can be compiled for: some of cpu, cuda, rocm and tpu. One alone is simplest for other compilers."""
+    """Platforms that the programs can be compiled for, of cpu, cuda, rocm and tpu. A single one is easiest for other
+    compilers."""
     overwrite: bool = False
-    """Replace what is at OUT: a folder that holds nothing but an exported model, or a model."""
+    """Replace OUT: a folder that contains only an exported model, or a model."""
 
     def run(self) -> None:
         import jax
