@@ -334,6 +334,8 @@ def test_training_lowers_the_loss(kind, optimizer):
     assert jax.tree.structure(state.ema) == jax.tree.structure(before)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -394,7 +396,14 @@ def test_experts_by_definition():
     np.testing.assert_allclose(mixture_of_experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["alone", "cached", "packed"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("alone", marks=(pytest.mark.slow, pytest.mark.rotating)),
+        "cached",
+        pytest.param("packed", marks=(pytest.mark.slow, pytest.mark.rotating)),
+    ],
+)
 def test_chunks_by_definition(models, place):
     """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
     config, params = models["llama4_text"]
@@ -417,6 +426,8 @@ def test_chunks_by_definition(models, place):
     np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_sinks_are_seen_from_all_chunks(models):
     """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
     config, params = models["llama4_text"]

@@ -74,6 +74,8 @@ def half(x, weight, eps):
     return ops.rms_norm(x, weight, eps) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_part_of_ones_own(export, models):
     config, params = models["gqa"]
     export(replace(config, parts=Parts(norm=half)), params)

@@ -415,6 +415,8 @@ class TestPace:
         assert after.best == 0
         assert pace.observe(4, 1, 1, 2, 3, 0.0008).best
 
+    @pytest.mark.slow
+    @pytest.mark.rotating
     def test_numbers_are_halves(self):
         assert Pace.of(8).numbers == (0, 2, 4, 8)
         assert Pace.of(15).numbers == (0, 3, 7, 15)

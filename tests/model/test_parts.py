@@ -53,7 +53,10 @@ def read_in_parts(config, params, dtype=jnp.float32):
     return jnp.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["Gemma", *(pytest.param(kind, marks=(pytest.mark.slow, pytest.mark.rotating)) for kind in KINDS if kind != "Gemma")],
+)
 def test_every_part_is_called_in_training_and_decoding(kind):
     config = KINDS[kind]
     params = sharp(config, jax.random.key(0))

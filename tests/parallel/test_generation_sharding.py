@@ -132,6 +132,8 @@ def own_attention(queries, view, seen, **options):
     return ops.attend(queries, view, seen, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("compute", "parts"),
     [(Compute(attention="dense"), Parts()), (Compute(), Parts(attend=own_attention))],
@@ -177,6 +179,8 @@ def remembering_options(kind):
     return {"max_new_tokens": 36, "sampling": SAMPLING, "cache": CacheOptions(**REMEMBERING[kind])}
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

@@ -149,6 +149,8 @@ def test_the_base_may_be_quantized(base, text, tmp_path):
     assert "parameters in int8 that stay as they are" in log.said
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     config = recipe().model
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")

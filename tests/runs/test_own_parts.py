@@ -163,6 +163,8 @@ def test_generation_and_serving_have_the_numbers_of_the_logits(made, model):
     assert accepted >= drafted - 2 > 0  # the draft has the parts, too; the last ones may be beyond the limit
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_divergence_computes_each_model_with_its_own_parts(made, model):
     config, params, tokenizer, _ = model
     plain, others, _ = llama_jax.load(made.plain)
@@ -193,6 +195,8 @@ def test_a_run_goes_on_with_the_same_functions_only(made, tmp_path):
     assert losses[0][-2:] == losses[1][-2:]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_training_goes_on_from_its_weights_with_the_parts_or_not_at_all(made, tmp_path):
     config = llama_jax.load(made.own).config
     without = replace(find(f"{made.file}:plain"), log_every=1)
@@ -208,6 +212,8 @@ def test_training_goes_on_from_its_weights_with_the_parts_or_not_at_all(made, tm
     assert llama_jax.load(tmp_path / "c").config.parts == config.parts
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_teacher_and_its_student_have_parts_of_their_own(made, tmp_path):
     def divergence(weights, teacher, parts):
         short = replace(find(f"{made.file}:plain"), distill=DistillOptions(teacher=str(teacher)), parts=parts)
@@ -243,7 +249,9 @@ def arguments(text, made, tmp_path):
     return text.format(**vars(made), out=tmp_path / "out").split()
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize(
+    "name", ["generate", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.rotating)) for name in [*COMPUTING][1:])]
+)
 def test_a_command_that_computes_needs_the_file(made, tmp_path, monkeypatch, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")

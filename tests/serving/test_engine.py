@@ -175,7 +175,11 @@ def run_warm(engine, wanted):
 class TestEveryRequestGetsWhatItGetsAlone:
     @pytest.mark.parametrize(
         ("options", "in_bursts", "counts"),
-        [(SMALL, False, (24,)), (SMALL, True, (8, 1, 1, 2)), (FULL, False, (16,))],
+        [
+            pytest.param(SMALL, False, (24,), marks=(pytest.mark.slow, pytest.mark.rotating)),
+            (SMALL, True, (8, 1, 1, 2)),
+            pytest.param(FULL, False, (16,), marks=(pytest.mark.slow, pytest.mark.rotating)),
+        ],
         ids=["one token a turn", "bursts", "a full cache"],
     )
     @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
