@@ -126,7 +126,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"bias": "lora_only"}, "'bias'='lora_only' is not supported"),
         ({"something_new": 3}, "'something_new'=3 is not supported; train an adapter without it"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' may have changed the base"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', for which .* has no tensor of layer 0"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', but .* has no tensor for it in layer 0"),
         ({"r": 0}, "adapter_config.json: rank=0 must be a positive integer"),
         ({"r": None}, "adapter_config.json: rank=None must be a positive integer"),
         ({"lora_alpha": "16"}, "adapter_config.json: alpha='16' must be a finite number"),
@@ -161,12 +161,12 @@ def test_tensors_that_do_not_fit(folder):
 
     refused({k: v for k, v in tensors.items() if k != key}, f"{key}' is missing; is this the adapter's base, .* on 'a/base'")
     head = "base_model.model.lm_head.lora_A.weight"
-    refused(tensors | {head: tensors[key]}, rf"tensor '{head}' is no part of a LoRA of this base \(1 such\)")
+    refused(tensors | {head: tensors[key]}, rf"tensor '{head}' does not belong to a LoRA of this base \(1 such\)")
     refused(tensors | {key: tensors[key] * np.nan}, f"{key}' holds NaN or infinity")
-    refused(tensors | {key: tensors[key].astype(np.int32)}, f"{key}' is I32; a float of 16 or 32 bits is needed")
+    refused(tensors | {key: tensors[key].astype(np.int32)}, f"{key}' is I32; a 16- or 32-bit float is needed")
     refused(tensors, r"shape \[56, 3\], rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
     refused(tensors, r"layers.2.self_attn.q_proj.lora_A.weight' is missing", make_goldens._config(n_layers=3))
-    refused(tensors, r"layers.1.* is no part of a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
+    refused(tensors, r"layers.1.* does not belong to a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
     refused({}, "adapter_config.json names the target 'q_proj', for which")
 
 

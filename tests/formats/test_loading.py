@@ -169,7 +169,7 @@ EXTRA = "model.layers.2.mlp.up_proj.weight"
         (lambda t: t.update({EXTRA: np.zeros((2, 2), np.float32)}), f"'{EXTRA}' is not part of a Llama"),
         (lambda t: t.update({Q1: t[Q1][:-1].copy()}), rf"'{Q1}' has shape \[31, 32\], the configuration needs \[32, 32\]"),
         (lambda t: t[Q1].__setitem__((3, 4), np.nan), f"'{Q1}' holds NaN or infinity"),
-        (lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}), f"'{Q1}' is I8; a float"),
+        (lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}), f"'{Q1}' is I8; a 16- or 32-bit float"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(hf_folder, change, message):
@@ -224,7 +224,7 @@ def test_garbled_config(hf_folder, text):
         (lambda w: w.update({Q1: "model-00003-of-00002.safetensors"}), "which is missing from"),
         (lambda w: w.update({Q1: 3}), "not an index of weights"),
         (lambda w: w.pop(Q1), f"disagree about tensor '{Q1}'"),
-        (lambda w: w.clear(), "2 layers, the file 0 tensors"),
+        (lambda w: w.clear(), "2 layers are configured, but the file has 0 tensors"),
         (lambda w: w.update(weight_map=None), "not an index of weights"),
     ],
 )

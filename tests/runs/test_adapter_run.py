@@ -81,7 +81,7 @@ def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
     with pytest.raises(CheckpointError, match="holds adapters and not a model; pass their base as the model"):
         llama_jax.load(folder)
-    with pytest.raises(CheckpointError, match="holds a whole model and no adapter"):
+    with pytest.raises(CheckpointError, match="holds a whole model, not an adapter"):
         load_adapter(base, config)
     with pytest.raises(CheckpointError, match=r"array 'blocks.attention.out.a' has shape .* is this the adapter's base"):
         load_adapter(folder, replace(config, n_layers=3))
