@@ -251,7 +251,7 @@ def test_generation_is_greedy_of_the_logits(models, kind):
 def test_what_is_written_comes_back(models, kind, format, tmp_path):
     config, params = models[kind]
     if (kind, format) == ("cwm", "gguf"):
-        with pytest.raises(CheckpointError, match="a cwm has no place in GGUF"):
+        with pytest.raises(CheckpointError, match="a cwm cannot be stored in GGUF"):
             llama_jax.save(tmp_path / "model.gguf", config, params)
         return
     config = gguf_form(config) if format == "gguf" else config
@@ -596,7 +596,7 @@ def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(
 
 def test_a_window_of_ministral_3_has_no_place_in_gguf(models, tmp_path):
     config, params = models["ministral3"]
-    with pytest.raises(CheckpointError, match=r"window=7 has no place in GGUF, whose readers know none in a mistral3"):
+    with pytest.raises(CheckpointError, match=r"window=7 cannot be stored in GGUF, whose readers support none in mistral3"):
         llama_jax.save(tmp_path / "model.gguf", replace(config, window=7), params)
 
 
@@ -628,7 +628,7 @@ def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path)
     llama_jax.save(tmp_path / "model", config, params)
     assert llama_jax.load(tmp_path / "model").config == config
     with pytest.raises(
-        CheckpointError, match=r"llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors"
+        CheckpointError, match=r"llama.cpp normalizes qwen3moe's expert weights; write safetensors"
     ):
         llama_jax.save(tmp_path / "model.gguf", config, params)
 
@@ -639,10 +639,10 @@ def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path)
         (LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)}, "whose readers take chunks of 8192 and no RoPE in every"),
         (
             LLAMA4_IN_GGUF | {"query_scaling": None},
-            "query_scaling=None has no place in GGUF, whose readers take QueryScaling",
+            "query_scaling=None cannot be stored in GGUF, whose readers assume QueryScaling",
         ),
-        (LLAMA4_IN_GGUF | {"qk_norm": None}, "qk_norm=None with experts=4 has no place in GGUF"),
-        ({}, "chunk=6.* has no place in GGUF"),
+        (LLAMA4_IN_GGUF | {"qk_norm": None}, "qk_norm=None with experts=4 cannot be stored in GGUF"),
+        ({}, "chunk=6.* cannot be stored in GGUF"),
     ],
 )
 def test_what_llama_cpp_fixes_of_llama_4_is_refused_by_name(models, changes, message, tmp_path):

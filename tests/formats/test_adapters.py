@@ -261,7 +261,7 @@ def test_an_adapter_in_another_place(tmp_path):
     base = write_hf_folder(tmp_path / "base", CONFIG)
     adapters = random_adapters(CONFIG)
     save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA, base="a/hub")
-    with pytest.raises(CheckpointError, match=r"is an adapter; pass the model that it was trained on"):
+    with pytest.raises(CheckpointError, match=r"is an adapter; pass its base as the model"):
         llama_jax.load(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; pass the base"):
         convert(tmp_path / "a.gguf", tmp_path / "peft")

@@ -115,7 +115,7 @@ def test_no_network(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(CheckpointError, match=r"hf://org/name: the hub gave no answer \(.*is this machine connected"):
+    with pytest.raises(CheckpointError, match=r"hf://org/name: the Hub did not respond \(.*is this machine connected"):
         fetch("org/name")
 
 

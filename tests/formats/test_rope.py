@@ -270,5 +270,5 @@ def test_a_setting_of_each_layer_is_read_where_all_are_alike(name):
     n, value = fields["llama.block_count"], fields[key]
     assert config_from_fields(fields | {key: array("i", [value] * n)}, plain) == config_from_fields(fields, plain)
     for wrong in ([value] * (n - 1) + [2 * value], [value] * (n + 1), []):
-        with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or the same for each of {n} layers"):
+        with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or {n} equal ones"):
             config_from_fields(fields | {key: array("i", wrong)}, plain)
