@@ -380,7 +380,7 @@ def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(tmp_path, monk
     ):
         with pytest.raises(MeshError, match=message):
             llama_jax.load(folder, mesh=sizes)
-    with pytest.raises(MeshError, match="mesh data=1,fsdp=1,tensor=2 and shardings exclude each other"):
+    with pytest.raises(MeshError, match="mesh data=1,fsdp=1,tensor=2 and shardings both say how the parameters are sharded"):
         llama_jax.load(folder, mesh=MeshSizes(tensor=2), shardings=param_shardings(CONFIG, MeshSizes(tensor=2)))
 
 

@@ -79,7 +79,7 @@ def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
     same(found.params, result.state.ema)
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
-    with pytest.raises(CheckpointError, match="holds adapters and not a model; pass their base as the model"):
+    with pytest.raises(CheckpointError, match="holds an adapter, not a model; pass its base as the model"):
         llama_jax.load(folder)
     with pytest.raises(CheckpointError, match="holds a whole model, not an adapter"):
         load_adapter(base, config)
@@ -100,9 +100,9 @@ def test_adapters_are_converted_without_their_base(whole, base, tmp_path):
     found, wanted = load_adapter(tmp_path / "adapter", config), load_adapter(folder, config)
     assert (found.lora, found.base) == (wanted.lora, str(base))
     same(found.params, wanted.params)
-    with pytest.raises(CheckpointError, match=r"holds an adapter and no model; pass its base .* \(--adapter\)"):
+    with pytest.raises(CheckpointError, match=r"holds an adapter, not a model; pass its base .* \(--adapter\)"):
         llama_jax.load(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match="is inside the model that is read"):
+    with pytest.raises(CheckpointError, match="is inside the model being read"):
         llama_jax.convert(folder, folder / "adapter")
 
 

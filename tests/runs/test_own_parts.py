@@ -311,7 +311,7 @@ def test_files_keep_the_names_or_are_refused(made, tmp_path):
     llama_jax.save(tmp_path / "saved", llama_jax.with_parts(config, made.file), params)
     assert llama_jax.load(tmp_path / "saved").config.parts == NAMES
     for name in ("a.gguf", "a.bin"):
-        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* have no place in .* write safetensors or orbax"):
+        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in .* write safetensors or orbax"):
             llama_jax.convert(made.own, tmp_path / name)
     for base in ({}, {"base": made.plain}):
         with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in adapter files"):
