@@ -81,7 +81,7 @@ def test_layers_are_given_as_json():
         ("seed=4294967296", "seed=4294967296 must be at least 0 and at most 4294967295"),
         ("length=300", "length=300 is above the model's context, max_seq_len=256"),
         ("accumulate=3", "batch=16 must be a multiple of accumulate=3"),
-        ("validation=0", "validation=0.0 leaves nothing to train or to validate on"),
+        ("validation=0", "validation=0.0 leaves no training or validation documents"),
         ("ema_decay=1", "ema_decay=1.0 must be at least 0 and below 1"),
         ("steps=20", "warmup_steps=30 must be below steps=20"),
     ],
