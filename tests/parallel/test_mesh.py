@@ -62,5 +62,5 @@ def test_a_mesh_has_all_axes_in_order_and_leaves_propagation_to_xla():
 
 def test_more_devices_than_there_are():
     there = len(jax.devices())
-    with pytest.raises(MeshError, match=f"needs {there + 1} devices; there are {there}"):
+    with pytest.raises(MeshError, match=f"needs {there + 1} devices, but there are {there}"):
         make_mesh(MeshSizes(data=there + 1))

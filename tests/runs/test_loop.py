@@ -300,7 +300,7 @@ def test_a_loss_that_stays_infinite_ends_the_run(text, tmp_path):
     ("changes", "options", "message"),
     [
         ({}, {"mesh": MeshSizes(data=3)}, "batch=8 cannot be split over"),
-        ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices; there are 8"),
+        ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices, but there are 8"),
         ({}, {"mesh": MeshSizes(fsdp=2), "backend": "pmap"}, "pmap copies the whole model"),
         ({"accumulate": 4}, {"mesh": MeshSizes(data=4), "backend": "pmap"}, "batch=8 must be a multiple of data=4 times"),
         ({}, {"validation_data": "missing.txt"}, "missing.txt does not exist"),

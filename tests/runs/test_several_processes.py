@@ -341,12 +341,12 @@ def test_what_is_missing_and_what_differs(started, tmp_path):
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert re.search(r"llama-jax: error: of 3 processes 1 did not come to \S+ in time: process 2; start them", said)
+        assert re.search(r"llama-jax: error: 1 of 3 processes did not connect to \S+ in time: process 2; start them", said)
     with started(tmp_path, own=("steps=5", "steps=6")) as running:
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert "recipe steps: process 1 has 6, process 0 5; pass all processes the same command" in said
+        assert "recipe steps: process 1 has 6, but process 0 has 5; pass all the same command" in said
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
