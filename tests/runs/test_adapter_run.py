@@ -117,7 +117,7 @@ def test_another_base_is_refused(whole, base, text, tmp_path):
     config, params, tokenizer = llama_jax.load(base)
     moved = params.replace(final_norm=params.final_norm.at[3].add(1e-6))
     llama_jax.save(tmp_path / "other", config, moved, tokenizer)
-    with pytest.raises(TrainingError, match=r"other is not the model that this run's adapters began with, .* its weights"):
+    with pytest.raises(TrainingError, match=r"other is not the base model that this run began with, .* its weights"):
         train(RECIPE, folder, [text], weights=tmp_path / "other", resume=True, log=log)
     with pytest.raises(TrainingError, match=r"lora trains adapters on a frozen model; pass the model with"):
         train(RECIPE, folder, [text], resume=True, log=log)
@@ -164,7 +164,7 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     assert kinds_in_memory(floats) == "float32"
     tensors = open_checkpoint(tmp_path / "a.gguf").tensors
     assert describe_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
-    assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32, in which they are trained"]
+    assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32 for training"]
 
 
 def test_recipes_that_cannot_be():

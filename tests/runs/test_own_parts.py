@@ -360,7 +360,7 @@ def test_parts_stay_with_a_recipe_whose_model_is_replaced(made):
         changed = override(short, [change])
         assert changed.model.parts == changed.parts == short.parts
     for change in ("parts.norm=norm", "parts=norm", "model.parts.norm=norm", "loss=loss"):
-        with pytest.raises(TrainingError, match="is set to functions, in a recipe of a file of your own"):
+        with pytest.raises(TrainingError, match="must be set to functions in a recipe file"):
             override(short, [change])
     with pytest.raises(ConfigError, match="attention='dense' is for the library's attention"):
         replace(short, attention="dense")
