@@ -319,7 +319,7 @@ def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, change
     ("changes", "message"),
     [
         ({"vocabulary": "given"}, "needs a tokenizer; pass one with --tokenizer"),
-        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, the model a vocabulary of 100"),
+        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, but the model's vocabulary has 100"),
     ],
 )
 def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):

@@ -218,7 +218,7 @@ def test_a_teacher_and_its_student_have_parts_of_their_own(made, tmp_path):
     parts = made.recipe().parts
     assert divergence(made.own, made.own, parts) == pytest.approx(0, abs=1e-6)
     assert divergence(made.plain, made.plain, parts) > 1e-4
-    with pytest.raises(ConfigError, match=r"Parts\(\) has no function 'attend', which the model has as its attend"):
+    with pytest.raises(ConfigError, match=r"Parts\(\) has no function 'attend', which the model uses as its attend"):
         divergence(made.plain, made.own, Parts())
 
 
@@ -285,10 +285,10 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     (tmp_path / "fails.py").write_text("1 / 0")
     (tmp_path / "mine.txt").write_text("")
     generate = partial(run_here, "generate", "the", "--model", made.own, "--exact", "--parts")
-    assert "mine.py has no function 'attend', which the model has as its attend (mine:attend)" in error_of(
+    assert "mine.py has no function 'attend', which the model uses as its attend (mine:attend)" in error_of(
         generate(tmp_path / "mine.py")
     )
-    assert "has yours:attend as 'attend', and the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
+    assert "has yours:attend as 'attend', but the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
     assert "failed with ZeroDivisionError" in error_of(generate(tmp_path / "fails.py"))
     assert "is not a Python file" in error_of(generate(tmp_path / "mine.txt"))
     assert "does not exist" in error_of(generate(tmp_path / "none.py"))
@@ -350,7 +350,7 @@ def test_functions_are_found_again_by_their_names(made):
     assert llama_jax.with_parts(script, __import__(module)).parts.norm is of_module
     with pytest.raises(ConfigError, match="has no function 'of_module'"):
         llama_jax.with_parts(named, made.file)
-    with pytest.raises(ConfigError, match="names no parts of its own"):
+    with pytest.raises(ConfigError, match="names no custom parts"):
         llama_jax.with_parts(recipe().model, made.file)
 
 

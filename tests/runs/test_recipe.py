@@ -260,7 +260,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
             MeshSizes(),
             "exact=true trains on text, chats and rewards, and not yet on preferences; leave it out",
         ),
-        ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, and the mesh is data=2"),
+        ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, but the mesh is data=2"),
     ],
 )
 def test_what_exact_training_cannot_have(name, changes, mesh, message):
