@@ -138,7 +138,7 @@ def test_functions_that_are_not_there(file, tmp_path):
         ([f"{file}:f"], [], r"has no function 'f': it does not exist"),
         ([f"{file}:number"], [], r"has no function 'number': it is not a function"),
         ([], [], r"pass one with --reward FILE.py:FUNCTION"),
-        ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"),
+        ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] has 1 for 2 rewards; pass one for each"),
     ):
         with pytest.raises(TrainingError, match=message):
             find_rewards(names, weights)
