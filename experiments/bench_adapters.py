@@ -1,9 +1,9 @@
-"""The cost of a table of LoRA adapters for a turn of a server: with a table, without an adapter, and without a table.
+"""The cost of a table of LoRA adapters for a server's step: with a table, without an adapter, and without a table.
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 
-Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on
-all seven matrices, float32, rows of 128 tokens. Which adapter one uses, or none, changes no time: the program is the same.
+Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on all
+seven matrices, float32, rows of 128 tokens. The time does not depend on which adapter, if any, a row uses.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="stories-15m,stories-110m")
     parser.add_argument("--rows", default="1,16")
-    parser.add_argument("--adapters", default="0,1,4,16", help="sizes of tables, the first of which the others are beside")
+    parser.add_argument("--adapters", default="0,1,4,16", help="sizes of tables; the first is the baseline")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=32, help="in a round")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per round")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "bench_adapters_cpu.json")
     arguments = parser.parse_args()
     tables = [int(n) for n in arguments.adapters.split(",")]

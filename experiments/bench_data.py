@@ -1,19 +1,18 @@
-"""Speed of making a corpus from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
+"""Speed of making a corpus from text, compared with the tokenizer libraries' batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
 A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
-vocabulary it is then tokenized in turns: by the library's own `encode_batch`, from memory and without writing anything,
-with 1, 2 ... threads; and by `data build`, from the file to the finished corpus, in as many processes. The clock of the
-library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
-is that of all its processes from their very beginning. A turn takes as much of the text as the library encodes in some
-seconds with one thread.
+vocabulary it is tokenized in turns: by the library's `encode_batch`, from memory and without writing anything, with 1, 2 ...
+threads; and by `data build`, from the file to the finished corpus, in as many processes. The library is timed while it
+encodes, the build from its call on, including the start of its processes; CPU time is that of all its processes from their
+start. A turn uses as much of the text as the library encodes in some seconds with one thread.
 
-Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. The peak of memory
-is that of the first process and of the largest other one: it is constant if it is the same for both. Writes
-``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
---megabytes 200 it takes about 7 minutes on two cpu_count.
+Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. Peak memory is that
+of the first process and of the largest other one: it is constant if both builds have the same peak. Writes
+``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of each turn's ratio. With
+--megabytes 200 it takes about 7 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ class Arguments:
     """What to measure."""
 
     megabytes: float = 1000
-    """Of text."""
+    """Size of the text."""
     data: tuple[Path, ...] = ()
-    """Texts to make it of; by default the documentation of this repository."""
+    """Source texts; by default the documentation of this repository."""
     kinds: tuple[str, ...] = ("sentencepiece", "tokenizers")
     """The bundled vocabulary, and one of 16,384 tokens that the tokenizers library learns from the text."""
     processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cpu_count()})))
-    """How many to measure with."""
+    """Numbers of processes to measure."""
     repeats: int = 3
     """Turns of each case."""
     turn_seconds: float = 15
-    """What the library takes for the text of a turn, with one thread."""
+    """Seconds that the library needs for the text of a turn, with one thread."""
     out: Path = RESULTS / "bench_data_cpu.json"
     """The report."""
 

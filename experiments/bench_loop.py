@@ -1,15 +1,15 @@
-"""The cost of the training loop over the bare compiled step, and of a checkpoint that is written meanwhile.
+"""The overhead of the training loop over the bare compiled step, and of writing a checkpoint in the background.
 
     python experiments/bench_loop.py [--shapes tiny stories15m] [--blocks 40] [--saves 6]
 
-Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that lie ready on the
+Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that are already on the
 device, outside the loop's time: so blocks of the loop and of the bare step take turns in one process. Every step is checked
-and counted and every block logged; evaluation is no part of it. A first run has many short blocks and saves nothing. In a
-second one every other block begins with a save and has to bear the copying and the writing: what it takes longer than the
-bare blocks around it is what a save costs.
+and counted and every block logged; evaluation is excluded. A first run has many short blocks and saves nothing. In a second
+one every other block begins with a save, and includes the copying and the writing: its excess over the bare blocks around
+it is the cost of a save.
 
-On a machine that others use, medians of ratios say little: beside them stands the ratio of the fastest tenth of the blocks,
-which were disturbed least, and the processor seconds of all threads beside those of the clock.
+On a shared machine medians of ratios say little: next to them is the ratio of the fastest tenth of the blocks, which were
+disturbed least, and the CPU seconds of all threads next to elapsed seconds.
 Writes ``experiments/results/bench_loop_cpu.json`` and prints a table of medians.
 """
 
@@ -49,7 +49,7 @@ class Arguments:
     shapes: tuple[str, ...] = ("small", "tiny", "stories15m")
     """small (2 of tiny's layers, 4 rows of 32), tiny (that recipe), stories15m (8 rows of 256)."""
     blocks: int = 40
-    """Short ones of the loop."""
+    """Short blocks of the loop."""
     saves: int = 6
     output: Path = RESULTS / "bench_loop_cpu.json"
 

@@ -1,13 +1,13 @@
-"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which come with the package.
+"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which are included in the package.
 
-    python experiments/bundled.py train      writes llama_jax/assets/: the final recipe
-    python experiments/bundled.py sweep      the settings that were compared to find it
+    python experiments/bundled.py train      trains the final recipe; writes llama_jax/assets/
+    python experiments/bundled.py sweep      compares the settings from which it was chosen
     python experiments/bundled.py scale      other models and compressors on the same text
     python experiments/bundled.py stories    the validation stories as JSONL, for `llama-jax eval`
 
 With so little text the aim is the lowest validation bits per byte, over all bytes of the validation file: stories are read
-one by one, every token is predicted once, and the token that ends a story counts. The recipe was chosen on the same
-validation stories that are reported, and the step that is kept is the best of those evaluated.
+separately, every token is predicted once, and the token that ends a story counts. The recipe was chosen on the same
+validation stories that are reported, and the best evaluated step is kept.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Every program of the library through the accelerators' own compilers, on a machine that has none of them.
+"""Every program of the library compiled by the accelerators' own compilers, on a machine without accelerators.
 
     python experiments/compile_report.py --compiler tpu        # with the extra compile-tpu
-    python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in an environment of its own
+    python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in a separate environment
     python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
 
-For each program: the memory of a device as its compiler plans it and whether that fits; the backend of attention, and the
-kernels that the program calls; the communication of devices, and its share by collectives with separate start and end
-(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read for a token over
-the least, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters, with
-AdamW and full rematerialization unless said otherwise. With "largest" the batch is doubled while it fits.
+For each program: a device's memory as its compiler plans it, and whether that fits; the attention backend, and the kernels
+that the program calls; the communication between devices, and its share by collectives with separate start and end
+(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read per token relative
+to the minimum, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters,
+with AdamW and full rematerialization unless stated otherwise. For "largest" the batch is doubled while it fits.
 Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
-table beside it in ``.md``.
+table next to it in ``.md``.
 """
 
 from __future__ import annotations
@@ -141,17 +141,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile every program of the library with an accelerator's own compiler, and write what it says."""
+    """Compile every program of the library with an accelerator's own compiler, and write a report."""
 
     compiler: Literal["tpu", "gpu"]
     only: str = ""
-    """Names of programs, separated by commas; others keep what the file has of them."""
+    """Names of programs, separated by commas; the file's entries of others are kept."""
     hardware: str = ""
-    """Names such as h100, separated by commas: those only."""
+    """Only this hardware, such as h100; names separated by commas."""
     skip: str = ""
-    """Names of programs to leave out."""
+    """Names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """With the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in rows of their own, to compare."""
+    """Use the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in separate rows for comparison."""
     output: Path | None = None
 
 

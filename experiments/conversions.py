@@ -1,10 +1,10 @@
-"""What conversions keep of what lies beside the weights: 20 models in every format, each written in every other.
+"""How conversions preserve files and settings next to the weights: 20 models in every format, converted to every other.
 
   python experiments/conversions.py --output docs/conversions.md
 
-The models are small and random, with the families' kinds of vocabulary and of settings. A cell says how many of the settings
-that the source holds are read again from what `convert` wrote; the rest must be named in the line that it logs, else it is
-listed as lost silently.
+The models are small and random, with the families' kinds of vocabularies and settings. A cell is the share of the source's
+settings that are found again in the output of `convert`; the rest must be named in the line that it logs, or is listed as
+lost silently.
 """
 
 from __future__ import annotations

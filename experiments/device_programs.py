@@ -1,7 +1,7 @@
-"""The programs of the compile report on the device that is there: what compilers foretell, and what is measured beside it.
+"""The programs of the compile report on the available device: the compiler's predictions, and measurements next to them.
 
-Used by gpu_report. A program of one device is compiled for the device, filled with random weights and run; beside it stands
-what `compile_report` has written of it, by the same compiler without a device.
+Used by gpu_report. Single-device programs are compiled for the device, filled with random weights and run; next to the
+results is what `compile_report` wrote about the program, by the same compiler without a device.
 """
 
 from __future__ import annotations

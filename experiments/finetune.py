@@ -1,27 +1,27 @@
-"""Fine-tuning that is seen to work, with the model in the box and nothing else: chats, preferences, rewards.
+"""Fine-tuning that demonstrably works, with only the bundled model: chats, preferences, rewards.
 
-    python experiments/finetune.py                      three seeds, one after the other
+    python experiments/finetune.py                      three seeds, one after another
     python experiments/finetune.py --seeds 0            one of them
     python experiments/finetune.py --size small         a minute: the same path, too short to learn anything
 
-The task is to write the beginning of a story in which two or three given words occur. The bundled model writes the stories
-itself, and words of each are made its request, so that nothing is downloaded:
+The task is to write the beginning of a story in which two or three given words occur. The bundled model generates the
+stories, and words of each become its request, so that nothing is downloaded:
 
     Words: garden, thirsty
     Story: Once upon a time, there was a little bird in the garden. ...
 
-sft    All parameters learn to write the story after the request. Measured: how many of the requested words are in answers to
-       requests that were not trained on, before and after.
-dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to one, to another request,
-       that has none of them. Measured: how often it prefers so in pairs of held-out requests.
-grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 where the last sentence is not whole.
+sft    All parameters learn to write the story after the request. Measured: the share of requested words in answers to
+       held-out requests, before and after.
+dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to an answer to another
+       request that has none of them. Measured: how often it does so in pairs of held-out requests.
+grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 if the last sentence is incomplete.
        Measured: the mean reward of held-out requests before and after, and in training at the beginning and at the end; and
-       the same, with the same settings, where the rewards are dealt out at random among the answers (`shuffled`), from
-       which nothing can be learnt.
+       the same, with the same settings, when the rewards are shuffled among the answers (`shuffled`), from which nothing
+       can be learned.
 
-Every stage is a run of `llama_jax.train`, as the command line would do it; the folder of one is the weights of the next. A
-stage that is done is not done again, and one that SIGTERM ended goes on where it was when the same command is started again,
-as long as this file is the same.
+Every stage is a run of `llama_jax.train`, as on the command line; the folder of one is the weights of the next. A finished
+stage is not repeated, and one that SIGTERM ended resumes when the same command is started again, as long as this file is
+unchanged.
 Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
@@ -98,12 +98,12 @@ class Arguments:
     """What to run."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One after the other, each with stories, requests and runs of its own."""
+    """Run one after another, each with its own stories, requests and runs."""
     size: Literal["full", "small"] = "full"
     workdir: Path = ROOT / "build" / "finetune"
-    """Of the data and the runs; what is there is not made again."""
+    """Folder of the data and the runs; existing ones are not made again."""
     output: Path = ROOT / "experiments" / "results" / "finetune_cpu.json"
-    """The figures; the table and the picture lie beside it."""
+    """The figures; the table and the picture are next to it."""
 
 
 def words_in(text: str) -> set[str]:

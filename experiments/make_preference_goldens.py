@@ -1,4 +1,4 @@
-"""Write what TRL's preference and policy losses are, with their gradients, for the tests to compare with.
+"""Write TRL's preference and policy losses, with their gradients, for the tests to compare with.
 
 pip install -e ".[parity]" trl peft
 python experiments/make_preference_goldens.py

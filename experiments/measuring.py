@@ -1,4 +1,4 @@
-"""What reports of measurements have in common: machine, versions, settings, and a file that appears whole."""
+"""Shared parts of measurement reports: machine, versions, settings, and an atomically written file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an accelerator's compiler made of a program, read from its text: kernels, copies, and the bytes that are read.
+"""What an accelerator's compiler made of a program, from its text: kernels, copies, and bytes read.
 
-Used by compile_report and device_programs, and by the tests that hold compiled programs to what they were.
+Used by compile_report and device_programs, and by tests that compiled programs do not change.
 """
 
 from __future__ import annotations

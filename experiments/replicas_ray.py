@@ -1,13 +1,13 @@
-"""Replicas under Ray Serve: what clients notice when one is killed, when all are replaced, or when clients leave.
+"""Replicas under Ray Serve: effects on clients when one is killed, when all are replaced, or when clients disconnect.
 
     pip install -e ".[serve]" "ray[serve]" httpx
     python experiments/replicas_ray.py [--out FILE.json]
 
 Starts docs/serving/ray_app.py with two replicas of the bundled model on this machine, and closed-loop clients that stream
-completions. After a while one replica gets SIGKILL; later, with both back, the application is deployed again, which replaces
-them; finally all clients leave in the middle of their answers. Counted are answers that were not whole and why, the
-seconds until both replicas took requests again, and answers that differ from another of the same prompt and seed, whichever
-replica gave them.
+completions. After a while one replica receives SIGKILL; later, with both back, the application is deployed again, which
+replaces them; finally all clients disconnect in the middle of their answers. Counted are incomplete answers and the reasons,
+the seconds until both replicas accepted requests again, and answers that differ for the same prompt and seed, from either
+replica.
 """
 
 from __future__ import annotations
@@ -209,10 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20, help="between two events")
-    parser.add_argument("--port", type=int, default=8123, help="of Ray's proxy")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds between two events")
+    parser.add_argument("--port", type=int, default=8123, help="port of Ray's proxy")
     parser.add_argument("--temp", help="Ray's folder for sockets and logs")
-    parser.add_argument("--trace", type=Path, help="write every answer there")
+    parser.add_argument("--trace", type=Path, help="file for every answer")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ["DTYPE"] = "float32"  # in 16 bits a near tie may fall otherwise in a batch of another size

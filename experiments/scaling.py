@@ -1,22 +1,23 @@
-"""A small study of scaling: how the loss of a Llama falls with compute, parameters and text, measured on a CPU.
+"""A small study of scaling: how a Llama's loss falls with compute, parameters and text, measured on a CPU.
 
-    python experiments/scaling.py                  about ten minutes on two cores; goes on where it was stopped
-    python experiments/scaling.py --small          the smallest runs alone, to see that it works
+    python experiments/scaling.py                  about ten minutes on two cores; resumes where it was stopped
+    python experiments/scaling.py --small          only the smallest runs, to check that it works
 
-Models of five sizes read four amounts of text, byte by byte, as far as a run costs at most `largest_run` FLOPs. Each of them
-is a run of its own, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: the losses on the way
-of a longer run are too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
+Models of five sizes read four amounts of text, byte by byte, if a run costs at most `largest_run` FLOPs. Each is a separate
+run, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: intermediate losses of a longer run are
+too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
 
     L = E + A / C**a               over the best run for its compute: the frontier (Kaplan et al. 2020, section 6)
     L = E + A / N**a + B / D**b    over all runs (Hoffmann et al. 2022, section 3.3)
 
-C are the FLOPs of training by `llama_jax.training.flops`, attention's causal half among them; N its matrix parameters; D the
-tokens, here bytes. The intervals are the 5th and 95th percentile over resampled runs. What they leave out: each run has one
-seed, the learning rate follows a rule and is not searched for each size, and all runs meet the same validation text.
+C is the training FLOPs by `llama_jax.training.flops`, including attention's causal half; N its matrix parameters; D the
+tokens, here bytes. The intervals are the 5th and 95th percentiles over resampled runs. They ignore that each run has one
+seed, that the learning rate follows a rule instead of a search for each size, and that all runs use the same validation
+text.
 
 A decade and a half of compute shows that with this little text and compute the smallest models are best, since larger ones
-have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted to the cheap runs
-alone misses the others (`foretold` in the results). For that the runs would have to span several decades, and so need more
+have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted only to the cheap
+runs misses the others (`foretold` in the results). For that the runs would have to span several decades, and thus need more
 text: repeated text counts less each time (Muennighoff et al. 2023).
 """
 
@@ -104,19 +105,19 @@ class Arguments:
     """What to run."""
 
     data: tuple[Path, ...] = (TEXT / "tinystories-train.txt", TEXT / "tinystories-v2-train.txt")
-    """Text to train on; it is read once at most."""
+    """Text to train on, read at most once."""
     validation_data: tuple[Path, ...] = (TEXT / "tinystories-valid.txt",)
     """Text to validate on."""
     largest_run: float = 1.2e12
-    """FLOPs; what would cost more is left out."""
+    """Maximum FLOPs of a run; larger ones are omitted."""
     small: bool = False
-    """Only two sizes and two short amounts of text: figures without meaning."""
+    """Only two sizes and two short amounts of text: meaningless figures."""
     draws: int = 500
-    """Of the bootstrap."""
+    """Bootstrap samples."""
     workdir: Path = ROOT / "build" / "scaling"
-    """Of the runs that are finished; each is run once."""
+    """Folder of finished runs; each is run once."""
     output: Path = ROOT / "experiments" / "results" / "scaling_cpu.json"
-    """Runs and laws; beside it the picture, as PNG."""
+    """Runs and laws; next to it the picture, as PNG."""
 
 
 def recipe(size: Size, tokens: int) -> Recipe:

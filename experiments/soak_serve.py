@@ -1,17 +1,17 @@
-"""A stress test of the server: mixed requests, clients that leave, overload, and malformed requests.
+"""A stress test of the server: mixed requests, disconnecting clients, overload, and malformed requests.
 
-A server of a model in float32 runs in a process of its own; the clients, in this one, share its cores. Each part reports
-what it met, and `failed` lists all that must not happen; the exit status is 1 where there is any.
+A server of a float32 model runs in a separate process; the clients, in this one, share its cores. Each part reports its
+results, and `failed` lists everything that must not happen; the exit status is 1 if there is any.
 
     pip install -e ".[serve]"
     python experiments/soak_serve.py
 
-  mixed      requests of all kinds at once: each answer is compared with what `llama_jax.generate` gives the prompt alone.
-             The server must compile nothing meanwhile.
-  cancelled  clients that leave while their request waits, is read or is decoded: afterwards all rows are free.
-  overload   a multiple of the requests/s that the server can do, arriving at random: how soon the others are told (429),
-             and what share of its best the server still does.
-  soak       minutes of all this together with malformed requests: no answer is lost or wrong, and memory does not grow.
+  mixed      requests of all kinds at once: each answer is compared with that of `llama_jax.generate` for the prompt alone.
+             The server must not compile anything in the meantime.
+  cancelled  clients that disconnect while their request waits, is prefilled or is decoded: afterwards all rows are free.
+  overload   a multiple of the server's capacity in requests/s, arriving at random: how soon the others are rejected (429),
+             and what share of its capacity the server still reaches.
+  soak       minutes of all this with malformed requests: no answer is lost or wrong, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ KINDS = 96  # different requests, whose answers are computed once
 
 @dataclass(frozen=True)
 class Arguments:
-    """Try what a server stands."""
+    """Stress a server."""
 
     model: Path | None = None
-    """What is served; the bundled model by default."""
+    """Model to serve; the bundled model by default."""
     requests: int = 2000
-    """Of the mixed part."""
+    """Requests of the mixed part."""
     cancelled: int = 1000
-    """Requests whose client leaves."""
+    """Requests whose clients disconnect."""
     overload: float = 4.0
-    """Times the capacity."""
+    """Multiple of the capacity."""
     overload_seconds: float = 20.0
     soak_minutes: float = 10.0
     clients: int = 64
-    """At once, in the mixed part and the soak."""
+    """Concurrent clients, in the mixed part and the soak."""
     rows: int = 16
-    """Of the server."""
+    """Rows of the server."""
     output: Path = Path("experiments/results/soak_serve_cpu.json")
 
 
