@@ -186,8 +186,8 @@ class CheckpointManager:
             if self._left(pending) <= 0:
                 raise self._stuck(
                     pending,
-                    f"it has not been written within {self._timeout:g} s; if writing takes that long, raise it with"
-                    " --save-timeout (save_timeout=)",
+                    f"it has not been written within {self._timeout:g} s; if writing takes that long, raise the limit"
+                    " with --save-timeout (save_timeout=)",
                 )
         if pending.error is not None:
             raise pending.error

@@ -94,7 +94,7 @@ def test_what_cannot_be_fetched_is_said_in_one_line(hub):
         (["org/private"], "hf://org/private cannot be fetched: there is no such repository, or it is private: log in with"),
         (["org/gated"], "its license must be accepted first: accept it at http"),
         (["org/name", "--revision", "none"], "hf://org/name@none cannot be fetched: the repository has no such revision"),
-        (["org/name@a", "--revision", "b"], "names the revision a, and --revision b; pass one of them"),
+        (["org/name@a", "--revision", "b"], "names the revision a, but --revision is b; pass one of them"),
         (["org/name/none.gguf"], "hf://org/name/none.gguf: there is no such file or folder in the repository"),
         (["org/name"], "hf://org/name holds no supported model"),
     ):

@@ -115,7 +115,7 @@ def test_what_transformers_takes_where_config_json_is_silent():
             "with original_max_position_embeddings=64",
         ),
         ({"rope_type": "yarn", "original_max_position_embeddings": "x"}, "original_max_position_embeddings='x' must be"),
-        ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; 'default', 'linear', 'dynamic', 'yarn', "),
+        ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; use 'default', 'linear', 'dynamic', 'yarn', "),
     ):
         with pytest.raises(ConfigError, match=message):
             read(**scaling)

@@ -350,7 +350,7 @@ def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch
         (dict(format="torch"), "format='torch' is not one of safetensors"),
         (dict(dtype="int8"), "dtype='int8' is not one of float32"),
         (dict(dtype="q8_0"), "dtype='q8_0': the safetensors format"),
-        (dict(format="llama2c", dtype="bfloat16"), "llama2c format holds float32 only"),
+        (dict(format="llama2c", dtype="bfloat16"), "llama2c format supports only float32"),
     ],
 )
 def test_impossible_wishes(arguments, message, tmp_path, models):

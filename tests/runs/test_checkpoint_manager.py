@@ -251,7 +251,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         with pytest.raises(
             StuckSaveError,
             match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; if writing takes that long,"
-            r" set more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+            r" raise the limit with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
         ):
             other.wait()
         other.check()  # it was told
