@@ -187,7 +187,7 @@ def test_a_config_or_a_model_file_is_enough(tmp_path, stories_folder):
         ),
         (
             ["stories-260k", "--hardware", "H200"],
-            "hardware 'H200' is not in the table; did you mean h200? there are a100-40gb, ",
+            "hardware 'H200' is not in the table; did you mean h200? the names are a100-40gb, ",
         ),
         (
             ["stories-260k", "--hardware", "l4", "--mesh", "tensor=2", "--mode", "train"],

@@ -175,7 +175,7 @@ def test_kinds_and_files_of_parts(tmp_path):
         (lambda t: t.update(more=np.zeros(2, np.float32)), "tensor 'more' is not part of a Llama"),
         (
             lambda t: t.update({NAMES["final_norm"]: np.zeros(31, np.float32)}),
-            "has shape [31], the configuration needs [32]",
+            "has shape [31]; the configuration needs [32]",
         ),
         (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a 16- or 32-bit float"),
     ],

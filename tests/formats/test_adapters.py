@@ -130,7 +130,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"r": 0}, "adapter_config.json: rank=0 must be a positive integer"),
         ({"r": None}, "adapter_config.json: rank=None must be a positive integer"),
         ({"lora_alpha": "16"}, "adapter_config.json: alpha='16' must be a finite number"),
-        ({"r": 4}, r"layers.0.self_attn.q_proj.lora_A.weight' has shape \[3, 32\], rank 4 and this base need \[4, 32\]"),
+        ({"r": 4}, r"layers.0.self_attn.q_proj.lora_A.weight' has shape \[3, 32\], but rank 4 and this base need \[4, 32\]"),
     ],
 )
 def test_settings_that_are_not_supported(settings, message, folder):
@@ -164,10 +164,10 @@ def test_tensors_that_do_not_fit(folder):
     refused(tensors | {head: tensors[key]}, rf"tensor '{head}' does not belong to a LoRA of this base \(1 such\)")
     refused(tensors | {key: tensors[key] * np.nan}, f"{key}' holds NaN or infinity")
     refused(tensors | {key: tensors[key].astype(np.int32)}, f"{key}' is I32; a 16- or 32-bit float is needed")
-    refused(tensors, r"shape \[56, 3\], rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
+    refused(tensors, r"shape \[56, 3\], but rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
     refused(tensors, r"layers.2.self_attn.q_proj.lora_A.weight' is missing", make_goldens._config(n_layers=3))
     refused(tensors, r"layers.1.* does not belong to a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
-    refused({}, "adapter_config.json names the target 'q_proj', for which")
+    refused({}, "adapter_config.json names the target 'q_proj', but")
 
 
 def test_folders_that_hold_none(hf_folder, folder, tmp_path):

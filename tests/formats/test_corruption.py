@@ -261,12 +261,12 @@ def test_settings_of_gigabytes_are_not_read(tmp_path):
     path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
     with (path / "config.json").open("r+b") as file:
         file.truncate(20 << 30)
-    with pytest.raises(CheckpointError, match="too large for a model"):
+    with pytest.raises(CheckpointError, match="too large"):
         llama_jax.load(path)
     shutil.copytree(FORMATS / "meta-1", tmp_path / "meta")
     with (tmp_path / "meta" / "params.json").open("r+b") as file:
         file.truncate(20 << 30)
-    with pytest.raises(CheckpointError, match="too large for a model"):
+    with pytest.raises(CheckpointError, match="too large"):
         llama_jax.load(tmp_path / "meta")
 
 

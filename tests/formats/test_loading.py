@@ -167,7 +167,7 @@ EXTRA = "model.layers.2.mlp.up_proj.weight"
     [
         (lambda t: t.pop(Q1), f"tensor '{Q1}' is missing"),
         (lambda t: t.update({EXTRA: np.zeros((2, 2), np.float32)}), f"'{EXTRA}' is not part of a Llama"),
-        (lambda t: t.update({Q1: t[Q1][:-1].copy()}), rf"'{Q1}' has shape \[31, 32\], the configuration needs \[32, 32\]"),
+        (lambda t: t.update({Q1: t[Q1][:-1].copy()}), rf"'{Q1}' has shape \[31, 32\]; the configuration needs \[32, 32\]"),
         (lambda t: t[Q1].__setitem__((3, 4), np.nan), f"'{Q1}' holds NaN or infinity"),
         (lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}), f"'{Q1}' is I8; a 16- or 32-bit float"),
     ],

@@ -151,7 +151,7 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
         CheckpointError, match=r"quantize='keep': .* has no tensor in a supported format \(\w*16\); use int8"
     ):
         llama_jax.load(bundled(), quantize="keep")
-    with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4_32 needs multiples of 32 on each of 4 devices"):
+    with pytest.raises(CheckpointError, match="rows of 192 values, but int4_32 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="int4", mesh=MeshSizes(fsdp=4))
     with pytest.raises(CheckpointError, match="q8_0 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="q8_0", mesh=MeshSizes(fsdp=4))
@@ -250,7 +250,7 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
     llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
     if kind == "int4":
         with pytest.raises(
-            CheckpointError, match="rows of 192 numbers, and int4_64 needs multiples of 64 on each of 2 devices"
+            CheckpointError, match="rows of 192 values, but int4_64 needs multiples of 64 on each of 2 devices"
         ):
             llama_jax.load(tmp_path / "a", mesh=MeshSizes(tensor=2))
         return

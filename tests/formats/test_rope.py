@@ -204,7 +204,7 @@ class _Array:
         ({"llama.rope.scaling.type": "su"}, "type='su' is not supported; use none, linear, yarn or longrope"),
         (
             {"llama.rope.scaling.type": "yarn"},
-            "tensor 'rope_factors_long.weight' is there, but llama.rope.scaling.type='yarn'",
+            "tensor 'rope_factors_long.weight' is present, but llama.rope.scaling.type='yarn'",
         ),
         ({"llama.rope.scaling.factor": 4.0}, "factor=4.0 is not supported with type 'longrope'"),
         ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast=16.0 is not supported; llama.cpp uses 32.0"),

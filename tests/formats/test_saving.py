@@ -102,7 +102,7 @@ def test_q8_0_is_what_the_gguf_package_makes_of_each_tensor(tmp_path):
 def test_q8_0_needs_blocks(tmp_path):
     config = replace(KINDS["gqa"], hidden_dim=40)
     params = params_of(config, make_goldens.random_tensors(config))
-    with pytest.raises(CheckpointError, match="rows of 40, Q8_0 needs multiples of 32"):
+    with pytest.raises(CheckpointError, match="rows of 40; Q8_0 needs multiples of 32"):
         save(tmp_path / "model.gguf", config, params, format="gguf", dtype="q8_0")
     assert not os.listdir(tmp_path)
 

@@ -386,7 +386,7 @@ def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(tmp_path, monk
 
 def test_what_is_wrong_with_a_file_is_said_of_its_own_shapes(tmp_path):
     folder = write_hf_folder(tmp_path / "model", CONFIG, vocab_size=252)
-    with pytest.raises(CheckpointError, match=r"has shape \[250, 32\], the configuration needs \[252, 32\]"):
+    with pytest.raises(CheckpointError, match=r"has shape \[250, 32\]; the configuration needs \[252, 32\]"):
         llama_jax.load(folder, mesh=MeshSizes(tensor=8))
 
 

@@ -356,7 +356,7 @@ def test_processes_with_unequal_devices(started, tmp_path):
     with started(tmp_path, devices=(2, 3)) as running:
         for code, _, said in ended(running):
             assert code == 2
-            assert "devices: process 1 has 3, process 0 2" in said
+            assert "devices: process 1 has 3, but process 0 has 2" in said
             assert "Traceback" not in said
 
 
