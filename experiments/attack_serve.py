@@ -80,10 +80,10 @@ class Arguments:
 
 @dataclass
 class Window:
-    """What normal clients met with or without attackers; times in ms.
+    """Results of normal clients with or without attackers; times in ms.
 
     Attributes:
-      spans: when it was, by `time.perf_counter`.
+      spans: times of the windows, by `time.perf_counter`.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ class Window:
 
 
 class Normal:
-    """The normal clients: each answer must be right, or a refusal."""
+    """The normal clients: each answer must be correct, or a rejection."""
 
     def __init__(self, port: int, asked: list[Kind], windows: dict[str, Window]) -> None:
         self.clients = Clients(port, asked)
@@ -161,7 +161,7 @@ class Normal:
 
 
 def dechunked(content: bytes) -> bytes:
-    """A body without HTTP's sizes of its chunks."""
+    """A body without HTTP's chunk sizes."""
     parts = []
     while content:
         size, _, content = content.partition(b"\r\n")
@@ -215,7 +215,7 @@ def bodies() -> list[bytes]:
 
 
 class Attackers:
-    """All kinds of attackers on a server, while `going` is set; counts of what they did and were told."""
+    """All kinds of attackers on a server, while `going` is set; counts of their requests and responses."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -224,7 +224,7 @@ class Attackers:
         self.endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
 
     async def send(self, kind: str, content: bytes, seconds: float = 30.0) -> None:
-        """Send bytes, and count the status of what is answered within this time."""
+        """Send bytes, and count the status of the response within this time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         try:
             writer.write(content)
@@ -323,7 +323,7 @@ class Stamps:
         Engine.submit, EngineBridge.submit, UpdateStream.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
 
     def stamping(self, where: str) -> Callable[[], None]:
-        """What is called whenever a stream gets tokens."""
+        """The callback for whenever a stream receives tokens."""
         last = 0.0
 
         def stamp() -> None:
@@ -337,7 +337,7 @@ class Stamps:
 
 
 def is_normal(request: GenerationRequest) -> bool:
-    """Whether a request can be that of a normal client: those of attackers are constrained, or endless."""
+    """Whether a request may be a normal client's: those of attackers are constrained, or endless."""
     return request.constraint is None and request.max_new_tokens < ENDLESS
 
 
@@ -386,7 +386,7 @@ async def measure(arguments: Arguments, normal: Normal, going: Event, process: s
 
 
 def judge(found: dict[str, Any], report: Report, log: str) -> None:
-    """Add what must not happen to the report."""
+    """Add anything that must not happen to the report."""
     without, attacked = (found[name]["gap longest, ms"] for name in ("without", "with"))
     if attacked > without + GAP_MS:
         report.fail(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")

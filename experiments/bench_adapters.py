@@ -30,7 +30,7 @@ CONTEXT, RANK = 128, 16
 
 
 class Turns:
-    """Rows that all decode, none of which ends."""
+    """Rows that all decode and never end."""
 
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
         engine = Engine(config, params, EngineOptions(rows=rows, context=CONTEXT, cache_tokens=rows * CONTEXT))
@@ -41,7 +41,7 @@ class Turns:
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
-        """Seconds for a token of every row, from the first position on."""
+        """Seconds per token of every row, from the first position on."""
         started = time.perf_counter()
         for at in range(tokens):
             batch = self._batch._replace(lengths=np.full_like(self._rows, at))

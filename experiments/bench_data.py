@@ -67,7 +67,7 @@ class Arguments:
 
 
 def documents(texts: list[str], size: int) -> Iterator[str]:
-    """Documents of about `size` bytes in all: those of the texts again and again, each time with other words."""
+    """Documents of about `size` bytes in total: those of the texts, repeated with other words."""
     whole = [part.strip() for text in texts for part in text.split("<|endoftext|>") if part.strip()]
     short = [part[start : start + 2000] for part in whole for start in range(0, len(part), 2000)]
     words = sorted({word for part in short for word in part.split(" ")})
@@ -86,7 +86,7 @@ def documents(texts: list[str], size: int) -> Iterator[str]:
 
 
 def learn(path: Path, out: Path) -> None:
-    """A byte-level BPE in the manner of Llama 3, of the first 20 MB of a text."""
+    """A byte-level BPE like Llama 3's, from the first 20 MB of a text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -120,7 +120,7 @@ def encoder(kind: str, tokenizer: Path, threads: int = 1) -> Callable[[list[str]
 
 
 def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -> None:
-    """Encode every document; the seconds it took, and those of the processor in all threads."""
+    """Encode every document; returns elapsed seconds, and CPU seconds of all threads."""
     texts = Path(path).read_text("utf-8").split(SEPARATOR)
     encode = encoder(kind, Path(tokenizer), threads)
     encode(texts[:100])
@@ -131,7 +131,7 @@ def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -
 
 
 def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str, float]:
-    """Megabytes a second of the library, in a process of its own: its threads are started once, when it first encodes."""
+    """Megabytes per second of the library, in a separate process: its threads are started once, at the first encoding."""
     os.environ.update(TOKENIZERS_PARALLELISM=str(threads > 1).lower(), RAYON_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
@@ -143,7 +143,7 @@ def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str
 
 
 def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
-    """By the clock, and by the processor's time in all processes: what others do on the machine is not in that."""
+    """Speeds by elapsed time, and by the CPU time of all processes, which excludes the machine's other work."""
     size = path.stat().st_size / 1e6
     return {CLOCK: size / seconds, PROCESSOR: size / busy}
 
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
 
 def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[str, float]:
-    """Megabytes a second of `data build`, and peak memory in megabytes."""
+    """Megabytes per second of `data build`, and peak memory in megabytes."""
     (folder / "building.py").write_text(BUILDING)
     out = folder / "out"
     command = [sys.executable, folder / "building.py", path, out, tokenizer, processes]
@@ -182,13 +182,13 @@ def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[
 
 
 def write(path: Path, texts: list[str], megabytes: float) -> None:
-    """A text of that size."""
+    """Write a text of this size."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(text + SEPARATOR for text in documents(texts, int(megabytes * 1e6)))
 
 
 def compared(measured: dict[tuple[str, int], list[dict[str, float]]]) -> Iterator[dict[str, Any]]:
-    """A row for each case: medians, and of its ratios to the library with as many threads and to the fewest processes."""
+    """A row for each case: medians, also of its ratios to the library with as many threads and to the fewest processes."""
     fewest = min(processes for _, processes in measured)
     for (what, processes), found in measured.items():
         row: dict[str, Any] = {"what": what, "processes": processes}

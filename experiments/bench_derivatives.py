@@ -45,7 +45,7 @@ def _add(delta: jax.Array, x: jax.Array, at: Any) -> tuple[jax.Array, None]:
 
 
 def programs(config: Any) -> dict[str, Callable[..., Any]]:
-    """By name, functions of parameters, a direction and tokens [B, T + 1]."""
+    """Functions of parameters, a direction and tokens [B, T + 1], by name."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens))

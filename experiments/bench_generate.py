@@ -194,7 +194,7 @@ def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]
 
 
 def write_random_gguf(path: Path, config, kind: str) -> None:
-    """A GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
+    """A GGUF file of the shape, for llama.cpp to load; the vocabulary is made up."""
     import gguf
 
     if kind in FILE_KINDS:
@@ -249,7 +249,7 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
 
 
 def quantize_file(source: Path, target: Path, file_type: int, *, pure: bool) -> None:
-    """By llama.cpp's own quantizer, by its number of the mix; `pure` is every matrix to the same kind."""
+    """Quantize with llama.cpp, by its number of the mix; `pure` uses the same format for every matrix."""
     import llama_cpp
     from llama_cpp import _logger
 

@@ -71,7 +71,7 @@ class Arguments:
 
 
 def write_folder(folder: Path, gigabytes: float) -> None:
-    """A Llama of 2,560 features and as many layers as fill the size, 1 GB a file."""
+    """Write a Llama of 2,560 features and as many layers as fill the size, in files of 1 GB."""
     import llama_jax
     from llama_jax.formats import huggingface
     from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor

@@ -82,7 +82,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def in_turns(candidates: Mapping[Name, Callable[[], Any]], turns: int) -> dict[Name, list[float]]:
-    """Seconds of each of `turns` runs, one of every candidate after the other, after one that is not counted."""
+    """Seconds of `turns` interleaved runs of each candidate, after one that is not counted."""
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     for turn in range(turns + 1):
         for name, run in candidates.items():
@@ -136,7 +136,7 @@ def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array)
 
 
 def long_config(shape: str, length: int) -> Any:
-    """A published shape for rows of any length."""
+    """A published shape, for rows of any length."""
     return replace(preset(shape), max_seq_len=length)
 
 
@@ -223,7 +223,7 @@ TOKENS = TURNS * states.STEPS_PER_CHUNK
 
 
 def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: str) -> jax.Array:
-    """TOKENS more tokens, again and again from the same place."""
+    """TOKENS more tokens, always from the same state."""
     state, _, produced = program(params, held[name], jnp.int32(TURNS))
     length = state.cache.length - TOKENS
     held[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
@@ -231,7 +231,7 @@ def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: s
 
 
 def _filled(state: states.DecodeState, length: int) -> states.DecodeState:
-    """The state after so many tokens, of which the keys and values are random."""
+    """The state after `length` tokens, with random keys and values."""
 
     def noise(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.int8:

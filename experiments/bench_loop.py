@@ -55,7 +55,7 @@ class Arguments:
 
 
 def shapes() -> dict[str, tuple[Recipe, int, int]]:
-    """By name a recipe, and the steps of a short block and of one that a save fits into."""
+    """Recipes by name, with the steps of a short block and of one long enough for a save."""
     common = dict(accumulate=1, vocabulary="byte", reading=DocumentFormat(longest=1000), evaluate_tokens=1, prompts=())
     return {
         "small": (
@@ -80,7 +80,7 @@ def read_clocks() -> np.ndarray:
 
 
 class Turns(Log):
-    """A log that, each time it gets a line of progress, lets the bare step run a block; what it measures is in `blocks`."""
+    """A log that runs a block of the bare step at each line of progress; its measurements are in `blocks`."""
 
     def __init__(self, program: TrainingProgram, batches: list[Batch], steps: int) -> None:
         super().__init__(io.StringIO())
@@ -125,7 +125,7 @@ def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder:
 
 
 def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder: Path) -> dict:
-    """What the loop and a save of a recipe cost, by each of CLOCKS."""
+    """The cost of the loop and of a save for a recipe, by each of CLOCKS."""
     quick, size = take_turns(recipe, short, arguments.blocks, 0, folder)
     saving, _ = take_turns(recipe, long, 2 * arguments.saves, 2 * long, folder)
     facts = {"rows": recipe.batch, "length": recipe.length, "steps_of_a_block": [short, long], "save_bytes": size}
@@ -133,7 +133,7 @@ def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder:
 
 
 def compare(quick: np.ndarray, saving: np.ndarray, short: int, long: int) -> dict:
-    """Bare blocks are the even ones. Of the others in `saving` the second, fourth and so on begin with a save."""
+    """Compare blocks. Even ones are bare; among the others in `saving`, every second one begins with a save."""
     bare, loop = quick[0::2], quick[1::2]
     beside = (bare[:-1] + bare[1:]) / 2
     fastest = [np.sort(found)[: max(1, len(found) // 10)].mean() for found in (bare, loop)]

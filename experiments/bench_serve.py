@@ -83,7 +83,7 @@ class Arguments:
 
 @dataclass
 class Answer:
-    """When the events of a request came, by `time.perf_counter`."""
+    """Times of a request's events, by `time.perf_counter`."""
 
     sent: float
     events: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Answer:
 
 
 class Reader(asyncio.Protocol):
-    """Takes a streamed answer as it comes, at little cost to the cores that it shares with the server."""
+    """Receives a streamed answer, at little cost to the cores that it shares with the server."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -161,7 +161,7 @@ class Client:
         return clients * each * self.arguments.new_tokens / (time.perf_counter() - begun)
 
     async def poisson(self, rate: float, count: int) -> list[Answer]:
-        """Answers to requests that come at random, `rate` a second."""
+        """Answers to requests at random times, `rate` per second."""
 
         async def later(seconds: float) -> Answer:
             await asyncio.sleep(seconds)
@@ -175,7 +175,7 @@ class Client:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, by uvloop where it is installed, by which clients cost less."""
+    """`asyncio.run`, with uvloop if installed, which makes clients cheaper."""
     try:
         import uvloop
     except ImportError:
@@ -185,7 +185,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Started(NamedTuple):
-    """A server that answers: its process, and the seconds that it took to."""
+    """A running server: its process, and the seconds until it answered."""
 
     process: int
     seconds: float
@@ -245,7 +245,7 @@ def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
 
 
 def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
-    """Send the tokens/s of closed loops without HTTP, of each number of clients that is received, until 0 is."""
+    """Send the tokens/s of closed loops without HTTP for each number of clients received, until 0."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update
@@ -284,7 +284,7 @@ def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
 
 @contextmanager
 def engine_running(path: Path, arguments: Arguments) -> Iterator[Callable[[int], float]]:
-    """A process with the engine alone; the function gives the tokens/s of so many clients."""
+    """A process with only the engine; yields a function from a number of clients to tokens/s."""
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()
     process = spawning.Process(target=engine_alone, args=(path, arguments, there), daemon=True)
@@ -331,7 +331,7 @@ def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
 
 
 def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
-    """ms between tokens of rows that decode, before and while 512 tokens of another are read; medians of 5 arrivals."""
+    """ms between tokens of decoding rows, before and during the prefill of 512 tokens; medians of 5 arrivals."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update

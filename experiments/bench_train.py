@@ -89,7 +89,7 @@ def ours(arguments: Any, dtype: str) -> Steps:
 
 
 def our_steps(step: Callable[..., Any], state: Any, arguments: Any, vocab_size: int) -> Steps:
-    """Of a compiled function of state and batch, as `train_step` is one."""
+    """Steps of a compiled function of state and batch, like `train_step`."""
     import jax
 
     import llama_jax
@@ -111,7 +111,7 @@ def transformers(arguments: Any, dtype: str, *, compiled: bool) -> Steps:
 
 
 def transformers_model(shape: str) -> Any:
-    """Of random weights."""
+    """A transformers model with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
@@ -121,7 +121,7 @@ def transformers_model(shape: str) -> Any:
 
 
 def torch_steps(model: Any, arguments: Any, dtype: str, *, compiled: bool) -> Steps:
-    """Of a model of transformers; what of it is frozen is left alone."""
+    """Steps of a transformers model, without updates of frozen parameters."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -176,7 +176,7 @@ def peak_memory_mb() -> float | None:
 
 
 def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dict]:
-    """Of each that takes part: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
+    """For each peer: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
     spawn = multiprocessing.get_context("spawn")
     workers = {}
     for peer in arguments.peers:

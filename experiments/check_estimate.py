@@ -70,7 +70,7 @@ class Arguments:
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Estimate and measure one case, in a process of its own."""
+    """Estimate and measure one case, in a separate process."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc reads it when a process starts
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -98,7 +98,7 @@ def _measure(case: Case) -> dict[str, Any]:
     memory = program.memory()
 
     def make(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Anything that lets the program run through: one token read, one turn to decode, no row done."""
+        """Values that let the program run: one token read, one step to decode, no row done."""
         value = 0.01 if jnp.issubdtype(shape.dtype, jnp.floating) else shape.dtype != bool
         return jnp.full(shape.shape, value, shape.dtype)
 
@@ -124,7 +124,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _settled() -> int:
-    """Resident bytes once freed buffers, which XLA lets go in threads of its own, are back with the system."""
+    """Resident bytes once freed buffers, which XLA releases in its own threads, are returned to the system."""
     gc.collect()
     before, now = -1, 0
     while before != now:

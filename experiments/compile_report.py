@@ -156,7 +156,7 @@ class Arguments:
 
 
 def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any]]:
-    """A program's row; where the largest batch that fits is asked, again after each larger one that does."""
+    """A program's row; for the largest batch that fits, repeated while larger batches fit."""
     about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
     about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
     row = about | once(case, hardware, flags)
@@ -318,7 +318,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """What decodes as many rows, with the engine's state instead of a generation's; its function is not the engine's."""
+    """A program that decodes as many rows, with the engine's state instead of a generation's, not the engine's function."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -339,7 +339,7 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """What decodes as many rows: its arguments are parameters, a state and a number of turns."""
+    """A program that decodes as many rows: its arguments are parameters, a state and a number of steps."""
     from llama_jax.analysis.memory import decode_programs
 
     programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
@@ -347,7 +347,7 @@ def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
-    """An array that each device of the mesh has whole."""
+    """An array replicated on each device of the mesh."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -398,7 +398,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
 
 def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, rank: int) -> tuple[Program, Any]:
-    """What decodes, with the bytes of a table of adapters among its parameters, and the parameters with the table."""
+    """A decoding program that counts a table of adapters as parameters, and the parameters with the table."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
@@ -505,7 +505,7 @@ def main(arguments: Arguments) -> None:
 
 
 def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """The rows as JSON, one a line, and the table beside it."""
+    """Write the rows as JSON, one per line, and the table next to it."""
     import jax
 
     from llama_jax.analysis.aot_compile import compiler_version

@@ -84,12 +84,12 @@ STAGES = {"zero-shot": "zero-shot", "continued": "after continued training"}
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and how much is measured.
+    """Sizes of training and measurements.
 
     Attributes:
       dim, layers: of the model.
       length: L.
-      factors: how many times longer the others are.
+      factors: the longer lengths, as multiples of L.
       tokens: of a batch.
       repetition_steps, steps: of the training at L: rows that repeat themselves alone, and all kinds.
       continued_steps: at each longer length.
@@ -164,7 +164,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of one way, at one length, at one stage.
+    """Measurements of one scaling, at one length and stage.
 
     Attributes:
       way, factor, stage: which.
@@ -268,7 +268,7 @@ def train(
     source: Iterator[Batch],
     say: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Llama:
-    """The parameters after so many steps; an error where the loss was not finite."""
+    """The parameters after these steps; an error if the loss is not finite."""
     import jax
 
     from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
@@ -335,7 +335,7 @@ def measure(
 
 
 def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
-    """What is trained on, and the last tenth, each in one piece."""
+    """The training text, and the last tenth, each in one piece."""
     from llama_jax.data import Corpus
 
     if not path.is_file():
@@ -358,7 +358,7 @@ def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Cor
 
 
 class Notes:
-    """What is measured already, in a file."""
+    """Measurements so far, in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -373,7 +373,7 @@ class Notes:
 
 
 def prepare(arguments: Arguments) -> Path:
-    """The folder of this run; an end where it holds another."""
+    """The folder of this run; exits if it holds another run."""
     folder = arguments.workdir / arguments.size
     folder.mkdir(parents=True, exist_ok=True)
     mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
@@ -385,7 +385,7 @@ def prepare(arguments: Arguments) -> Path:
 
 
 def run_all(arguments: Arguments, folder: Path) -> list[Found]:
-    """The model, and all that is measured of it, of which what the folder has is taken from there; a line for each."""
+    """The model and all measurements, reusing those in the folder; prints a line for each."""
     import jax
 
     import llama_jax
@@ -450,7 +450,7 @@ Verdict = tuple[str, str, str]  # the claim, what the numbers say of it, and the
 
 
 def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
-    """What the literature claims, as these numbers have it."""
+    """The claims of the literature, judged by these numbers."""
     table = {(one.way, one.factor, one.stage): one for one in found}
     base = table["none", 1, "zero-shot"]
 

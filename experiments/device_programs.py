@@ -54,7 +54,7 @@ def cases_of(hardware: str | None) -> tuple[Case, ...]:
 
 
 def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:
-    """What the report has of the program, made without the device; nothing where it has none."""
+    """The report's entry for the program, made without the device; empty if there is none."""
     compiler = "tpu" if hardware is not None and hardware.startswith("tpu") else "gpu"
     path = folder / f"compile_report_{compiler}.json"
     rows = json.loads(path.read_text())["programs"] if path.exists() else []

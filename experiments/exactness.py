@@ -95,7 +95,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Work:
-    """A model, what it continues and how."""
+    """A model, the prompts it continues, and the settings."""
 
     model: tuple[Any, Any]
     prompts: list[list[int]]
@@ -165,7 +165,7 @@ def other_chunks(size: int) -> Iterator[None]:
 
 
 def compare(work: Work) -> dict[str, Any]:
-    """For each way of being in company: rows with other tokens, and rows with other bits."""
+    """For each way of sharing a program: rows whose tokens differ, and rows whose bits differ."""
     alone = work.alone()
     engine = work.engine()
     full = work.engine(cache_tokens=max(map(len, work.prompts)) + work.new_tokens)
@@ -191,7 +191,7 @@ def compare(work: Work) -> dict[str, Any]:
 
 
 def price(work: Work, repetitions: int) -> dict[str, float]:
-    """Times of exact work by those of the same work as usual, medians of pairs."""
+    """Time ratios of exact to normal work, medians of pairs."""
     prompt = (work.prompts[-1] * 512)[:480]
     ratios = {}
     for name, rows, length, new in (("decode 1", 1, 16, 64), ("decode 8", 8, 16, 64), ("prefill", 1, 480, 1)):
@@ -235,7 +235,7 @@ def trainer(work: Work) -> dict[str, int]:
 
 
 def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
-    """Pieces of the text, with lengths that are spread evenly over their logarithm."""
+    """Excerpts of the text, with log-uniform lengths."""
     ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
     rng, longest = random.Random(2), min(arguments.longest, context - arguments.new_tokens)
     lengths = np.exp(np.linspace(0, np.log(longest), arguments.prompts)).astype(int)
@@ -353,7 +353,7 @@ def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[st
 
 
 def training_price(repetitions: int) -> dict[str, float]:
-    """The time of an exact step by that of a usual one on one device, medians of pairs."""
+    """Time ratio of an exact to a normal step on one device, medians of pairs."""
     ratios = {}
     for name, rows, length in STEPS_TIMED:
         config, optimizer = llama_jax.preset(name), make_optimizer(OptimizerSettings(), 1000)

@@ -153,7 +153,7 @@ def main(arguments: Arguments) -> int:
 
 
 def goals(run: Run) -> Row:
-    """What was wanted of decoding and training, and what was found, as far as it was measured."""
+    """Goals for decoding and training, and the measured results, if any."""
     found: Row = {}
     share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, batch=1)
     if share is not None:

@@ -106,7 +106,7 @@ def _normalize(module: Any) -> Any:
 
 
 def peft_logits(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
-    """Of whole rows; with `wide` every token stands at position 0."""
+    """Logits of whole rows; with `wide` every token is at position 0."""
     import torch
 
     rows = torch.from_numpy(ids).long()
@@ -125,7 +125,7 @@ def peft_loss(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
-    """Those that are trained, by the names in PEFT's files."""
+    """The trained parameters, by the names in PEFT's files."""
     named = ((name.replace(".default.", "."), p) for name, p in model.named_parameters() if p.requires_grad)
     return {name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): p for name, p in named}
 

@@ -161,7 +161,7 @@ def sampling_case(rng: np.random.Generator, rows: int, vocab: int = 200) -> tupl
 
 
 def transformers_scores(logits: np.ndarray, ids: np.ndarray, settings: np.ndarray) -> np.ndarray:
-    """What transformers' processors make of the logits, in its own order; -inf where a token is dropped."""
+    """The logits after transformers' processors, in its order; -inf for dropped tokens."""
     import torch
     from transformers.generation import logits_process as p
 

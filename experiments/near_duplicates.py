@@ -56,7 +56,7 @@ class Arguments:
 
 
 class Near(NamedTuple):
-    """A document and the earlier one that it is near, by their numbers, and their estimated similarity."""
+    """Indices of a document and of a similar earlier one, and their estimated similarity."""
 
     document: int
     other: int

@@ -85,7 +85,7 @@ class NeedleCell:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """What `needle` found: `cells` by length, then by depth, both rising.
+    """Results of `needle`: `cells` by length, then by depth, both ascending.
 
     Attributes:
       lengths, depths: of the cells.
@@ -120,7 +120,7 @@ def needle(
     batch: int | None = None,
     progress: Progress | None = None,
 ) -> NeedleTest:
-    """The test of the head of this file.
+    """Run the test described in the module docstring.
 
     Args:
       haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.

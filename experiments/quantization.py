@@ -86,7 +86,7 @@ class Arguments:
 
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
-    """Floats, what the library quantizes into, and what only files have."""
+    """Floats, formats that the library quantizes to, and formats that only files have."""
     from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
 
     every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.is_gguf and kind not in ENCODABLE))
@@ -134,7 +134,7 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
 
 
 def held(params: Llama) -> dict[str, float]:
-    """Bytes, and bits for each number, norms included."""
+    """Bytes, and bits per parameter, including norms."""
     from llama_jax.model.trees import bytes_in_memory, count
 
     size = bytes_in_memory(params)
@@ -145,7 +145,7 @@ def held(params: Llama) -> dict[str, float]:
 
 
 def trained_models() -> dict[str, Path]:
-    """By name: the bundled model, and what is there of the shared ones."""
+    """The bundled model and the available shared ones, by name."""
     from llama_jax.formats.loading import bundled
 
     stories = DATA / "stories260K"
@@ -153,7 +153,7 @@ def trained_models() -> dict[str, Path]:
 
 
 def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
-    """What is read, in words, and as documents of at most so many tokens in all: of a file, or of its own stories."""
+    """A description of the text, and its documents of at most `tokens` tokens: from a file, or the model's own stories."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
 
@@ -211,7 +211,7 @@ def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, 
 
 
 def in_file(path: Path) -> dict[str, float]:
-    """Bytes of the tensors of a GGUF, and bits for each number."""
+    """Bytes of a GGUF's tensors, and bits per parameter."""
     from gguf import GGUFReader
 
     tensors = GGUFReader(path).tensors

@@ -113,7 +113,7 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
 
 
 def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
-    """L, and all that could be measured in time, of which what the folder has is taken from there."""
+    """L, and all measurements made in time, reusing those in the folder."""
     import jax
 
     import llama_jax

@@ -168,7 +168,7 @@ def measured(model: Path, lines: Sequence[dict[str, Any]], seed: int, adapter: P
 
 
 def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """All stages, in a folder where what is done is not done again."""
+    """All stages, in a folder; finished stages are not repeated."""
     log, seed, chats, floats, merged = Log(), arguments.seed, folder / "chats.jsonl", folder / "base", folder / "merged"
 
     def train(name: str, recipe: Recipe, data: Path, held: Path, weights: Path) -> None:

@@ -119,19 +119,19 @@ class Load:
         return ("whole" if whole else "the stream ended early"), text
 
     async def leave(self) -> None:
-        """All clients hang up at once."""
+        """All clients disconnect at once."""
         self.go = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def end(self) -> None:
-        """All clients finish what they are at."""
+        """All clients finish their current requests."""
         self.go = False
         await asyncio.gather(*self._tasks)
 
     def summary(self, since: float, until: float) -> dict[str, Any]:
-        """Of the answers that ended in a time."""
+        """Summary of the answers that ended within a period."""
         chosen = [answer for answer in self.answers if since <= answer.ended < until]
         return {
             "seconds": round(until - since, 1),
@@ -141,7 +141,7 @@ class Load:
         }
 
     def differing(self) -> int:
-        """Whole answers that are not what the first of the same prompt and seed was."""
+        """Complete answers that differ from the first one for the same prompt and seed."""
         first: dict[tuple[int, int], str] = {}
         return sum(
             answer.text != first.setdefault(answer.key, answer.text) for answer in self.answers if answer.outcome == "whole"
@@ -159,7 +159,7 @@ async def until(condition: Any, load: Load, what: str, most: float = 300.0) -> f
 
 
 async def rows_in_use(url: str) -> list[float]:
-    """Of every replica that answers in some tries; by what each says of its own rows."""
+    """Rows in use on every replica that answers in some tries, as each reports them."""
     found = []
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         for _ in range(8):

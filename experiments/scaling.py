@@ -55,7 +55,7 @@ FINER = 4  # times, each around the best so far
 
 
 class Size(NamedTuple):
-    """Of a model: features and layers."""
+    """Features and layers of a model."""
 
     dim: int
     layers: int
@@ -121,7 +121,7 @@ class Arguments:
 
 
 def recipe(size: Size, tokens: int) -> Recipe:
-    """A model of that size that reads so many bytes."""
+    """A recipe for a model of this size and number of bytes."""
     steps = max(tokens // (BATCH * LENGTH), 2)
     return Recipe(
         model=LlamaConfig(
@@ -151,12 +151,12 @@ def recipe(size: Size, tokens: int) -> Recipe:
 
 
 def flops_of(recipe: Recipe) -> float:
-    """C, of the whole run."""
+    """C of the whole run."""
     return recipe.steps * step_flops(recipe.model, recipe.batch, recipe.length)
 
 
 def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
-    """Train one run, of which nothing but the result is kept."""
+    """Train one run, and keep only its result."""
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
 
@@ -241,13 +241,13 @@ def _solve(exponents: np.ndarray, powers: np.ndarray, losses: np.ndarray) -> tup
 
 
 def compute_law(points: list[Point]) -> Law:
-    """L(C), of the frontier."""
+    """L(C), fitted to the frontier."""
     best = frontier(points)
     return fit(np.array([[p.flops] for p in best]), np.array([p.loss for p in best]))
 
 
 def size_law(points: list[Point]) -> Law:
-    """L(N, D), of all."""
+    """L(N, D), fitted to all runs."""
     return fit(np.array([[p.parameters, p.tokens] for p in points]), np.array([p.loss for p in points]))
 
 
@@ -331,7 +331,7 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
 
 
 def run_all(arguments: Arguments) -> list[Point]:
-    """The runs, of which those in the work directory are taken from there; a line for each."""
+    """All runs, reusing those in the work directory; prints a line for each."""
     sizes, budgets = (SIZES[:2], (8_192, 16_384)) if arguments.small else (SIZES, BUDGETS)
     if missing := [str(path) for path in arguments.data if not path.is_file()]:
         raise SystemExit(f"--data: {', '.join(missing)} is not there; it is no part of the repository, give your own")

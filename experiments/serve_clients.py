@@ -124,7 +124,7 @@ class Asked:
         self.config, self.params, self.tokenizer = llama_jax.load(dtype="float32")
 
     def statuses(self) -> dict[str, int]:
-        """How many answers of each status there have been."""
+        """Number of responses with each status."""
         found: dict[str, int] = {}
         for status, count in re.findall(r'http_responses_total\{.*?status="(\d+)"\} (\S+)', asyncio.run(self._metrics())):
             found[status] = found.get(status, 0) + int(float(count))
@@ -139,7 +139,7 @@ class Asked:
 
 
 class Checks:
-    """What was found, and what should not have been."""
+    """Results, and failures."""
 
     def __init__(self) -> None:
         self.checked, self.failed = 0, list[str]()
@@ -280,7 +280,7 @@ def by_lm_eval(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list[tuple[float, bool]]:
-    """Of each continuation after its context: its log-likelihood, and whether each of its tokens is the most probable."""
+    """For each continuation of a context: its log-likelihood, and whether each of its tokens is the most probable."""
     longest, found = max(len(before) + len(after) for before, after in pairs), []  # all are filled up to that: one program
     for before, after in pairs:
         count = len(before) + len(after)
@@ -292,7 +292,7 @@ def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list
 
 
 def _output(command: list[str], **more: Any) -> str:
-    """What a command writes; SystemExit with its end where it fails."""
+    """The output of a command; SystemExit with the end of it if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, **more)
     if done.returncode:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -62,7 +62,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Kind:
-    """A request, and the text that must come."""
+    """A request, and its expected text."""
 
     body: dict[str, Any]
     text: str
@@ -111,7 +111,7 @@ def kinds(model: Path | None) -> list[Kind]:
 
 
 class Clients:
-    """All that is asked of a server, and what came of it."""
+    """Requests to a server, and their results."""
 
     def __init__(self, port: int, kinds: list[Kind]) -> None:
         self.port, self.kinds = port, kinds
@@ -135,12 +135,12 @@ class Clients:
         return answer.partition("\r\n\r\n")[2]
 
     async def metrics(self) -> dict[str, float]:
-        """Those without labels, by their names without the prefix."""
+        """The metrics without labels, by name without the prefix."""
         lines = (line.rpartition(" ") for line in (await self.get("/metrics")).splitlines() if not line.startswith("#"))
         return {name.removeprefix("llama_jax:").partition("{")[0]: float(value) for name, _, value in lines if name}
 
     async def ask(self, kind: Kind, report: Report, slowly: bool = False) -> float:
-        """A request whose answer must be right, or 429: the seconds to the end of its answer."""
+        """Send a request whose answer must be correct, or 429; returns the seconds to the end of the answer."""
         begun = time.perf_counter()
         reader, writer = await self.send(kind.body)
         parts = []
@@ -163,7 +163,7 @@ class Clients:
         return seconds if status == 200 else -seconds
 
     async def leave(self, chosen: random.Random, report: Report, after: float) -> None:
-        """A request whose client goes."""
+        """Send a request whose client disconnects."""
         prompt = chosen.choice(self.kinds).body["prompt"]
         body = {"prompt": prompt, "max_tokens": MOST - len(prompt), "ignore_eos": True, "stream": chosen.random() < 0.5}
         _, writer = await self.send(body)
@@ -172,7 +172,7 @@ class Clients:
         report.counts["left"] += 1
 
     async def malformed(self, chosen: random.Random, report: Report) -> None:
-        """What is no request: it must be refused, whatever it is."""
+        """Send a malformed request, which must be rejected."""
         noise = bytes(chosen.randrange(256) for _ in range(200))
         nonsense = chosen.choice([-1, 1e99, "x", None, [], {"a": 1}])
         body, more = chosen.choice(
@@ -250,7 +250,7 @@ async def mixed(clients: Clients, arguments: Arguments) -> dict[str, Any]:
 
 
 async def cancelled(clients: Clients, arguments: Arguments) -> dict[str, Any]:
-    """Half of them in bursts, of which most wait, half a few at a time, which are decoded at once."""
+    """Half of the requests in bursts, most of which wait, half a few at a time, which are decoded at once."""
     report, waits = Report(), []
     chosen = random.Random(1)
     while report.counts["left"] < arguments.cancelled:

@@ -173,7 +173,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
 
 @dataclass(frozen=True)
 class Always(Pace):
-    """So many drafts, whatever comes of it."""
+    """A fixed number of drafts, whatever the acceptance."""
 
     number: int = 0
 
@@ -203,7 +203,7 @@ def seconds_of_pass(
 
 
 def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
-    """Of each row that is not the same: after how many tokens it parts, and how far the two log-probabilities are apart."""
+    """For each differing row: the tokens before the difference, and the gap of the two log-probabilities."""
     found = []
     for row, tokens in enumerate(one.tokens):
         at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)

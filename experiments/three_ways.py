@@ -61,7 +61,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one way: losses and seconds of every step, parameters after the last, what is sent."""
+    """Results of one way: losses and seconds of every step, final parameters, and data sent."""
 
     losses: list[float]
     params: Any
@@ -71,7 +71,7 @@ class Found:
 
 
 def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
-    """`in_axes=None` for the state: one value on all devices. `llama_jax.parallel.pmap` has the details."""
+    """`in_axes=None` for the state: one value on all devices. For details see `llama_jax.parallel.pmap`."""
     return pmap_step(step, list(mesh.devices.flat))
 
 
