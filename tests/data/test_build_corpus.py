@@ -379,7 +379,7 @@ def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
 def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
     path, own = built[0] / CORPUS_NAME, built[1].origin
     for given in (path, [path, files[0] / "a.txt"]):
-        with pytest.raises(DataError, match="has ids of uint16, not of token_type='uint32'; omit that"):
+        with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
             open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
     assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
     larger = forged(tmp_path / "larger.corpus", vocab_size=60000, origin=own)

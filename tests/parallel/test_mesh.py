@@ -40,7 +40,7 @@ def test_an_absent_axis_is_one():
         ("data=²", "'data=²' is not axis=size"),
         ("data=0", "mesh axis data=0 must be a positive integer"),
         ("model=8", "has no axis 'model'; the axes are data, fsdp, context, tensor"),
-        ("data=2,fsdp=2,data=4", "gives data twice"),
+        ("data=2,fsdp=2,data=4", "has data twice"),
     ],
 )
 def test_what_is_no_mesh_is_named(text, message):

@@ -81,7 +81,7 @@ def test_layers_are_given_as_json():
         ("seed=4294967296", "seed=4294967296 must be at least 0 and at most 4294967295"),
         ("length=300", "length=300 is above the model's context, max_seq_len=256"),
         ("accumulate=3", "batch=16 must be a multiple of accumulate=3"),
-        ("validation=0", "validation=0.0 leaves no training or validation documents"),
+        ("validation=0", "validation=0.0 leaves nothing to train or to validate on"),
         ("ema_decay=1", "ema_decay=1.0 must be at least 0 and below 1"),
         ("steps=20", "warmup_steps=30 must be below steps=20"),
     ],
@@ -108,8 +108,8 @@ def test_a_rope_scaling_is_made_of_its_parts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["kind=yarn"], r"model.rope_scaling.kind needs model.rope_scaling.factor beside it"),
-        (["factor=2"], r"model.rope_scaling.factor needs model.rope_scaling.kind beside it"),
+        (["kind=yarn"], r"model.rope_scaling.kind needs model.rope_scaling.factor as well"),
+        (["factor=2"], r"model.rope_scaling.factor needs model.rope_scaling.kind as well"),
         (["kind=yarn", "factor=2"], "needs original_max_seq_len"),
         (["kind=ntk-aware", "factor=2"], r"model.rope_scaling.kind='ntk-aware' must be one of linear, ntk"),
         (["kind=ntk", "factor=2", "beta=1"], r"'model.rope_scaling.beta' is not a setting .*; model.rope_scaling has kind,"),
