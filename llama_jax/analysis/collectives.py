@@ -175,7 +175,7 @@ def collective_instructions(text: ProgramText) -> Iterator[tuple[str, Instructio
 def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, Loops]]:
     """The computations that a computation calls: name, and the trip count if it is the body of a loop."""
     for one in text.computations[computation]:
-        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # an async wrapper may contain it
+        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # its computation may repeat it
             loop = (text.trips(computation, one),) if one.opcode == "while" else ()
             yield from ((name, loop) for name in one.called if name in text.computations)
 
