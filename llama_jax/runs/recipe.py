@@ -54,25 +54,25 @@ BOOKKEEPING = frozenset(
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of training by rewards: how answers are sampled and judged, and the loss.
+    """Settings of training with rewards: how answers are sampled and judged, and the loss.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
         command line's ``--reward`` adds one.
-      weights: of the functions in their sum; empty for 1 each.
-      group: answers to each prompt, which are compared; the recipe's batch / group are the prompts of a step.
-      answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
-      temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
+      weights: factors of the functions in their sum; empty for 1 each.
+      group: answers per prompt, which are compared; a step has the recipe's batch / group prompts.
+      answer: maximum tokens of an answer, including its stop token; a prompt may have the recipe's length + 1 - answer.
+      temperature: sampling temperature, above 0; the loss uses log-probabilities at the same temperature.
       updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
       loss, clip, clip_high, beta: see `PolicyOptions`. With beta the reference is the model without its
-        adapters, or the weights that training began with.
+        adapters, or the initial weights.
       scale: whether advantages are divided by the standard deviation of their group.
-      truncated: whether answers that were cut off are learned from as others are ("count") or not ("mask", Yu et al. 2025,
-        section 3.4); either way they count in their group's mean.
-      format: of prompts that are messages, see `tokenizers.resolve_format`.
+      truncated: whether truncated answers are trained on like others ("count") or not ("mask", Yu et al. 2025, section 3.4);
+        either way they count in their group's mean.
+      format: chat format for prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
-      held: how many held-out prompts are answered at an evaluation, `group` times each; 0 is all.
-      samples: how many of these answers are shown in the log.
+      held: number of held-out prompts to answer at an evaluation, `group` times each; 0 is all.
+      samples: number of these answers to show in the log.
 
     Raises:
       TrainingError, ConfigError: an invalid value.

@@ -40,7 +40,7 @@ def test_slices_of_pods(hardware, count, topology):
 
 
 def test_what_cannot_be_had():
-    with pytest.raises(MeshError, match="powers of two, not with 12 chips"):
+    with pytest.raises(MeshError, match="a power of two of chips, not 12"):
         tpu_topology("tpu-v5e", 12)
     with pytest.raises(MeshError, match="no slice of 512 chips"):
         tpu_topology("tpu-v5e", 512)

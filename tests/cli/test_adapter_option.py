@@ -66,7 +66,7 @@ def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
     (tmp_path / "there" / "mine.txt").write_text("x")
     with pytest.raises(CheckpointError, match="exists; remove it"):
         calling(Merge, stories_folder, adapter, tmp_path / "there")
-    with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
+    with pytest.raises(CheckpointError, match="is, contains or is inside the model being read"):
         calling(Merge, stories_folder, adapter, adapter)
 
 

@@ -179,7 +179,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
         ("tiny --data binary.txt", "so it is not text"),
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
-        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; pass other files with"),
+        ("SMALL --data short.txt", "a single document, which cannot be split for validation; pass other files with"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
         ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
         ("SMALL --data text.txt --trace 1:" + "9" * 5000, "must be two steps"),
@@ -288,7 +288,7 @@ def test_a_save_that_hangs_in_the_main_thread_ends_the_process(start, files, tmp
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     last = err.splitlines()[-1]
-    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it could not be begun")
+    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it did not start")
     assert last.endswith("a device or a disk does not answer; the last good checkpoint is step 100")
     assert "Traceback" not in err
     assert verify(tmp_path / "run/checkpoints/100")

@@ -232,7 +232,7 @@ def test_a_text_of_ones_own(stories_folder, tmp_path):
             "--write-oracle stores the outputs of the weights",
         ),
         (["MODEL", "--quantize", "int4"], "int4 needs multiples of 32"),
-        (["MODEL", "--quantize", "keep"], "has no quantized tensor of those that are kept"),
+        (["MODEL", "--quantize", "keep"], "has no tensor in a supported format"),
         (["MODEL", "--tokens", "1"], "tokens=1 must be at least 2"),
         (["MODEL", "--tokens", "65"], "tokens=65 exceed the model's context of 64"),
         (["MODEL", "--text", "MODEL/config.json"], "--text needs a vocabulary"),

@@ -78,7 +78,7 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     expected = open_corpus(tmp_path / "built", tokenizer).digest
     assert open_corpus(url, tokenizer).digest == open_corpus(f"{url}/tokens.corpus", tokenizer).digest == expected
     store.objects["built/unfinished-build.json"] = b"{}"
-    with pytest.raises(DataError, match="holds a build that is not finished"):
+    with pytest.raises(DataError, match="holds an unfinished build"):
         open_corpus(url, tokenizer)
 
 

@@ -106,7 +106,7 @@ def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_pa
     ("given", "message"),
     [
         (lambda files: [*sources(files, stories=1), files / "books.txt"], "books.txt has no name and weight"),
-        (lambda files: sources(files, stories=1) * 2, "two sources are called stories"),
+        (lambda files: sources(files, stories=1) * 2, "two sources are named stories"),
         (lambda files: [WeightedData("a b", files / "books.txt", 1)], "the name 'a b' of a source must be letters"),
         (lambda files: [WeightedData(name, files / "books.txt", 1) for name in "ab"], "books.txt is given twice"),
         (lambda files: sources(files, stories=0), "the weight of stories, 0, must be a number above 0"),

@@ -341,12 +341,12 @@ def test_what_is_missing_and_what_differs(started, tmp_path):
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert re.search(r"llama-jax: error: of 3 processes 1 did not come to \S+ in time: process 2; start them", said)
+        assert re.search(r"llama-jax: error: 1 of 3 processes did not connect to \S+ in time: process 2; start them", said)
     with started(tmp_path, own=("steps=5", "steps=6")) as running:
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert "recipe steps: process 1 has 6, process 0 5; pass all processes the same command" in said
+        assert "recipe steps: process 1 has 6, but process 0 has 5; pass all the same command" in said
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -356,7 +356,7 @@ def test_processes_with_unequal_devices(started, tmp_path):
     with started(tmp_path, devices=(2, 3)) as running:
         for code, _, said in ended(running):
             assert code == 2
-            assert "devices: process 1 has 3, process 0 2" in said
+            assert "devices: process 1 has 3, but process 0 has 2" in said
             assert "Traceback" not in said
 
 

@@ -260,7 +260,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
 
 def test_hosts_whose_scratch_folder_is_the_same(run):
     second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
-    with pytest.raises(TrainingError, match=r"cannot be made on \S+ \(File exists\); the variable TMPDIR must name"):
+    with pytest.raises(TrainingError, match=r"cannot be created on \S+ \(File exists\); TMPDIR must be set to"):
         StoredRun(locate(RUN), second, Log(quiet=True), run.path)
 
 

@@ -163,7 +163,7 @@ def test_a_table_is_loaded(model, tmp_path):
     save_adapter(tmp_path / "a", config, *adapters[0])
     _, found, _ = llama_jax.load(tmp_path / "model", adapters=[tmp_path / "a"])
     jax.tree.map(np.testing.assert_array_equal, found, adapter_table(config, params, adapters[:1]))
-    with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters are a table to choose from"):
+    with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters is a table to choose from"):
         llama_jax.load(tmp_path / "model", adapter=tmp_path / "a", adapters=[tmp_path / "a"])
     with pytest.raises(CheckpointError, match="is one path; pass a list of them, or adapter for all rows"):
         llama_jax.load(tmp_path / "model", adapters=tmp_path / "a")

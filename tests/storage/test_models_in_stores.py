@@ -221,7 +221,7 @@ def test_a_header_that_is_damaged(tmp_path, store):
 def test_of_orbax_the_steps_of_runs_are_read(store):
     store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
     store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
-    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is an orbax checkpoint that is not a run's, and is"):
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is an orbax checkpoint outside of a run, which is"):
         llama_jax.load("s3://bucket/saved")
     with pytest.raises(CheckpointError, match=r"^s3://bucket/run/checkpoints holds no checkpoint"):  # but half of one
         llama_jax.load("s3://bucket/run")
@@ -285,7 +285,7 @@ def test_a_folder_is_whole_when_its_settings_are_there(store, model, tmp_path):
     assert ("DELETE", "models/one/model-00001-of-00002.safetensors") in store.changes
     same(llama_jax.load(url).params, params)
     store.objects["models/one/notes.txt"] = b"mine"
-    with pytest.raises(CheckpointError, match=r"holds more than a model \(notes.txt\)"):
+    with pytest.raises(CheckpointError, match=r"contains other files \(notes.txt\)"):
         llama_jax.save(url, config, params, overwrite=True)
 
 
@@ -361,9 +361,9 @@ def test_what_is_created_is_new(store):
 def test_formats_and_places_that_are_not_written(model):
     config, params = model
     for format in ("orbax", "llama2c"):
-        with pytest.raises(CheckpointError, match=f"{format} is written to a path of this machine"):
+        with pytest.raises(CheckpointError, match=f"{format} can only be written to a local path"):
             llama_jax.save("s3://bucket/one", config, params, format=format)
-    with pytest.raises(CheckpointError, match=r"hf://org/name is on the hub: .* upload that with `hf upload`"):
+    with pytest.raises(CheckpointError, match=r"hf://org/name is on the Hub: .* upload that with `hf upload`"):
         llama_jax.save("hf://org/name", config, params)
 
 
@@ -376,4 +376,4 @@ def test_convert_into_a_store(store, tmp_path, model):
     same(llama_jax.load("s3://bucket/copy.gguf").params, model[1])
     inside = run_here("convert", source, "s3://bucket/source/copy")
     assert inside.returncode == 2
-    assert "is inside the model that is read" in inside.stderr
+    assert "is inside the model being read" in inside.stderr
