@@ -93,12 +93,12 @@ def test_a_failing_rename_is_taken_back(exchange, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device\); the disk is full: make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device\); the disk is full: free some space"),
         (
             OSError("8388608 requested and 1045664 written"),
             r"requested and 1045664 written\); the disk is full",
         ),
-        (OSError(errno.EFBIG, "File too large"), r"File too large\); files have a largest size here"),
+        (OSError(errno.EFBIG, "File too large"), r"File too large\); file sizes are limited"),
         (
             OSError(errno.ENOTDIR, "Not a directory"),
             r"Not a directory\); a file is where a folder is needed: give",
