@@ -194,8 +194,8 @@ def test_pieces_hold_the_length_and_waste_little(length):
         ([], {}, r"lengths are empty"),
         ([4, 0], {}, r"length=0 must be at least 1 token"),
         ([4, 8, 4], {}, r"length=4 is given twice"),
-        ([4, 50], {}, r"length=50 needs a document of one token more, and the text's longest has 50; use a longer text"),
-        ([4, 8], {"max_tokens": 7}, r"max_tokens=7 leaves no whole window of length=8"),
+        ([4, 50], {}, r"length=50 needs a document with one token more, but the longest has 50; use a longer text"),
+        ([4, 8], {"max_tokens": 7}, r"max_tokens=7 is less than one window of length=8"),
         ([4], {"batch": 0}, r"batch=0 must be at least 1 row"),
     ],
 )

