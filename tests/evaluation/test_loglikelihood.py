@@ -158,7 +158,7 @@ def test_what_cannot_be_scored(model, measure, pairs, options, message):
 def test_numbers_that_are_none(model, measure):
     config, params = model
     spoiled = params.replace(final_norm=params.final_norm.at[0].set(np.nan))
-    with pytest.raises(GenerationError, match="logits after text 0 are not numbers"):
+    with pytest.raises(GenerationError, match="logits after text 0 are NaN"):
         score_pairs(config, spoiled, [Continuation([1], [2])], batch=2, measure=measure)
 
 

@@ -225,7 +225,7 @@ def test_sizes_that_cannot_be(sizes, message):
 
 
 def test_a_larger_vocabulary():
-    with pytest.raises(DataError, match="the corpus has a vocabulary of 97, the model one of 96"):
+    with pytest.raises(DataError, match="the corpus has a vocabulary of 97, but the model one of 96"):
         evaluate(CONFIG, None, replace(corpus_of([10]), vocab_size=97))
 
 

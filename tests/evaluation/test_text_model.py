@@ -174,5 +174,5 @@ def test_a_vocabulary_of_another_model(model, tokenizer):
     from dataclasses import replace
 
     config, params = model
-    with pytest.raises(GenerationError, match="pieces, the model a vocabulary of 5"):
+    with pytest.raises(GenerationError, match="tokens, but the model only 5"):
         TextModel(replace(config, vocab_size=5), params, tokenizer)

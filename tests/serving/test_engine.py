@@ -625,7 +625,7 @@ class TestRunning:
         broken = Client(engine, prompt=[1, 99], max_new_tokens=5)
         sound = run(engine, prompt=[1, 98], max_new_tokens=5)
         assert (broken.finish, sound.finish) == ("failed", "length")
-        assert "not numbers" in broken.updates[-1].error
+        assert "NaN" in broken.updates[-1].error
 
 
 class TestOptions:
