@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories; and new ones, trained on text or of only bytes."""
+"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories; new ones, trained on text or of only bytes."""
 
 from __future__ import annotations
 
