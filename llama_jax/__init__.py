@@ -38,7 +38,7 @@ and their arguments:
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is sharded over devices: load(path, mesh=MeshSizes(tensor=8))
 
-`llama_jax.serving.engine.Engine` serves requests as they arrive. To write your own loop, use the parts of `generate`:
+`llama_jax.serving.engine.Engine` serves requests as they arrive. For your own loop, use the parts of `generate`:
 `llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
 `llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
 """

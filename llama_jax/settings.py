@@ -3,8 +3,7 @@
     steps: Annotated[int, at_least(1)] = 100
     \"\"\"Steps of the run.\"\"\"
 
-`check_bounds` checks every field of a dataclass; None stands for a default and is always allowed. `help_of` returns the help
-texts.
+`check_bounds` checks every field of a dataclass; None is always allowed, as a default. `help_of` returns the help texts.
 """
 
 from __future__ import annotations

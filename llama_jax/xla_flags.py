@@ -92,7 +92,7 @@ class FlagChanges:
 def compiler_options(platform: str, *, training: bool) -> dict[str, bool | str]:
     """The flags of a platform that the installed compiler has, for `jax.stages.Lowered.compile`; empty if flags are off.
 
-    For compilation without devices, and for when the environment can no longer be changed.
+    For compilation without devices, or if the environment cannot be changed.
     """
     if os.environ.get(SWITCH) == "off":
         return {}

@@ -23,7 +23,7 @@ StepKind = tuple[Any, int]  # what determines the time of a turn: its shape and 
 
 
 class Drafting(ABC):
-    """The strategy and statistics of an engine's drafts. Measured times determine whether a turn has drafts, not its tokens.
+    """Strategy and statistics of an engine's drafts. Measured times determine whether a turn has drafts, not its tokens.
 
     Attributes:
       numbers: possible numbers of drafts per row and turn, ascending.
@@ -44,7 +44,7 @@ class Drafting(ABC):
 
     @abstractmethod
     def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
-        """The number of drafts, from `numbers` or 0, with the highest expected speed of the next turn.
+        """The number of drafts, from `numbers` or 0, with the highest expected speed.
 
         Args:
           rows: state of each running row, from `begin`; None for a row without drafts.
@@ -71,7 +71,7 @@ def drafting_by(draft: Drafter | None) -> Drafting | None:
 
 
 class LookupDrafting(Drafting):
-    """Prompt lookup. Acceptance can be measured even without drafting, since the draft of every token is known."""
+    """Prompt lookup, whose acceptance can be measured even without drafting."""
 
     def __init__(self, lookup: PromptLookup) -> None:
         super().__init__((lookup.tokens,))

@@ -17,13 +17,13 @@ from llama_jax.serving.thread_pool import LOW
 from llama_jax.tokenizers import Tokenizer
 
 # White space is fixed, because small models can fill a whole answer with optional white space.
-MARK = "\x02"  # marks the start of a text, and never occurs in one, so that a tokenizer's prefix comes before it
+MARK = "\x02"  # start of a text, never occurs in one, so that a tokenizer's prefix comes before it
 NEEDED = ("llguidance",)  # packages of the child process
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
-    """Grammars over one vocabulary. Thread-safe; the tables of the vocabulary are built on first use.
+    """Grammars over one vocabulary. Thread-safe; its tables are built on first use.
 
     Each grammar is first compiled in a child process, which is killed if that takes too much time or memory, and then in
     this process, which takes up to as long again.
@@ -86,7 +86,7 @@ class Grammars:
 
     def _constraint(self, grammar: str, what: str) -> GrammarConstraint:
         if not self._ends:
-            raise UserError("a grammar needs a vocabulary with an end-of-sequence token, and this one has none")
+            raise UserError("a grammar needs a vocabulary with an end-of-sequence token")
         from llama_jax.serving import grammar_check as check
 
         with self._lock:

@@ -97,7 +97,7 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
 
 
 def begin(source: BinaryIO, seconds: str, wall_seconds: str) -> Callable[[bytes], bytes]:
-    """Read a pickled (tokens, special, ends); return the function that answers a grammar with "t", or "e" and a reason."""
+    """Read pickled (tokens, special, ends); return the function that answers a grammar with "t", or "e" and a reason."""
     tables = GrammarVocabulary(*pickle.load(source)).tables()
     if sys.platform == "linux":
         import resource

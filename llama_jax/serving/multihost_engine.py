@@ -63,7 +63,7 @@ class _Call:
 
 
 def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
-    """The model for the engine of the first process, which sends every program call to the others before making it.
+    """The model for the engine of the first process: it sends every program call to the others first.
 
     Args:
       send: sends a message to the other processes, in the order of the calls; `follow` receives it.

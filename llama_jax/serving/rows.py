@@ -78,7 +78,7 @@ class ServedRow:
 
     @property
     def left(self) -> int:
-        """The maximum number of tokens that it can still get."""
+        """The maximum number of further tokens."""
         return max(self.request.max_new_tokens, 1) - self.chosen
 
     def lacks(self, count: int) -> int:
@@ -242,7 +242,7 @@ class PagePool:
                 self._idle += 1
 
     def find(self, digest: bytes) -> tuple[int, ...] | None:
-        """The pages of a cached chunk, with the caller as an additional user; None if it is not cached."""
+        """The pages of a cached chunk, with the caller as a new user; None if it is not cached."""
         pages = self._chunks.get(digest)
         if pages is not None:
             self.share(pages)

@@ -45,8 +45,7 @@ class ServedModel:
 
         Raises:
           GenerationError: a draft model with another vocabulary.
-          MeshError: a mesh that shards rows, because a step concatenates the tokens of all rows; a draft model on other
-            devices.
+          MeshError: a mesh that shards rows, which a step concatenates; a draft model on other devices.
         """
         draft_model = None
         if isinstance(draft, DraftModel):

@@ -184,7 +184,7 @@ def _discard(path: Path, lock: int | None) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the leftovers of killed writers in a folder, and restore what they had moved aside.
+    """Remove leftovers of killed writers in a folder, and restore what they had moved aside.
 
     Without locks, as on some network file systems, nothing is changed.
     """
@@ -283,7 +283,7 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds a lock on a file or folder; None if another process holds it, or without locks."""
+    """A descriptor that locks a file or folder; None if another process holds the lock, or without locks."""
     if fcntl is None:
         return None
     with suppress(OSError), ExitStack() as until_locked:

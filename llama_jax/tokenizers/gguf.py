@@ -42,7 +42,7 @@ BY_TEXT = {
 ENDS_BY_TEXT = ("fim_pad", "fim_rep", "fim_sep")
 OLDER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PART_OF_REPLIES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss's
-# Models whose special tokens strip the white space after them, and special tokens that do not.
+# Models with special tokens that strip the white space after them, and exceptions.
 SWALLOWING = ("phi-3", "phi3")
 NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 # Fields with token ids, and transformers' names of these tokens.
@@ -53,7 +53,7 @@ TEMPLATE_PREFIX = "tokenizer.chat_template."  # before the name of an additional
 # Fields that are covered by other settings.
 OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
 OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
-MASK_TOKEN = "<mask>"  # strips the white space before it in vocabularies with these pre-tokenizers
+MASK_TOKEN = "<mask>"  # strips the white space before it with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
@@ -123,7 +123,7 @@ class _Reader:
         return [known[kind] for kind in found]
 
     def token(self, name: str, count: int, default: int | None = None) -> int | None:
-        """The id in the field ``{name}_token_id``, else the default if the vocabulary has it."""
+        """The id in the field ``{name}_token_id``, else a valid default."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             return default if default is not None and default < count else None

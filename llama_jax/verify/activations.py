@@ -120,9 +120,9 @@ free. It swam around them three times and then flew away over the trees. Anna wa
 father that she wanted to come back the next day to see if her new friend was still there. That evening she drew a picture \
 of the duck and gave it to her mother.
 """
-# Largest share of the nats of a uniform guess with which a model passes as trained. Measured on the first 64 tokens of the
-# text with the trained 260K stories model: 0.22 unchanged, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout wrong either
-# way, 0.94 with transposed output projections. With 50 times the theta it is still 0.26, so this is only an indication.
+# Largest loss, relative to a uniform guess, of a model that works. Measured on the first 64 tokens of the text with the
+# trained 260K stories model: 0.22 unchanged, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout wrong either way, 0.94 with
+# transposed output projections. With 50 times the theta it is still 0.26: only an indication.
 SPEAKS = 0.5
 FEWEST = 32  # minimum number of tokens to judge by: the first words of any text are hard to predict
 

@@ -23,11 +23,10 @@ from llama_jax.model.trees import layers_of
 from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
 from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
 
-# Largest allowed difference of a part, in multiples of the rounding error. Measured on the trained 260K stories model and on
-# small random ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4
-# for 16-bit arithmetic, up to 3.2 in float32. The margin is for the outliers of larger models. With a wrong rotary layout,
-# or exchanged or transposed weights, a layer differs by at least 0.7 of all that it adds: about 8 times the rounding error
-# of Q4_0, 60 times that of bfloat16.
+# Largest difference of a part in multiples of the rounding error. Measured on the 260K stories model and small random
+# ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4 for 16-bit
+# arithmetic, up to 3.2 in float32. The margin is for outliers of larger models. With a wrong rotary layout, or exchanged or
+# transposed weights, a layer differs by at least 0.7 of what it adds: 8 times the rounding error of Q4_0, 60 of bfloat16.
 TIMES = 6.0
 COARSE = 0.7 / TIMES  # with a rounding error above this, such a mistake would pass
 # Tolerance of float32 logits: absolute, and relative to the largest logit if logits are large. Measured: 1.4e-5 of 21 for
@@ -184,7 +183,7 @@ def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: R
 
 
 def _loss(kl: float) -> str:
-    """The divergence in words, by llama.cpp's measurements of Llama 3 8B: up to that of Q6_K, up to Q4_0's, and beyond."""
+    """The divergence in words: up to that of Q6_K, of Q4_0, and beyond, by llama.cpp's measurements of Llama 3 8B."""
     return "negligible degradation" if kl < 0.01 else "small degradation" if kl < 0.1 else "noticeable degradation"
 
 

@@ -44,8 +44,8 @@ class Access:
 class Guard:
     """ASGI middleware that rejects requests that `Access` does not allow, and counts responses.
 
-    In a DNS rebinding attack, a page of a site whose name resolves to this machine sends that name as the host, never an IP
-    address: so addresses are allowed, and names only if they are known.
+    In DNS rebinding, a page of a site that resolves to this machine sends the site's name as the host, never an IP address:
+    so addresses are allowed, and names only if known.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""`/metrics`: metrics of the engine and the server, for Prometheus. Names are vLLM's with another prefix, so that existing
-consumers (the Gateway API's inference extension, dashboards) only need that prefix."""
+"""`/metrics` of the engine and the server, for Prometheus. Names are vLLM's with another prefix, so that existing consumers
+(the Gateway API's inference extension, dashboards) only need that prefix."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ServerMetrics(Collector):
         yield _labelled("model_requests", "Requests by model.", ["model_name"], requests)
         yield self.first_token.family("time_to_first_token_seconds", "Time from the request to its first token.")
         yield self.between_tokens.family("inter_token_latency_seconds", "Time between tokens of a choice.")
-        yield self.whole.family("e2e_request_latency_seconds", "Time from the request to the end of its response.")
+        yield self.whole.family("e2e_request_latency_seconds", "Time from the request to its end.")
 
 
 def _labelled(name: str, about: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:

@@ -432,7 +432,7 @@ class GeneratedResponse:
         return delta
 
     def _usage(self) -> dict[str, Any]:
-        """The usage so far: each prompt once, and every generated token, including stop tokens."""
+        """The usage so far: each prompt once, and all generated tokens, including stop tokens."""
         prompt = sum(map(len, self.prompts))
         generated = sum(choice.count for choice in self.choices)
         return {

@@ -35,15 +35,15 @@ from llama_jax.tokenizers.chat import Renderer
 
 LONGEST_PROMPT = 1_000_000  # maximum characters of a prompt; more if the context is long
 CHARACTERS_OF_A_TOKEN = 16  # maximum average, in a prompt that fills the context
-SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
+SHORT = 4000  # characters or tokens converted on the event loop: more would delay other requests
 # Maximum numbers of threads, see `threads_beside_engine`.
 TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
-LONG_THREADS = 2  # for longer ones and their bodies, which take seconds, so that others do not wait for them
+LONG_THREADS = 2  # for longer ones and their bodies, which take seconds
 LONG_WAITING = 32  # further requests are rejected
 BODIES = 4  # budget for all bodies together, as a multiple of the largest body
 GRAMMAR_THREADS = 2
 GRAMMARS_WAITING = 16  # further requests are rejected
-IDS_AT_ONCE = 1 << 14  # ids that are written as JSON at a time, while other threads wait
+IDS_AT_ONCE = 1 << 14  # ids written as JSON at a time, while other threads wait
 ENGINE_SECONDS = 0.5  # time for the engine to end its step after draining; then clients are answered without it
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Service:
             self.engine.check_room(1 + self.compiling)
 
     def start_engine(self) -> None:
-        """Run the engine on its own thread, and build the tables for grammars before there are streams to delay."""
+        """Run the engine on its own thread, and build the grammar tables before there are streams to delay."""
         for grammars in {self._grammars, self._chat_grammars}:
             self._compiling.submit(grammars.prepare)
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
@@ -224,7 +224,7 @@ class Service:
         return await self._convert(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
-        """The pool that converts this many characters or tokens; None for the event loop."""
+        """The pool for this many characters or tokens; None for the event loop."""
         return None if size <= SHORT else self._texts if size <= SMALL_BODY else self._long_texts
 
     async def complete(self, body: CompletionRequest) -> Submit:
@@ -387,7 +387,7 @@ class Service:
         return await self._convert(compile, "response_format", self._compiling)
 
     def trouble(self) -> str | None:
-        """Why the server is not healthy, or None: the engine has failed, or is busy but has not finished a turn for long."""
+        """Why the server is unhealthy, or None: the engine has failed, or is busy but has not finished a turn for long."""
         if self.failure is not None:
             return self.failure
         stats = self.engine.stats()
