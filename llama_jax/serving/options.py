@@ -80,7 +80,7 @@ class EngineOptions:
         for name, lowest in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise GenerationError(f"{name}={value!r} must be an integer and at least {lowest}")
+                raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
         if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
             raise GenerationError(
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"

@@ -176,7 +176,7 @@ def test_a_vocabulary_much_smaller_than_the_models_warns(tmp_path, size, told):
         warnings.simplefilter("always")
         assert find_tokenizer(tmp_path, size).vocab_size == own
     assert [str(each.message) for each in caught] == told * [
-        f"{tmp_path / 'tokenizer.json'} has {own} tokens, the model {size}: it may be another model's vocabulary"
+        f"{tmp_path / 'tokenizer.json'} has {own} tokens, but the model {size}: it may be another model's vocabulary"
     ]
 
 
@@ -187,7 +187,7 @@ def test_an_id_far_above_the_others(tmp_path, token):
     found = json.loads(path.read_text())
     found["model"]["vocab"][list(found["model"]["vocab"])[-1]] = token
     path.write_text(json.dumps(found))
-    with pytest.raises(TokenizerError, match=f"has a token with id {token}, but has"):
+    with pytest.raises(TokenizerError, match=f"has a token with id {token}, but only"):
         load_tokenizer(path)
 
 
