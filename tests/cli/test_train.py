@@ -223,7 +223,7 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"),
+        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): do not start a second run"),
         folder_lock(tmp_path),
     ):
         pass

@@ -87,7 +87,7 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     [
         ("none", r"s3://bucket/none: nothing is stored there; pass files of text"),
         ("other", r"s3://bucket/other holds no file that ends in .txt"),
-        ("texts", r"s3://bucket/texts/a.txt cannot be read: no whole answer in 4 tries, the last: 500"),
+        ("texts", r"s3://bucket/texts/a.txt cannot be read: no complete response in 4 tries, the last: 500"),
     ],
 )
 def test_what_cannot_be_fetched(store, texts, tmp_path, path, message):

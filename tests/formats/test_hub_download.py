@@ -156,11 +156,11 @@ def test_a_repository_is_read_by_ranges_of_one_commit(hub):
 
 def test_a_hub_that_fails_is_named(hub):
     hub.fault = 500
-    with pytest.raises(OSError, match="no whole answer in 2 tries, the last: the hub answers 500") as named:
+    with pytest.raises(OSError, match="no complete response in 2 tries, the last: the Hub responded with 500") as named:
         (locate("hf://org/name") / "model.safetensors").open().read()
     assert named.value.filename == "hf://org/name/model.safetensors"
     hub.fault = 403
-    with pytest.raises(PermissionError, match=r"the hub does not allow it \(403\)"):
+    with pytest.raises(PermissionError, match=r"the Hub denies access \(403\)"):
         (locate("hf://org/name") / "model.safetensors").open().read()
 
 

@@ -147,7 +147,7 @@ def test_over_a_ring_an_attention_is_refused_and_the_other_parts_are_called():
 
 
 def test_values_that_are_no_functions_are_refused():
-    with pytest.raises(ConfigError, match="norm=1 of the parts must be a function of your own"):
+    with pytest.raises(ConfigError, match="norm=1 must be a function or None"):
         Parts(norm=1)
     with pytest.raises(ConfigError, match="parts=None must be Parts"):
         replace(PLAIN, parts=None)

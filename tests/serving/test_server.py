@@ -249,7 +249,7 @@ def test_the_command_says_what_is_missing(monkeypatch):
         (["--timeout", "nan"], "timeout=nan must be"),
         (["--most-choices", "0"], "most_choices=0"),
         (["--rows", "0"], "rows=0"),
-        (["--context", "100000"], "context=100000 exceeds"),
+        (["--context", "100000"], "context=100000 must be at most"),
         (["--format", "llama3"], "the format llama3 needs the token"),
         (["--mesh", "data=2"], "mesh data=2"),
     ],
