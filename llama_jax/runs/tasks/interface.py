@@ -170,13 +170,15 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
-      recipe: with the sizes that follow from the data, where the given one had no steps (`recipe.fit_to_data`).
+      recipe: with its warm-up, and with the sizes that follow from the data if the given one has no steps
+        (`recipe.fit_to_data`).
       objective: the compiled part.
       digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
         change. They are kept in checkpoints and compared.
       facts: lines about the data, for the log.
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
+      decoded: tokens that are sampled one after another for a step, in each of its rows.
       begin: makes the batch source, once everything is compiled.
       mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
@@ -194,6 +196,7 @@ class Task:
     mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
+    decoded: float = 0.0
 
 
 class TaskInputs(NamedTuple):
