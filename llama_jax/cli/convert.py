@@ -170,7 +170,7 @@ class Merge(CompileOptions):
                 f" {after / before:.1f} times as large; {fewer}",
                 file=sys.stderr,
             )
-        with _writing(self.destination, f", where {self.base} has {size(before)}") as progress:
+        with _writing(self.destination, f"; the weights of {self.base} have {size(before)}") as progress:
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
             exact = dtype is None and not kinds
             config, params, tokenizer = load(

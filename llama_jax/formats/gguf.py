@@ -356,7 +356,7 @@ def write_file(
     tokenizer: Tokenizer | None,
     kind: str | None = None,
     *,
-    kinds: Mapping[str, str] = MappingProxyType({}),
+    before: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
     """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
@@ -366,8 +366,8 @@ def write_file(
       kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
         unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
         embedding. Vectors are float32, which llama.cpp's kernels want.
-      kinds: of the model's matrices by their names in the file, before a small change was added. Without `kind` those that
-        have become floats are quantized as before; in a kind as before they are rounded at random, see `dithered`.
+      before: the kinds of the model's matrices by their names in the file, before a small change was added. Without `kind`
+        those that have become floats are quantized as before; in the same kind they are rounded at random, see `dithered`.
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
@@ -392,8 +392,8 @@ def write_file(
             return piece.tensor.kind
         if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
             return "F32"
-        if keep and (before := kinds.get(name_of(piece))):
-            return before
+        if keep and name_of(piece) in before:
+            return before[name_of(piece)]
         if kind in FLOATS:
             return kind
         part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
@@ -451,7 +451,7 @@ def write_file(
                 assert form.encode is not None
                 runs = []
                 for given in piece.rows(FLOATS["F32"]):
-                    rows = dithered(given, stored, noise) if stored == kinds.get(name_of(piece)) else given
+                    rows = dithered(given, stored, noise) if stored == before.get(name_of(piece)) else given
                     step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that stay in a processor's cache
                     runs += [blocks_from_planes(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))

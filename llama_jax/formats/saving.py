@@ -305,7 +305,7 @@ def _write(
     written: list[Path] = []
     try:
         with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-            write(target, opened, tokenizer, kind, progress=progress, **({"kinds": kinds} if kinds else {}))
+            write(target, opened, tokenizer, kind, progress=progress, **({"before": kinds} if kinds else {}))
             # Before the weights have their name: without a vocabulary they are half a model.
             write_vocabulary_files(beside, written)
             _log_lost(path, all_settings(tokenizer, opened.about()), target)

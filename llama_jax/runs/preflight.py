@@ -367,7 +367,7 @@ def plan_of(given: Recipe, task: Task, devices: int, compiling: float | None = N
 
     Args:
       given: the recipe before it was fitted to the data, `task.recipe`.
-      compiling: seconds of the compilation, if they are known.
+      compiling: seconds in which the step is compiled, if they are known; a sampler takes about as long again.
       done: steps that a resumed run has taken.
     """
     recipe = task.recipe
@@ -383,6 +383,7 @@ def plan_of(given: Recipe, task: Task, devices: int, compiling: float | None = N
     peak = matmul_flops(recipe.dtype) if hardware is None else hardware.flops
     seconds = task.flops / (UTILIZATION * peak * devices)
     if task.decoded:
+        compiling = 2 * compiling if compiling else None
         # Token by token, which reads all weights for few rows; the FLOPs are in those of the task.
         rows, weights = -(-recipe.batch // devices), parameter_count(recipe.model)
         if hardware is None:

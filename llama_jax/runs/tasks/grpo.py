@@ -224,6 +224,7 @@ class RewardBatchSource:
         self._reported: bool = place["reported"]
         model = self._program.model(context.state.params)
         mesh = make_mesh(inputs.mesh)
+        self._log.progress("compiling the sampler")
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
