@@ -74,7 +74,7 @@ LESS = {
             "evaluate_tokens=": "64",
             "save_every=": "2",
         },
-        **{"sample_tokens=": "4", "log_every=": "1", "prompts=": "()", "optimizer.warmup_steps=": "0"},
+        **{"sample_tokens=": "4", "log_every=": "1", "prompts=": "()"},
     },
 }
 LESS_OF = {

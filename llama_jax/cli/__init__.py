@@ -8,13 +8,13 @@ import gc
 import importlib
 import io
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import llama_jax
+from llama_jax import interrupts
 from llama_jax.cli.terminal import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
@@ -65,7 +65,7 @@ MORE = """\
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can fix, 130 for Ctrl-C."""
     _collect_seldom()
-    signal.signal(signal.SIGINT, _interrupted)
+    interrupts.install()
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a command
@@ -182,10 +182,3 @@ def _open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _interrupted(*_: object) -> None:
-    """Exit at once: XLA may be compiling in its own threads, which crash when the interpreter shuts down in order; and
-    extension modules do not survive an exception while they are imported."""
-    os.write(sys.stderr.fileno(), b"\nllama-jax: stopped\n")
-    os._exit(130)

@@ -32,6 +32,7 @@ from llama_jax.storage import Location, resolved
 if TYPE_CHECKING:
     from llama_jax.formats.saving import WrittenDtype
 
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
 
@@ -118,7 +119,9 @@ class Convert:
 
 @dataclass(frozen=True)
 class Merge(CompileOptions):
-    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
+    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory.
+
+    From a GGUF to a GGUF its matrices stay in the blocks that they have: llama-jax merge BASE.gguf ADAPTER OUT.gguf."""
 
     base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
     """The model that the adapter was trained on, of any format that is read."""
@@ -128,9 +131,10 @@ class Merge(CompileOptions):
     """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto is that of BASE, or float32 if that is quantized. The sum is computed in float32 and
-    rounded once. q8_0 and q4_0 are for gguf alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
+    """Type of what is written; auto is that of BASE: from GGUF to GGUF each matrix is quantized again as it was, and in any
+    other format a quantized BASE becomes float32. The sum is computed in float32 and rounded once. Those that begin with q
+    are for gguf alone, see convert."""
     overwrite: bool = False
     """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
 
@@ -142,22 +146,39 @@ class Merge(CompileOptions):
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
         from llama_jax.model.lora import merge
+        from llama_jax.model.trees import parameter_count
 
         self.start_jax()
         dtype: WrittenDtype | None = unless_auto(self.dtype)
         format = unless_auto(self.format)
-        folder = (format or format_of(self.destination)) in FOLDERS
+        into = format or format_of(self.destination)
+        folder = into in FOLDERS
         sources = [self.base, self.adapter]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        kinds = quantized_kinds(base.tensors)
-        if kinds:
-            print(f"{self.base}: {kinds} dequantized to float32, to which the adapter is added", file=sys.stderr)
-        with _writing(self.destination) as progress:
+        kinds, before = quantized_kinds(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
+        is_gguf = base.format.startswith("GGUF")
+        as_base = bool(kinds) and dtype is None and into == "gguf" and is_gguf
+        if as_base:
+            print(f"{self.base}: the adapter is added in float32, and the sum quantized again: {kinds}", file=sys.stderr)
+        elif kinds and (dtype is None or dtype in FLOAT_BYTES):
+            after = parameter_count(base.config) * FLOAT_BYTES[dtype or "float32"]
+            fewer = "OUT.gguf keeps its blocks" if is_gguf else "OUT.gguf with --dtype q4_k has 4 bits"
+            print(
+                f"{self.base}: {kinds}, {size(before)}, become {dtype or 'float32'}, {size(after)},"
+                f" {after / before:.1f} times as large; {fewer}",
+                file=sys.stderr,
+            )
+        with _writing(self.destination, f"; the weights of {self.base} have {size(before)}") as progress:
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
             exact = dtype is None and not kinds
-            config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
+            config, params, tokenizer = load(
+                self.base,
+                None if exact else "float32",
+                quantize="keep" if as_base else None,
+                progress=loading_bar,
+            )
             save(
                 self.destination,
                 with_adapter_parts(config, [self.adapter]),
@@ -165,6 +186,7 @@ class Merge(CompileOptions):
                 tokenizer,
                 format=format,
                 dtype=dtype,
+                like=self.base if kinds and into == "gguf" and is_gguf else None,
                 overwrite=self.overwrite,
                 progress=progress,
             )
@@ -237,7 +259,7 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
 
 
 @contextmanager
-def _writing(destination: Location) -> Iterator[Any]:
+def _writing(destination: Location, beside: str = "") -> Iterator[Any]:
     """A progress bar for writing a model, which a signal interrupts in order; prints the size and the time at the end."""
     started = time.perf_counter()
     with ending_in_order("stopped; nothing was written"):
@@ -245,4 +267,4 @@ def _writing(destination: Location) -> Iterator[Any]:
     place: Any = resolved(destination)
     inside = [place] if not place.is_dir() else place.rglob("*") if isinstance(place, Path) else place.iterdir()
     total = sum(path.stat().st_size for path in inside if path.is_file())
-    print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s{beside}", file=sys.stderr)

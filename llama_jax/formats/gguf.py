@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -315,9 +316,36 @@ QUANTIZATION_VERSION = 2
 Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # types to quantize to
 
 
+def kinds_in(path: Location) -> dict[str, str]:
+    """The kind of every tensor by its name in a file, or in all files of a split model."""
+    return {name: tensor.kind for part in _parts(path) for name, tensor in read_file(part, texts=False)[1].items()}
+
+
 def can_be_kept(tensor: TensorInfo) -> bool:
     """Whether a tensor's blocks can be copied into a GGUF."""
     return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
+
+
+# By kind: numbers in a block with its own scale, steps of its grid, and whether that is around 0 or from the least number.
+GRIDS = {
+    **{"Q4_0": (32, 8, True), "Q5_0": (32, 16, True), "Q8_0": (32, 127, True), "Q6_K": (16, 32, True)},
+    **{"Q4_1": (32, 15, False), "Q5_1": (32, 31, False), "Q4_K": (32, 15, False), "Q5_K": (32, 31, False)},
+}
+
+
+def dithered(rows: np.ndarray, kind: str, noise: np.random.Generator) -> np.ndarray:
+    """Rows, float32[rows, columns], that quantizing rounds up or down at random, so that the mean stays as it is.
+
+    Rounded to the nearest, numbers of a grid to which an adapter adds less than half a step would all become what they were,
+    and nothing would be left of the adapter. The largest of a block, from which its scale follows, are not changed.
+    """
+    block, steps, around_zero = GRIDS[kind]
+    x = rows.reshape(-1, block)
+    high = np.abs(x).max(axis=1, keepdims=True) if around_zero else x.max(axis=1, keepdims=True)
+    low = -high if around_zero else x.min(axis=1, keepdims=True)
+    step = (high if around_zero else high - low) / steps
+    moved = np.clip(x + step * (noise.random(x.shape, np.float32) - np.float32(0.5)), low, high)
+    return np.where((x == low) | (x == high), x, moved).reshape(rows.shape)
 
 
 def write_file(
@@ -326,6 +354,7 @@ def write_file(
     tokenizer: Tokenizer | None,
     kind: str | None = None,
     *,
+    before: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
     """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
@@ -335,6 +364,9 @@ def write_file(
       kind: type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as in
         `model.mixtures` unless it ends in "-pure"; None keeps blocks of quantized tensors and gives the others the type of
         the embedding. Vectors are float32, as llama.cpp's kernels require.
+      before: types of the model's matrices, by their names in the file, before a small change was added to them. Without
+        `kind`, those that are floats now are quantized as before, and rounded at random if the type is the same
+        (`dithered`).
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
@@ -351,11 +383,16 @@ def write_file(
     if base_kind(kind) not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written only as {', '.join(FILE_TYPES)}")
 
+    def name_of(piece: WrittenTensor) -> str:
+        return names[piece.part].format(piece.layer)
+
     def stored_as(piece: WrittenTensor) -> str:
         if keep and can_be_kept(piece.tensor):
             return piece.tensor.kind
         if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
             return "F32"
+        if keep and name_of(piece) in before:
+            return before[name_of(piece)]
         if kind in FLOATS:
             return kind
         part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
@@ -366,6 +403,13 @@ def write_file(
         block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
         if piece.tensor.shape[-1] % block:
             raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}; {stored} needs multiples of {block}")
+        if (
+            stored not in FLOATS
+            and not (keep and can_be_kept(piece.tensor))
+            and QUANT_FORMATS[stored.lower()].encode is None
+        ):
+            made = ", ".join(get_args(Blocks))
+            raise CheckpointError(f"{piece.label} was in {stored.lower()}, which is only read; set another dtype: {made}")
     matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
@@ -390,7 +434,8 @@ def write_file(
     settings |= about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
     settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
     listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
-    listed += [(names[p.part].format(p.layer), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    listed += [(name_of(p), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    noise = np.random.default_rng(0)
     with new_file(path, architecture, settings, listed) as write:
         for factors in rope_tensors.values():
             write(factors)
@@ -404,7 +449,8 @@ def write_file(
                 form = QUANT_FORMATS[stored.lower()]
                 assert form.encode is not None  # true of all types in `FILE_TYPES`
                 runs = []
-                for rows in piece.rows(FLOATS["F32"]):
+                for given in piece.rows(FLOATS["F32"]):
+                    rows = dithered(given, stored, noise) if stored == before.get(name_of(piece)) else given
                     step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that fit into a CPU's cache
                     runs += [blocks_from_planes(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))

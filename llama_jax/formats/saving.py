@@ -19,7 +19,8 @@ from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats import orbax_format
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
-from llama_jax.formats.gguf import Blocks
+from llama_jax.formats.gguf import NAMES as GGUF_NAMES
+from llama_jax.formats.gguf import Blocks, kinds_in
 from llama_jax.formats.huggingface import from_params
 from llama_jax.formats.lazy_tensors import FLOATS
 from llama_jax.formats.loading import FORMATS, load, open_checkpoint
@@ -71,6 +72,7 @@ def save(
     format: WrittenFormat | None = None,
     dtype: WrittenDtype | None = None,
     overwrite: bool = False,
+    like: str | os.PathLike[str] | None = None,
     progress: WritingProgress | None = None,
     about: About = About(),
 ) -> None:
@@ -87,6 +89,9 @@ def save(
         are only for GGUF; "llama2c" is float32. "orbax" keeps quantized parameters as they are; other formats and dtypes
         store the dequantized values.
       overwrite: replace a file, or a folder that contains only a model.
+      like: for "gguf", the quantized GGUF that `params` differ from by small changes, as after `merge`. Without a dtype,
+        matrices are quantized as in it. In the same blocks they are rounded up or down at random, which keeps the changes
+        on average; rounding to nearest would lose changes below half a step.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to show progress ("orbax" writes all at once).
       about: descriptions next to the weights (`load(path).about`). Settings of it and of the tokenizer that the format
         cannot store are logged.
@@ -97,13 +102,20 @@ def save(
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
+    kinds: dict[str, str] = {}
+    if like is not None:
+        model = open_checkpoint(like)
+        if format != "gguf" or model.names is not GGUF_NAMES:
+            raise CheckpointError(f"like={os.fspath(like)!r} is a GGUF for format='gguf'; leave it out")
+        kinds = kinds_in(model.path)
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     check_no_hooks(params)
     params = unpad_params(config, params)
     write_params = FORMATS[format].write_params
     if write_params is None:
-        _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
+        opened = from_params(config, params, tokenizer, about)
+        _write(locate(path), opened, format, dtype, overwrite, progress, kinds=kinds)
         return
     with new_output(Path(path), folder=True, overwrite=overwrite) as target:
         write_params(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
@@ -273,6 +285,7 @@ def _write(
     overwrite: bool,
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> None:
     if opened.config.parts and not FORMATS[format].names_parts:
         raise CheckpointError(
@@ -287,7 +300,7 @@ def _write(
     written: list[Path] = []
     try:
         with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-            write(target, opened, tokenizer, kind, progress=progress)
+            write(target, opened, tokenizer, kind, progress=progress, **({"before": kinds} if kinds else {}))
             # Before the weights get their name: without a vocabulary the model is incomplete.
             write_vocabulary_files(beside, written)
             _log_lost(path, all_settings(tokenizer, opened.about()), target)

@@ -149,7 +149,9 @@ def test_the_time_to_the_first_step_is_told(run, ended, tmp_path):
     code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume")
     assert (code, err) == (0, "")
     assert "compiling the training step, about 93 s\ncompiled in " in out
-    assert re.search(r"resumed at step 2\nfirst step in [0-9.]+ s; the next line comes in about \d+ s\nstep 4/4", out)
+    assert re.search(
+        r"resumed at step 2\nfirst step in [0-9.]+ s, about \d+ s left; the next line comes in about \d+ s\nstep 4/4", out
+    )
 
 
 @pytest.mark.slow

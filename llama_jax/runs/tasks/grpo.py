@@ -38,7 +38,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import training_sharding
 from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.pretrained import load_frozen
-from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
+from llama_jax.runs.recipe import Recipe, RewardSettings, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     FrozenModels,
@@ -118,19 +118,19 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
             raise TrainingError("rewards.beta penalizes divergence from the initial model; pass it with --weights")
         reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
-    if not recipe.steps:  # a prompt has `group` answers, each used in `updates` steps
-        recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
-        recipe = replace(recipe, steps=recipe.steps * r.updates)
+    # A prompt has `group` answers, each used in `updates` steps.
+    recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group, r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None
     return Task(
         recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
         digests=digests,
-        facts=(data_summary(recipe, train, held),),
+        facts=data_summary(recipe, train, held),
         tokens=batch * length,
         # Sampling processes each token once: a forward pass, a third of a full training step.
         flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        decoded=r.answer / r.updates,
         begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
         shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
     )
@@ -185,16 +185,17 @@ def objective(recipe: Recipe, length: int) -> Objective:
     return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
 
 
-def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
-    """A line about the amount of data."""
+def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
+    """Lines about the amount of data."""
     r = settings_of(recipe)
     prompts = recipe.batch // r.group
     epochs = recipe.steps / r.updates * prompts / len(train)
     dropped = f", {train.dropped:,} omitted as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
-    return (
+    line = (
         f"data: {len(train):,} prompts to train on, of at most {train.longest} tokens{dropped}, {len(held):,} to evaluate"
         f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
     )
+    return line, *data_warnings(epochs, len(train), prompts, unit="prompts")
 
 
 class RewardBatchSource:
@@ -223,6 +224,7 @@ class RewardBatchSource:
         self._reported: bool = place["reported"]
         model = self._program.model(context.state.params)
         mesh = make_mesh(inputs.mesh)
+        self._log.progress("compiling the sampler")
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 

@@ -170,13 +170,15 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
-      recipe: the recipe, with sizes that follow from the data if the given one had no steps (`recipe.fit_to_data`).
+      recipe: the recipe with its warm-up, and with sizes that follow from the data if the given one had no steps
+        (`recipe.fit_to_data`).
       objective: the compiled part.
       digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
         change. They are stored in checkpoints and compared.
       facts: lines about the data, for the log.
       tokens: tokens that a step reads, including padding, for tokens per second.
       flops: FLOPs of a step, for MFU.
+      decoded: number of tokens that a step samples one after another, in each of its rows.
       begin: makes the batch source, once everything is compiled.
       mixture: the share of each source, as stored in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
@@ -194,6 +196,7 @@ class Task:
     mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
+    decoded: float = 0.0
 
 
 class TaskInputs(NamedTuple):

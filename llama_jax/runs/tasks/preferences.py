@@ -24,7 +24,7 @@ from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import AnswerLogprobs, pair_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.progress import progress_bar
-from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.recipe import Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     FrozenModels,
@@ -81,10 +81,11 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
     rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
     what = "answers" if options.kind == "kto" else "pairs"
+    epochs = recipe.steps * recipe.batch / len(rows.members)
     fact = (
         f"data: {train.count:,} {what} in {len(rows.members):,} rows to train, {held.count:,} {what} to validate;"
         f" {recipe.steps:,} steps of {recipe.batch} rows x 2 x {recipe.length} are"
-        f" {recipe.steps * recipe.batch / len(rows.members):.1f} epochs"
+        f" {epochs:.1f} epochs"
     )
     sides = 1 if options.kind == "kto" else 2
     trained = step_flops(recipe.model, sides * recipe.batch, recipe.length, frozen=recipe.lora is not None)
@@ -94,7 +95,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         recipe=recipe,
         objective=objective(recipe, rows.most),
         digests=digests,
-        facts=(fact,),
+        facts=(fact, *data_warnings(epochs, len(rows.members), recipe.batch)),
         tokens=2 * recipe.batch * recipe.length,
         flops=trained + read_again * forward,
         begin=partial(PreferenceBatchSource, recipe, train, held),
