@@ -34,7 +34,7 @@ os.dup2(103, 3)
 os.dup2(104, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39}
 # Looks again with every change of the page, and until a while has passed.
 UNTIL = """new Promise((done, failed) => {
   const look = () => { try { if (%s) { clearInterval(timer); clearTimeout(end); done(true) } } catch (error) {} };
