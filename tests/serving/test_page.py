@@ -121,9 +121,7 @@ def test_a_chat_in_the_browser(browser):
         browser.until("document.getElementById('model').textContent === 'fake'")
         assert browser.get("document.title") == "fake"
         assert browser.get("document.activeElement.id") == "text"
-        assert (
-            browser.get("document.getElementById('about').textContent") == "512 tokens of context · about 2.0 GB of memory"
-        )
+        assert browser.get("document.getElementById('about').textContent") == "512-token context · 2.0 GB memory"
 
         say(browser, "Hello </s>")
         browser.until(f"{BODY} === '1: {SAID} end' && {IDLE}")
@@ -161,6 +159,16 @@ def test_a_chat_in_the_browser(browser):
         browser.until(f"{BODY} === '5: {SAID} end' && {IDLE}")
         assert BYTES.decode(engine.admitted[-1].prompt).count("And?!") == 1
         assert browser.get("document.querySelectorAll('.turn').length") == 6
+
+        # Twice: then the message before it, whose answer goes as well; what remains of the answers can be asked again.
+        for _ in range(2):
+            click(browser, ".user:nth-last-of-type(2) .edit")
+        assert browser.get("document.getElementById('text').value") == "More"
+        browser.get("document.getElementById('text').value = ''; 0")
+        click(browser, ".answer:last-of-type .again")
+        browser.until(f"{BODY} === '6: {SAID} end' && {IDLE}")
+        assert BYTES.decode(engine.admitted[-1].prompt).count(SAID) == 0
+        assert browser.get("document.querySelectorAll('.turn').length") == 2
 
         # Settings are folded away until they are asked for, and Escape folds them.
         assert not browser.get("document.getElementById('settings').checkVisibility()")
@@ -250,6 +258,9 @@ def test_tokens_with_their_alternatives(browser):
         for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
             browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
         browser.until("document.getElementById('tip').checkVisibility()")
+        click(browser, ".again")
+        browser.until(f"{BODY} === {json.dumps(f'1: {SAID}') + '+String.fromCharCode(10)'} && {IDLE}")
+        assert browser.get("document.querySelectorAll('.token').length") == len(tokens)
         click(browser, ".view")
         assert not browser.get("document.querySelector('.token')")
 
@@ -323,7 +334,7 @@ def test_a_phone(browser, width):
         fits += f" && innerWidth === {width} && $('text').getBoundingClientRect().bottom < innerHeight"
         assert browser.get(fits)
         click(browser, ".example")
-        browser.until(f"last?.count > 100 && {IDLE}")
+        browser.until(f"{BODY}.length > 100 && {IDLE}")
         assert browser.get(fits)
         click(browser, ".view")
         assert browser.get(fits)
@@ -346,6 +357,12 @@ def test_a_model_that_only_completes(browser):
         click(browser, ".view")
         assert browser.get("document.querySelectorAll('.token').length") == len(f"1: {SAID} end")
         assert browser.get(BODY) == f"Once1: {SAID} end"
+        say(browser, "Twice")
+        browser.until(f"{BODY} === 'Twice2: {SAID} end' && {IDLE}")
+        click(browser, ".answer:last-of-type .edit")
+        assert browser.get("document.getElementById('text').value") == "Twice"
+        click(browser, ".answer:last-of-type .again")
+        browser.until(f"{BODY} === 'Once3: {SAID} end' && {IDLE}")
 
 
 @pytest.mark.slow
