@@ -30,7 +30,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.routes import guarded, make_app, page, probes
+from llama_jax.serving.http.routes import Handler, guarded, make_app, page, probes
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
@@ -250,7 +250,10 @@ def make_starting_app(
         message = f"the server is {startup}; /ready says when it has started"
         return ApiError(503, message, code="starting", headers=headers).response()
 
-    table = {"/": ("GET", partial(page, status=503)), **probes(metrics, lambda: None, lambda: f"the server is {startup}")}
+    table: dict[str, tuple[str, Handler]] = {
+        "/": ("GET", partial(page, status=503)),
+        **probes(metrics, lambda: None, lambda: f"the server is {startup}"),
+    }
     return guarded(table, access, metrics, connections, {HTTPException: other})
 
 
