@@ -266,7 +266,8 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         options, plan = self._planned(joined)
         note(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
-        served = self._served(tokenizer)
+        memory = {"weights": plan.weights, "kv_cache": plan.pool, "programs": plan.programs}
+        served = replace(self._served(tokenizer), memory=memory)
         options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
         with record_backends() as attention:

@@ -456,6 +456,7 @@ def test_a_model_without_a_chat_format():
     chat, models = ask(FakeEngine(), lambda c: c.chat("a"), lambda c: c.get("/v1/models"), shown=shown)
     assert "fake does not support chat: it has no template" in error_of(chat, 400)["message"]
     assert models.json["data"][0]["chat"] is False
+    assert models.json["data"][0]["memory"] == {}
 
 
 def test_invalid_bodies():

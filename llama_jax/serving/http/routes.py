@@ -39,7 +39,7 @@ def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> St
     """
     routes = Routes(service)
     table: dict[str, tuple[str, Handler]] = {
-        "/": ("GET", routes.page),
+        "/": ("GET", page),
         "/v1/completions": ("POST", routes.completions),
         "/v1/chat/completions": ("POST", routes.chat),
         "/v1/models": ("GET", routes.models),
@@ -127,6 +127,7 @@ class Routes:
             "owned_by": "llama_jax",
             "max_model_len": service.limits.context,
             "chat": service.served.chat is not None,
+            "memory": dict(service.served.memory),
         }
         base, *adapters = service.served.names
         data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
@@ -135,16 +136,17 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_description(self._service))
 
-    async def page(self, request: Request) -> Response:
-        # The page shows model output, so it may load and run only its own content.
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
-        )
-        headers = {
-            "Content-Security-Policy": f"{policy}; form-action 'none'; frame-ancestors 'none'",
-            "X-Content-Type-Options": "nosniff",
-        }
-        return HTMLResponse(files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8"), headers=headers)
+
+async def page(request: Request, status: int = 200) -> Response:
+    """The chat page, which polls `/ready` until the server is ready."""
+    # It shows model output, so it may load and run only its own content.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+    content = files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8")
+    return HTMLResponse(content, status, headers)
 
 
 def probes(
@@ -303,6 +305,7 @@ def _schemas() -> Schema:
                     owned_by=TEXT,
                     max_model_len=COUNT,
                     chat={"type": "boolean"},
+                    memory={"type": "object", "additionalProperties": COUNT},
                     parent=f.or_null(TEXT),
                 )
             ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import html
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import UserError, reason_of
@@ -31,7 +30,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.routes import guarded, make_app, probes
+from llama_jax.serving.http.routes import Handler, guarded, make_app, page, probes
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
@@ -199,10 +198,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 LOG_SECONDS = 10.0  # between log lines
 RETRY_SECONDS = 1, 60  # bounds of Retry-After; the first also if the end cannot be estimated
 FEW = 2  # up to this number of finished items no estimate is made
-STARTING_PAGE = (
-    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>llama_jax</title>'
-    "<p>The server is {0}. This page reloads automatically."
-)
 
 
 @dataclass
@@ -248,11 +243,6 @@ def make_starting_app(
 ) -> Starlette:
     """The ASGI application until the server is ready; for the arguments see `make_app`."""
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(
-            STARTING_PAGE.format(html.escape(str(startup))), 503, {"Content-Security-Policy": "default-src 'none'"}
-        )
-
     async def other(request: Request, error: Exception) -> Response:
         least, most = RETRY_SECONDS
         seconds = min(max(round(startup.seconds_left or least), least), most)
@@ -260,7 +250,10 @@ def make_starting_app(
         message = f"the server is {startup}; /ready reports when it has started"
         return ApiError(503, message, code="starting", headers=headers).response()
 
-    table = {"/": ("GET", page), **probes(metrics, lambda: None, lambda: f"the server is {startup}")}
+    table: dict[str, tuple[str, Handler]] = {
+        "/": ("GET", partial(page, status=503)),
+        **probes(metrics, lambda: None, lambda: f"the server is {startup}"),
+    }
     return guarded(table, access, metrics, connections, {HTTPException: other})
 
 

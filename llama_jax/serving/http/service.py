@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ class Served:
       chat: the chat format; None if it is not a chat model.
       no_chat: the reason why `chat` is None.
       adapters: names in requests of the model with each adapter, by adapter index.
+      memory: planned bytes per device, by purpose; empty if nothing was planned.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Served:
     chat: Format | None
     no_chat: str = ""
     adapters: tuple[str, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
