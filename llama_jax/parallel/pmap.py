@@ -39,7 +39,7 @@ Tree = TypeVar("Tree")
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """A copy of every array on every device, each array as one with the sharding P() over `devices`.
+    """The same tree with a copy of every array on every device: arrays of the same shapes, with the sharding P().
 
     The originals stay: a plain `jax.device_put` would share the first device's memory with them, and donating its result
     would delete them too.
@@ -63,8 +63,9 @@ def pmap_step(
       devices: of this process.
 
     Returns:
-      A function of a state that `replicate` made, or that the function itself returned, and a batch of B rows in all.
-      It gives the next state and the metrics of all rows, both as ordinary arrays with the sharding P().
+      A function of a state that `replicate` made, or that the function itself returned, and a `Batch` of B rows in all,
+      int32[B, T + 1]: each device gets B / len(devices) of them. It returns the next state, whose arrays have their usual
+      shapes, and the metrics of all rows, float32[] each, both with the sharding P().
 
     Raises:
       MeshError: several processes; rows that cannot be divided by the number of devices, or a state that does not lie on
@@ -100,7 +101,8 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
 
     Returns:
       A function of parameters that `replicate` made, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as
-      `generate` takes them; the cache keeps all, in the parameters' dtype. It gives the same tokens.
+      `generate` takes them; the number of prompts is a multiple of that of the devices, and the cache keeps all tokens, in
+      the parameters' dtype. It returns one `Generation` per prompt, with the same tokens as `generate`.
 
     Raises:
       MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that do not lie on

@@ -112,7 +112,10 @@ def train_state_specs(
 ) -> TrainState:
     """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies.
 
+    With `NamedSharding(mesh, spec)` in the place of each spec, it is what `jax.jit` takes as `out_shardings`.
+
     Args:
+      ema: of a state with a moving average.
       lora: of a state whose parameters are adapters.
     """
     params = param_specs(config, sizes) if lora is None else adapter_specs(config, sizes, lora)
@@ -291,7 +294,9 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+    """`train_step` for a mesh, with the configuration and the sharding bound: arguments are the optimizer and what follows.
+
+    Call it under `jax.jit`, with a state that lies as `train_state_specs` says and rows that lie as P(("data", "fsdp")).
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
