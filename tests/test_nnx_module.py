@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import optax
 import pytest
 from adapters import LORA, random_adapters
 from conftest import jit_logits, same
@@ -86,6 +87,31 @@ def test_steps_with_our_optimizers(model, settings):
     losses, expected = pure_steps(config, optimizer, params)
     assert module_steps(module, module.wrap_optimizer(optimizer)) == losses
     same(module.pure(), expected)
+
+
+OF_OPTAX = {
+    "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 5),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2),
+    "partition": optax.partition(
+        {"train": optax.adamw(1e-2), "freeze": optax.set_to_zero()},
+        lambda params: jax.tree.map(lambda array: "train" if array.ndim > 2 else "freeze", params),
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 5)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lion": optax.lion(1e-3),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "prodigy": optax.contrib.prodigy(),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "apply_if_finite")) for n in OF_OPTAX])
+def test_steps_with_optimizers_of_optax(model, name):
+    config, params = model
+    losses, expected = pure_steps(config, OF_OPTAX[name], params)
+    assert losses[-1] < losses[0]
+    module = LlamaModule(config, params)
+    np.testing.assert_allclose(module_steps(module, OF_OPTAX[name]), losses, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), module.pure(), expected)
 
 
 def test_adapters_alone_are_trained(model):
