@@ -70,8 +70,9 @@ class LlamaModule(nnx.Module):
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """The optimizer for `nnx.Optimizer(module, ..., wrt=...)`, for one that reads the paths of the parameters.
 
-        `nnx.Optimizer` passes nested dictionaries; `make_optimizer` expects a `Llama`, whose paths say what decays and what
-        Muon updates. Optimizers of optax that treat all arrays alike need no wrapper.
+        `nnx.Optimizer` passes nested dictionaries; `make_optimizer` reads the paths of a `Llama`, which say what decays and
+        what Muon updates. The wrapped optimizer gets {"params": Llama}, or {"adapters": Llama} with `wrt=nnx.LoRAParam`.
+        Optimizers of optax that treat all arrays alike need no wrapper.
         """
         inner = optax.with_extra_args_support(optimizer)
         trees = {name: nnx.graphdef(nnx.as_pure(getattr(self, name))) for name in ("params", "adapters")}
