@@ -15,6 +15,9 @@ The public API, imported lazily:
   adapter_table(config, params, [(adapters, lora), ...])  the model with several adapters; choose_adapters(params, rows)
                                       selects the one that each row of a batch uses, for `generate` and every
                                       other function
+  step_over(config, mesh)             train_step over a mesh, from make_mesh, of a state that lies as train_state_specs says
+  pmap_step(step, devices)            train_step by `jax.pmap`, of a state from replicate;  pmap_generate likewise
+  LlamaModule(config, params)         the model as a `flax.nnx.Module`
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
   evaluate_lengths(...)               how much a model uses its context: loss by length and position
@@ -103,6 +106,13 @@ _LAZY_ATTRIBUTES = {
     "layers_of": "model.trees",
     "stack": "model.trees",
     "MeshSizes": "parallel.mesh",
+    "make_mesh": "parallel.mesh",
+    "pmap_generate": "parallel.pmap",
+    "pmap_step": "parallel.pmap",
+    "replicate": "parallel.pmap",
+    "step_over": "parallel.sharding",
+    "train_state_specs": "parallel.sharding",
+    "LlamaModule": "nnx_module",
     "Divergence": "evaluation.perplexity",
     "divergence": "evaluation.perplexity",
     "Evaluation": "evaluation.perplexity",
@@ -163,6 +173,7 @@ __all__ = [
     "LengthLoss",
     "Llama",
     "LlamaConfig",
+    "LlamaModule",
     "Lora",
     "LossOptions",
     "MeshError",
@@ -204,19 +215,25 @@ __all__ = [
     "load_adapter",
     "load_tokenizer",
     "logits",
+    "make_mesh",
     "make_optimizer",
     "merge",
     "next_token_loss",
     "observe",
     "parameter_count",
+    "pmap_generate",
+    "pmap_step",
     "preset",
     "register_for_export",
+    "replicate",
     "rotary_frequencies",
     "save",
     "save_adapter",
     "stack",
+    "step_over",
     "stream",
     "train",
+    "train_state_specs",
     "train_step",
     "unembed",
     "with_base",
@@ -246,7 +263,10 @@ if TYPE_CHECKING:
     from llama_jax.model.params import Llama
     from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
-    from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.nnx_module import LlamaModule
+    from llama_jax.parallel.mesh import MeshSizes, make_mesh
+    from llama_jax.parallel.pmap import pmap_generate, pmap_step, replicate
+    from llama_jax.parallel.sharding import step_over, train_state_specs
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
     from llama_jax.runs.user_functions import with_parts

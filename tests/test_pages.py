@@ -185,7 +185,7 @@ def run_shell(block: Block) -> None:
         if words[0] in ("pip", "pytest"):  # what brought this test here
             continue
         if words[0] == "python":  # tests/test_experiments.py runs them
-            assert (ROOT / words[1]).exists(), where
+            assert (ROOT / words[1]).exists() or Path(words[1]).exists(), where  # or they are blocks of the page
         elif words[0] == "llama-jax" and words[1] in NOT_ENDING:
             only_parsed(words[1:], where)
         elif words[0] == "llama-jax":
@@ -354,6 +354,35 @@ def test_the_training_step_of_the_page_has_float32_parameters_whatever_the_file_
     assert {leaf.dtype.name for leaf in jax.tree.leaves(names["state"].params)} == {"float32"}
     assert 0 < float(names["metrics"]["loss"]) < 10
     assert int(names["state"].step) == 1
+
+
+EXAMPLES = [block for block in BLOCKS if block.page == "docs/parallel_examples.md" and block.language == "python"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_programs_of_the_page_continue_each_others_runs(exact, tmp_path, monkeypatch):
+    """Over a mesh, then by pmap, then over the mesh, with the losses of a run that stays on the mesh."""
+    lay_out(tmp_path)
+
+    def losses(folder: str, *runs: tuple[int, int]) -> list[float]:
+        """Of runs of (program, steps) one after the other."""
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("stories.txt").symlink_to(tmp_path / "stories.txt")
+        found = []
+        for program, steps in runs:
+            code = _instead(EXAMPLES[program]).replace("STEPS, FOLDER = 4,", f"STEPS, FOLDER = {steps},")
+            if exact:
+                code = code.replace("options = StepOptions()", "options = StepOptions(virtual_shards=8)")
+            names: dict = {}
+            exec(compile(code, EXAMPLES[program].page, "exec"), names)
+            found += names["losses"]
+        return found
+
+    stayed, moved = losses("stayed", (0, 6)), losses("moved", (0, 2), (1, 2), (0, 2))
+    assert len(moved) == 6
+    assert moved == (stayed if exact else pytest.approx(stayed, rel=1e-5))
 
 
 def test_every_name_of_the_tree_is_there():

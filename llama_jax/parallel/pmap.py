@@ -39,7 +39,7 @@ Tree = TypeVar("Tree")
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """A copy of every array on every device, as one array with the sharding P() over `devices`.
+    """A copy of every array on every device: a tree of arrays of the same shapes, with the sharding P() over `devices`.
 
     The originals stay: plain `jax.device_put` would share the first device's memory with them, and donating its result would
     delete them too.
@@ -63,8 +63,9 @@ def pmap_step(
       devices: devices of this process.
 
     Returns:
-      A function of a state from `replicate` or from the function itself, and a batch of B rows in total. It returns the next
-      state and the metrics of all rows, both as ordinary arrays with the sharding P().
+      A function of a state from `replicate` or from the function itself, and a `Batch` of B rows in total, int32[B, T + 1]:
+      each device gets B / len(devices) of them. It returns the next state, whose arrays have their usual shapes, and the
+      metrics of all rows, float32[] each, both with the sharding P().
 
     Raises:
       MeshError: several processes; rows that cannot be divided by the number of devices, or a state that is not on these
@@ -100,7 +101,8 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
 
     Returns:
       A function of parameters from `replicate`, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as in
-      `generate`; the cache keeps all tokens, in the parameters' dtype. It returns the same tokens as `generate`.
+      `generate`. The number of prompts is a multiple of the number of devices; the cache keeps all tokens, in the
+      parameters' dtype. It returns a `Generation` for each prompt, with the same tokens as `generate`.
 
     Raises:
       MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that are not on

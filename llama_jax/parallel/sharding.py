@@ -113,7 +113,10 @@ def train_state_specs(
 ) -> TrainState:
     """A `TrainState` of partition specs: optimizer state is sharded like its parameter.
 
+    With `NamedSharding(mesh, spec)` in the place of each spec, it is what `jax.jit` takes as `out_shardings`.
+
     Args:
+      ema: whether the state has a moving average.
       lora: the settings, if the parameters are adapters.
     """
     params = param_specs(config, sizes) if lora is None else adapter_specs(config, sizes, lora)
@@ -292,7 +295,9 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` for a state sharded by `train_state_specs`, with the configuration and the sharding bound.
+    """`train_step` over a mesh, with the configuration and the sharding bound; the remaining arguments start with the optimizer.
+
+    Call it under `jax.jit`, with a state sharded by `train_state_specs` and rows sharded by P(("data", "fsdp")).
 
     Raises:
       MeshError: a dimension cannot be split over the mesh.
